@@ -14,23 +14,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from bench.arguments import command_parser
 from bench.counting.control import ROLES, TracedServer, serve_traced
-from quintet.deploy.tools.load_client.load import ask
+from quintet.deploy.http_client.pool import ask
 
 ROOT = Path(__file__).resolve().parents[1]
-BODY = msgspec.json.encode(
-    {
-        "model": "quintet",
-        "messages": [{"role": "user", "content": "Count to ten."}],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "max_tokens": 8,
-        "ignore_eos": True,
-    }
-)
+BODY = {
+    "model": "quintet",
+    "messages": [{"role": "user", "content": "Count to ten."}],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "max_tokens": 8,
+    "ignore_eos": True,
+}
 FOLDERS = ("wire", "process", "frontend", "tokenizer_proc", "core", "executor", "detokenizer_proc", "deploy")
 NUM_WARMUPS, NUM_REQUESTS = 3, 5
 SETTLE_S = 0.1

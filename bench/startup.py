@@ -23,8 +23,8 @@ from pathlib import Path
 from statistics import median
 
 from bench.peers.engines import processes
+from quintet.deploy.http_client.connection import Target
 from quintet.deploy.supervisor.spawn import MODULES
-from quintet.deploy.tools.load_client.connection import Target
 from quintet.deploy.tools.load_client.load import Load, run_load
 from quintet.deploy.tools.load_client.workload import Item, RequestShape
 

@@ -33,7 +33,7 @@ from quintet.wire.dropped import Dropped
 from quintet.wire.errors import RequestError
 from quintet.wire.ids import Role, epoch_tag, frontend_of, is_newer
 from quintet.wire.kv_tiers import KvTierRequests, KvTierResults
-from quintet.wire.messages import Admit, Cancel, Failed, FinishReason, Reclaim, Reclaimed
+from quintet.wire.messages import Admit, Cancel, Failed, FinishReason, Resume, Resumed
 from quintet.wire.step import Capacity, StepPlan, StepResult
 
 
@@ -169,7 +169,7 @@ class Engine:
             return StepMessages()
         return admit(self._admission, self.state, message, now_ns)
 
-    def reclaim(self, message: Reclaim, now_ns: int) -> tuple[Reclaimed | None, StepMessages]:
+    def resume(self, message: Resume, now_ns: int) -> tuple[Resumed | None, StepMessages]:
         """Return the retained request that a client claims.
 
         A live request is ended first, because its earlier connection is dead or superseded. Returns None while steps
@@ -181,12 +181,12 @@ class Engine:
             return None, effects
         kept = self.retained.find(message.request_id, message.key)
         if kept is None:
-            return Reclaimed(message.query_id, None), effects
+            return Resumed(message.query_id, None), effects
         if message.rename_to:
             self.retained.rename(message.request_id, message.rename_to)
-        return Reclaimed(message.query_id, kept.admit, kept.choices()), effects
+        return Resumed(message.query_id, kept.admit, kept.choices()), effects
 
-    def _claimed(self, message: Reclaim) -> list[Request]:
+    def _claimed(self, message: Resume) -> list[Request]:
         """Return the live choices of the claimed request."""
         assert self.state is not None
         first = self.retained.newest(message.request_id)

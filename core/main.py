@@ -27,7 +27,7 @@ from quintet.wire.messages import (
     Failed,
     InFlightReport,
     Live,
-    Reclaim,
+    Resume,
     StopHit,
     Tokens,
     Unknown,
@@ -36,7 +36,7 @@ from quintet.wire.step import Capacity, StepResult
 from quintet.wire.supervision import Drain, Drained, SlotState, Topology
 
 Message = (
-    Admit | Cancel | StopHit | Reclaim | Live | InFlightReport | Unknown | StepResult
+    Admit | Cancel | StopHit | Resume | Live | InFlightReport | Unknown | StepResult
     | Capacity | StoredBlocks | KvTierResults | KvQuery | KvPins
 )  # fmt: skip
 
@@ -61,11 +61,11 @@ class Core:
         self._path_reconcilers = Reconcilers()
         """Compares requests per path, a pair of frontend and tokenizer."""
         self._reported_ns = 0
-        self._reclaims: list[Reclaim] = []
-        """Reclaims deferred until the steps in flight have drawn their requests' last tokens."""
+        self._resumes: list[Resume] = []
+        """Queries deferred until the steps in flight have drawn their requests' last tokens."""
         self._is_retiring = False
         """The supervisor requested `Drained` once no request is left."""
-        self._early: PendingTopology[int, Admit | Cancel | Reclaim] = PendingTopology(MAX_EARLY)
+        self._early: PendingTopology[int, Admit | Cancel | Resume] = PendingTopology(MAX_EARLY)
         """Keyed by frontend slot."""
         events = config.cache.events
         self._publisher = None if events is None else KvPublisher(events, process.me.index)
@@ -94,7 +94,7 @@ class Core:
         if any(isinstance(message, Topology) for message in messages):
             self._follow_topology(self.process.topology)
         for message in messages:
-            if isinstance(message, Admit | Cancel | Reclaim):
+            if isinstance(message, Admit | Cancel | Resume):
                 self._handle_or_queue(message)
             elif isinstance(message, Dropped):
                 if message.kind == Capacity.__struct_config__.tag:
@@ -107,7 +107,7 @@ class Core:
             elif not isinstance(message, Topology):
                 self._handle(message)
         self._send(self.engine.expire(self.process.now_ns))
-        self._retry_reclaims()
+        self._retry_resumes()
         self.engine.kv_admin.advance(self.engine.state, self.process.now_ns)
         self._plan()
         self._publish()
@@ -117,7 +117,7 @@ class Core:
             self._is_retiring = False  # sent once per Drain
             self.process.peers.send(Role.SUPERVISOR, 0, Drained(self.process.me))
 
-    def _handle_or_queue(self, message: Admit | Cancel | Reclaim) -> None:
+    def _handle_or_queue(self, message: Admit | Cancel | Resume) -> None:
         """Handle a frontend's message, or queue it until its topology arrives. Queues of frontends are independent."""
         sender = _sender(message)
         if sender not in self._early and not self._is_early(message):
@@ -125,8 +125,8 @@ class Core:
         elif not self._early.keep(sender, message):
             self._reject(message)
 
-    def _reject(self, message: Admit | Cancel | Reclaim) -> None:
-        """Reject a message, since the queue of early messages is full. A `Reclaim` gets no answer: its frontend resends it."""
+    def _reject(self, message: Admit | Cancel | Resume) -> None:
+        """Reject a message, since the queue of early messages is full. A `Resume` gets no answer: its frontend resends it."""
         self.process.log.warning(
             "rejecting a message: %d messages already wait for a newer topology", MAX_EARLY
         )
@@ -138,7 +138,7 @@ class Core:
             case Cancel():
                 self._send_unknown(message.request_ids)
 
-    def _is_early(self, message: Admit | Cancel | Reclaim) -> bool:
+    def _is_early(self, message: Admit | Cancel | Resume) -> bool:
         """Return True when the message was sent under a newer topology than ours: answers to it might be lost."""
         if isinstance(message, Cancel):
             return False
@@ -171,8 +171,8 @@ class Core:
         elif isinstance(message, StopHit):
             attempts = memoryview(message.attempts).cast("i")
             self.engine.stop_hit(memoryview(message.request_ids).cast("q"), attempts, now)
-        elif isinstance(message, Reclaim):
-            self._reclaim(message, now)
+        elif isinstance(message, Resume):
+            self._resume(message, now)
         elif isinstance(message, Live):
             self._reconcile(message, now)
         elif isinstance(message, InFlightReport):
@@ -217,17 +217,17 @@ class Core:
         self.metrics.step_tokens.observe(counters.computed_tokens + counters.first_tokens - num_before)
         return effects
 
-    def _retry_reclaims(self) -> None:
-        """Retry the deferred reclaims."""
-        reclaims, self._reclaims = self._reclaims, []
-        for reclaim in reclaims:
-            self._reclaim(reclaim, self.process.now_ns)
+    def _retry_resumes(self) -> None:
+        """Retry the deferred queries."""
+        resumes, self._resumes = self._resumes, []
+        for resume in resumes:
+            self._resume(resume, self.process.now_ns)
 
-    def _reclaim(self, message: Reclaim, now: int) -> None:
-        answer, effects = self.engine.reclaim(message, now)
+    def _resume(self, message: Resume, now: int) -> None:
+        answer, effects = self.engine.resume(message, now)
         self._send(effects)
         if answer is None:
-            self._reclaims.append(message)
+            self._resumes.append(message)
         else:
             answer.core = self.process.me.index
             self.process.peers.send(Role.FRONTEND, message.frontend, answer)
@@ -380,10 +380,10 @@ class Core:
         return known is not None and self.process.peers.epoch(Role.EXECUTOR, self.process.me.index) == known
 
 
-def _sender(message: Admit | Cancel | Reclaim) -> int:
+def _sender(message: Admit | Cancel | Resume) -> int:
     """Return the index of the frontend that sent the message."""
     match message:
-        case Reclaim():
+        case Resume():
             return message.frontend
         case Admit():
             return frontend_of(message.request_id)[0]

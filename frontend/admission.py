@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from quintet.frontend.load_balancing.load_balancer import Workers
-from quintet.frontend.load_balancing.queued_tokens import QueuedTokens
+from quintet.frontend.load_balancing.load_ledger import LoadLedger
 from quintet.frontend.prompt_size import embeds_bytes
 from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
@@ -28,30 +26,6 @@ BOOTED_ROLES = (Role.CORE, Role.EXECUTOR)
 _WINDOW_S = 5.0
 MAX_EMBEDS_BYTES = 512 << 20
 """Maximum bytes of prompt embeddings held by the live requests of one frontend: here, in transit and in the core."""
-
-
-class AdmissionLoad(Protocol):
-    """Load that admission reads; implemented by `quintet.frontend.sessions.Sessions`."""
-
-    @property
-    def slots(self) -> Workers:
-        """Workers by role."""
-
-    @property
-    def num_open_choices(self) -> int:
-        """Choices that have not ended."""
-
-    @property
-    def num_ended(self) -> int:
-        """Requests ended since start."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Output tokens received since start."""
-
-    @property
-    def queued_tokens(self) -> QueuedTokens:
-        """Pending tokens of the live requests."""
 
 
 class RateMeter:
@@ -82,16 +56,16 @@ class Admission:
 
     def __init__(
         self,
-        load: AdmissionLoad,
+        ledger: LoadLedger,
         config: FrontendConfig,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._load = load
+        self._ledger = ledger
         self._max_requests = config.max_queued_requests
         self._max_tokens = config.max_queued_tokens
-        self._end_rate = RateMeter(lambda: load.num_ended, clock)
-        self._token_rate = RateMeter(lambda: load.queued_tokens.num_added - self._num_pending(), clock)
+        self._end_rate = RateMeter(lambda: ledger.num_ended, clock)
+        self._token_rate = RateMeter(lambda: ledger.num_added - ledger.num_pending, clock)
         self.draining = False
         self._rejected_full = _rejections(metrics, "max_num_queued_reqs")
         self._rejected_tokens = _rejections(metrics, "max_num_queued_tokens")
@@ -100,7 +74,7 @@ class Admission:
     def enter(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         """Raise `RequestError` with a retry time if these prompts exceed the limits."""
         self.reenter(len(prompts) * params.n)
-        self._check_tokens(sum(self._load.queued_tokens.cost(prompt, params) for prompt in prompts))
+        self._check_tokens(sum(self._ledger.cost(prompt, params) for prompt in prompts))
         num_bytes = sum(map(embeds_bytes, prompts))
         if num_bytes:
             self._check_embeds(num_bytes)
@@ -125,7 +99,7 @@ class Admission:
                 "The server is shutting down and accepts no new requests.",
                 retry_s=SHORT_RETRY_S,
             )
-        booting = [role for role in BOOTED_ROLES if role not in self._load.slots.roles_seen_ready]
+        booting = [role for role in BOOTED_ROLES if role not in self._ledger.workers.roles_seen_ready]
         if booting:
             self._rejected_unready.inc()
             raise RequestError(
@@ -135,7 +109,7 @@ class Admission:
             )
 
     def _check_requests(self, num_requests: int) -> None:
-        held = self._load.num_open_choices
+        held = self._ledger.num_open_choices
         excess = held + num_requests - self._max_requests
         if excess > 0:
             self._rejected_full.inc()
@@ -148,7 +122,7 @@ class Admission:
 
     def _check_tokens(self, num_tokens: int) -> None:
         """Enforce the limit of pending tokens. Never reject when no other request is active."""
-        pending = self._num_pending()
+        pending = self._ledger.num_pending
         excess = pending + num_tokens - self._max_tokens
         if excess > 0 and pending > 0:
             self._rejected_tokens.inc()
@@ -161,7 +135,7 @@ class Admission:
             )
 
     def _check_embeds(self, num_bytes: int) -> None:
-        held = self._load.queued_tokens.embeds_bytes
+        held = self._ledger.embeds_bytes
         if held and held + num_bytes > MAX_EMBEDS_BYTES:
             self._rejected_full.inc()
             raise RequestError(
@@ -171,9 +145,6 @@ class Admission:
                 "prompt_embeds",
                 retry_s=self._end_rate.seconds_for(1),
             )
-
-    def _num_pending(self) -> int:
-        return self._load.queued_tokens.num_pending(self._load.num_tokens)
 
 
 def _rejections(metrics: Metrics, reason: str) -> CounterSeries:

@@ -17,12 +17,14 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from quintet.frontend.api.openai import errors as openai_errors
-from quintet.frontend.api.responses.background import take_over_lost
+from quintet.frontend.api.responses.background import resume_lost
 from quintet.frontend.http.auth import Keys, operator_keys
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path
 from quintet.frontend.http.openapi import RouteSpec
 from quintet.frontend.load_balancing.load_report import FORMAT_HEADER, LoadReport
+from quintet.frontend.resume.endpoints import resume_repeated
+from quintet.frontend.resume.stream_state import LAST_EVENT
 from quintet.frontend.routes import ROUTES
 from quintet.frontend.service import Service
 from quintet.process.os_tuning import TRIM_MIN_BYTES, trim_memory
@@ -64,7 +66,10 @@ class Endpoint:
                 ErrorCode.METHOD_NOT_ALLOWED,
                 f"{row.path} does not take {http_request.method[:MAX_SHOWN]}; use {allowed}.",
             )
-        await row.handler(self.service, http_request)
+        if row.is_streamed and method == "POST" and http_request.header(LAST_EVENT):
+            await resume_repeated(self.service, http_request)
+        else:
+            await row.handler(self.service, http_request)
 
 
 class App:
@@ -78,7 +83,7 @@ class App:
         self._root_path = service.config.frontend.root_path.rstrip("/")
         self._log = logging.getLogger("quintet")
         self._load = LoadReport(service)
-        service.on_topology = partial(take_over_lost, service)
+        service.on_topology = partial(resume_lost, service)
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
             routes=[Route(row.path, Endpoint(row, service)) for row in ROUTES],

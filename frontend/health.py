@@ -22,7 +22,7 @@ async def livez(_service: Service, http_request: HttpRequest) -> None:
 
 async def readyz(service: Service, http_request: HttpRequest) -> None:
     """Answer 200 if requests can be served, else 503 with the missing roles."""
-    missing = [str(role) for role in service.sessions.slots.missing()]
+    missing = [str(role) for role in service.sessions.workers.missing()]
     ready = not missing and not service.draining
     await http_request.respond_json(
         {"ready": ready, "missing": missing, "draining": service.draining}, 200 if ready else 503
@@ -37,7 +37,7 @@ async def v2_live(_service: Service, http_request: HttpRequest) -> None:
 async def v2_model_ready(service: Service, http_request: HttpRequest) -> None:
     """Answer whether the named model can serve requests."""
     name = _served(service, http_request.path_params["id"])
-    ready = not service.sessions.slots.missing() and not service.draining
+    ready = not service.sessions.workers.missing() and not service.draining
     await http_request.respond_json({"name": name, "ready": ready}, 200 if ready else 503)
 
 
@@ -52,7 +52,7 @@ async def health(service: Service, http_request: HttpRequest) -> None:
         report = await service.queries.metrics(SUPERVISOR_ANSWERS_S)
     except RequestError as error:
         silence = error.message
-    slots = service.sessions.slots  # read after the wait, at the same moment as `missing`
+    slots = service.sessions.workers  # read after the wait, at the same moment as `missing`
     missing = [str(role) for role in slots.missing()]
     unhealthy: list[dict[str, object]] = [
         {"process": str(slot.worker), "state": slot.state.name.lower(), "note": slot.note}

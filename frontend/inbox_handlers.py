@@ -19,11 +19,11 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_admin import KvReport
-from quintet.wire.messages import Detokenized, Failed, Reclaimed, Text, Tokenized, Unknown
+from quintet.wire.messages import Detokenized, Failed, Resumed, Text, Tokenized, Unknown
 from quintet.wire.metrics import Metrics
 from quintet.wire.supervision import MetricsReport, Topology
 
-FrontendInbox = Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown | KvReport
+FrontendInbox = Text | Failed | Tokenized | Detokenized | Resumed | Unknown | KvReport
 """Inbox messages of a frontend, in addition to those of every process."""
 
 REPORT_INTERVAL_S = 5.0
@@ -43,7 +43,7 @@ class InboxHandlers:
     ) -> None:
         self._send = send
         self.sessions = Sessions(me, send, config, metrics, span)
-        self.queries = Rpc(me, send, self.sessions.slots)
+        self.queries = Rpc(me, send, self.sessions.ledger)
         answer = self.queries.handle
         self.by_type: dict[type[msgspec.Struct], Callable[[Any], None]] = {
             Text: self.sessions.apply_text,
@@ -53,7 +53,7 @@ class InboxHandlers:
             Dropped: self._fail_dropped,
             Tokenized: answer,
             Detokenized: answer,
-            Reclaimed: answer,
+            Resumed: answer,
             KvReport: answer,
             MetricsReport: answer,
         }

@@ -129,7 +129,7 @@ class Frontend:
             self._is_acknowledged.set()
         if self._service.is_retiring and self._retirement is None:
             self._retirement = asyncio.get_running_loop().create_task(self._retire())
-        self._process.progress = self._service.sessions.num_tokens
+        self._process.progress = self._service.sessions.ledger.num_received
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         """Stop on `Stopping`, crash on `HandlerError`, and log an error of a connection or timer."""

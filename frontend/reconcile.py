@@ -1,4 +1,7 @@
-"""Reconciliation reports of a frontend: its live requests, for other processes to compare with theirs. Reads no clock."""
+"""Reconciliation reports of a frontend: its live requests, for other processes to compare with theirs. Reads no clock.
+
+A request that the engine lost is a server fault.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,15 @@ import msgspec
 
 from quintet.frontend.streams import StreamChoice
 from quintet.wire.codec import pack_i32, pack_i64
+from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import InFlightReport, Live
 
 Report = tuple[Role, int, msgspec.Struct]
 """Destination role, index, and message."""
+
+MAX_RESENDS = 3
+"""Maximum resends of a request that the engine does not know."""
 
 
 def reports_of(me: WorkerId, cores: Sequence[int], choices: Iterable[StreamChoice]) -> Iterator[Report]:
@@ -36,3 +43,21 @@ def reports_of(me: WorkerId, cores: Sequence[int], choices: Iterable[StreamChoic
         request_ids = pack_i64(choice.request_id for choice in handed)
         attempts = pack_i32(choice.stream.attempt for choice in handed)
         yield Role.TOKENIZER, tokenizer, InFlightReport(me, tokenizer, its_core, request_ids, attempts)
+
+
+def unknown_request_error() -> RequestError:
+    """Build the error for a request that the engine still does not know after `MAX_RESENDS` resends."""
+    return RequestError(
+        ErrorCode.INTERNAL,
+        f"The request was lost inside the server {MAX_RESENDS + 1} times and is aborted. This is a server fault: "
+        "report it with the server's log.",
+    )
+
+
+def missing_output_error(choice: StreamChoice, first_index: int, offset: int) -> RequestError:
+    """Build the error for output that does not follow the output received so far."""
+    return RequestError(
+        ErrorCode.INTERNAL,
+        f"Output of choice {choice.index} was lost inside the server: received token {first_index} at character "
+        f"{offset} after {len(choice.output_ids)} tokens and {choice.num_chars} characters.",
+    )

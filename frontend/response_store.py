@@ -340,7 +340,7 @@ class ResponseFile:
             str(row[0]) for row in self._db.execute(f"SELECT DISTINCT owner FROM responses WHERE {_OPEN}")
         ]
 
-    def take_over(self, owner: str, former: Sequence[str]) -> list[Record]:
+    def claim(self, owner: str, former: Sequence[str]) -> list[Record]:
         """Make ``owner`` answer the running responses of lost owners, and return these."""
         with self._db:
             marks = ", ".join("?" * len(former))

@@ -32,8 +32,7 @@ from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.http.openapi import ANY, EVENTS, HTML, TEXT, delete, get, openapi_document, post, route
 from quintet.frontend.kv import ExportBody, ImportBody, PrefixBody
 from quintet.frontend.metrics import metrics
-from quintet.frontend.resume.continue_stream import ContinueStreamBody, continue_stream
-from quintet.frontend.resume.resume_stream import resumable, streams
+from quintet.frontend.resume.endpoints import ResumeStreamBody, resume_from_server, resume_stream
 from quintet.frontend.service import Service
 
 CHOICES = ("id", "object", "created", "model", "choices", "usage")
@@ -58,14 +57,14 @@ async def openapi(service: Service, http_request: HttpRequest) -> None:
 ROUTES = (
     route(
         "/v1/completions",
-        resumable(completions),
+        completions,
         post("Text completion", CompletionBody, COMPLETION),
         fields=CHOICES,
         is_streamed=True,
     ),
     route(
         "/v1/chat/completions",
-        resumable(chat_completions),
+        chat_completions,
         post("Chat completion", ChatBody, {**HELLO, "max_tokens": 32}),
         fields=CHOICES,
         is_streamed=True,
@@ -115,7 +114,7 @@ ROUTES = (
     ),
     route(
         "/v1/messages",
-        resumable(messages),
+        messages,
         post("Message (Anthropic API)", MessagesBody, {**HELLO, "max_tokens": 32}),
         fields=("id", "type", "role", "content", "model", "stop_reason", "stop_sequence", "usage"),
         is_streamed=True,
@@ -141,7 +140,7 @@ ROUTES = (
     ),
     route(
         "/v1/responses",
-        resumable(responses),
+        responses,
         post("Response (OpenAI Responses API)", ResponsesBody, INPUT),
         fields=RESPONSE,
         is_streamed=True,
@@ -198,7 +197,7 @@ ROUTES = (
     ),
     route(
         "/inference/v1/generate",
-        resumable(generate),
+        generate,
         post(
             "Generate from token ids to token ids",
             GenerateBody,
@@ -209,10 +208,10 @@ ROUTES = (
     ),
     route(
         "/v1/streams",
-        continue_stream,
+        resume_from_server,
         post(
-            "Continue a stream of another server, from its request and the output received so far",
-            ContinueStreamBody,
+            "Resume a stream of another server, from its request and the output received so far",
+            ResumeStreamBody,
             {
                 "path": "/v1/completions",
                 "request": {"prompt": "Once", "stream": True, "max_tokens": 8},
@@ -226,7 +225,7 @@ ROUTES = (
     ),
     route(
         "/v1/streams/{id}",
-        streams,
+        resume_stream,
         get(
             "Resume a stream (header X-Stream-Id) after the position `from`: the part after the colon of the last event id"
         ),
@@ -292,7 +291,7 @@ ROUTES = (
     ),
     route(
         "/invocations",
-        resumable(invocations),
+        invocations,
         post(
             "Chat completion (`messages`) or completion (`prompt`), for SageMaker", CompletionBody, COMPLETION
         ),

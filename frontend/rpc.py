@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from quintet.frontend.load_balancing.dispatcher import Send, too_large
-from quintet.frontend.load_balancing.load_balancer import Workers
+from quintet.frontend.load_balancing.load_ledger import LoadLedger
 from quintet.frontend.prompt_size import num_prompt_tokens
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
@@ -23,8 +23,8 @@ from quintet.wire.messages import (
     Detokenized,
     DetokenizeQuery,
     Open,
-    Reclaim,
-    Reclaimed,
+    Resume,
+    Resumed,
     TextPrompt,
     Tokenized,
     TokenizeQuery,
@@ -37,8 +37,8 @@ MIN_TOKENS_PER_S = 1 << 16
 FILE_TIMEOUT_S = 600.0
 """Timeout of export and import: gigabytes, at the lowest I/O priority."""
 
-Answer = Tokenized | Detokenized | MetricsReport | Reclaimed | KvReport
-AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed, KvReport)
+Answer = Tokenized | Detokenized | MetricsReport | Resumed | KvReport
+AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Resumed, KvReport)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,10 +58,10 @@ class _PendingQuery:
 class Rpc:
     """Sends queries and matches answers to them. Pass every answer that arrives to `handle`."""
 
-    def __init__(self, me: WorkerId, send: Send, slots: Workers, timeout_s: float = 30.0) -> None:
+    def __init__(self, me: WorkerId, send: Send, ledger: LoadLedger, timeout_s: float = 30.0) -> None:
         self._me = me
         self._send = send
-        self._slots = slots
+        self._ledger, self._workers = ledger, ledger.workers
         self._timeout_s = timeout_s
         self._last_id = 0
         self._waiting: dict[int, _PendingQuery] = {}
@@ -84,7 +84,7 @@ class Rpc:
             if pending.role is Role.SUPERVISOR or pending.answer.done():
                 continue
             index = pending.index
-            if index is None or self._slots.epoch(pending.role, index) != pending.epoch:
+            if index is None or self._workers.epoch(pending.role, index) != pending.epoch:
                 self._withdraw(pending)
                 self._send_query(pending)
 
@@ -119,18 +119,18 @@ class Rpc:
             raise RequestError(answer.error.code, answer.error.message, answer.error.param)
         return answer
 
-    async def reclaim(self, request_id: int, key: bytes, rename_to: int = 0) -> Reclaimed:
+    async def resume(self, request_id: int, key: bytes, rename_to: int = 0) -> Resumed:
         """Ask all cores for a retained request; return the answer of the core that has it, else a negative one.
 
         Raises `RequestError` if no core has it and one does not answer.
         """
-        version = self._slots.topology.version
+        version = self._workers.topology.version
 
-        async def ask(core: int | None) -> Reclaimed:
-            query = Reclaim(self._take_id(), self._me.index, request_id, key, version, rename_to)
-            return await self._ask(Role.CORE, query, query.query_id, Reclaimed, self._timeout_s, core)
+        async def ask(core: int | None) -> Resumed:
+            query = Resume(self._take_id(), self._me.index, request_id, key, version, rename_to)
+            return await self._ask(Role.CORE, query, query.query_id, Resumed, self._timeout_s, core)
 
-        cores: list[int | None] = [*self._slots.cores()]
+        cores: list[int | None] = [*self._workers.cores()]
         tasks = [asyncio.ensure_future(ask(core)) for core in cores or [None]]
         answer, failure = None, None
         try:
@@ -168,7 +168,7 @@ class Rpc:
             query = KvQuery(self._take_id(), self._me.index, verb, **fields)
             return await self._ask(Role.CORE, query, query.query_id, KvReport, timeout_s, core)
 
-        cores: list[int | None] = [*self._slots.cores()] or [None]
+        cores: list[int | None] = [*self._workers.cores()] or [None]
         if verb != "export":
             return await asyncio.gather(*map(ask, cores))
         reports: list[KvReport] = []
@@ -194,7 +194,7 @@ class Rpc:
         pending = _PendingQuery(role, query, asyncio.get_running_loop().create_future(), slot=slot)
         if role is Role.SUPERVISOR:
             self._send(role, 0, query)
-        elif role in self._slots.roles_seen_ready:
+        elif role in self._workers.roles_seen_ready:
             self._send_query(pending)
         else:
             raise RequestError(ErrorCode.UNAVAILABLE, f"No {role} process is running yet; try again shortly.")
@@ -214,17 +214,17 @@ class Rpc:
 
     def _send_query(self, pending: _PendingQuery) -> None:
         """Send a query to a worker, if there is one. A query above the size limit fails."""
-        index = self._slots.pick(pending.role) if pending.slot is None else pending.slot
+        index = self._ledger.pick(pending.role) if pending.slot is None else pending.slot
         try:
             was_sent = index is not None and self._send(pending.role, index, pending.message)
         except FrameTooLarge as error:
             pending.answer.set_exception(too_large(error))
             return
         if index is not None and was_sent:
-            pending.index, pending.epoch = index, self._slots.epoch(pending.role, index)
-            self._slots.add_load(pending.role, index, 1)
+            pending.index, pending.epoch = index, self._workers.epoch(pending.role, index)
+            self._ledger.add(pending.role, index, 1)
 
     def _withdraw(self, pending: _PendingQuery) -> None:
         if pending.index is not None:
-            self._slots.add_load(pending.role, pending.index, -1)
+            self._ledger.add(pending.role, pending.index, -1)
             pending.index = None

@@ -63,7 +63,7 @@ class Service:
         self.inbox = InboxHandlers(me, send, config, metrics, span)
         self.inbox.by_type |= {Topology: self._follow, Drain: self._drain}
         self.sessions, self.queries = self.inbox.sessions, self.inbox.queries
-        self.admission = Admission(self.sessions, config.frontend, metrics)
+        self.admission = Admission(self.sessions.ledger, config.frontend, metrics)
         self.write_timeout = WriteTimeout(config.frontend.write_timeout_s, lambda: self.draining)
         max_bytes = config.frontend.max_body_bytes
         self.bodies = BodyBuffers(max_bytes, max_open_bytes=max(max_bytes, MAX_OPEN_BYTES))
@@ -98,7 +98,7 @@ class Service:
         self.on_topology()
 
     def _drain(self, _: Drain) -> None:
-        if self.sessions.slots.topology.draining:
+        if self.sessions.workers.topology.draining:
             self.admission.draining = True
         else:
             self.is_retiring = True

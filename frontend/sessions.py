@@ -15,25 +15,32 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from quintet.frontend.deadlines import DeadlineTimer, expired, is_expired_by_core
-from quintet.frontend.load_balancing.dispatcher import Dispatcher, Send, too_large
-from quintet.frontend.load_balancing.queued_tokens import QueuedTokens
-from quintet.frontend.reconcile import Report, reports_of
-from quintet.frontend.resume import reattachment
+from quintet.frontend.load_balancing.dispatcher import UNENCODABLE, Dispatcher, Send, not_encodable
+from quintet.frontend.load_balancing.load_balancer import Workers
+from quintet.frontend.load_balancing.load_ledger import LoadLedger
+from quintet.frontend.reconcile import (
+    MAX_RESENDS,
+    Report,
+    missing_output_error,
+    reports_of,
+    unknown_request_error,
+)
+from quintet.frontend.resume.stream_state import has_started, resumed_submit
 from quintet.frontend.session_metrics import SessionMetrics
-from quintet.frontend.streams import Batch, Delta, Mailbox, Stream, StreamChoice
+from quintet.frontend.streams import Batch, Delta, Mailbox, Received, Stream, StreamChoice
 from quintet.process.trace import Span, no_span
 from quintet.wire.codec import unpack_i32, unpack_i64
+from quintet.wire.columns import ID_BYTES
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import RequestIds, Role, WorkerId
-from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import (
     Failed,
     Finish,
     FinishReason,
     Prompt,
-    Reclaimed,
+    Resumed,
     Started,
     Submit,
     Text,
@@ -46,9 +53,6 @@ from quintet.wire.request import Echo, KvTransfer, OutputParsing, RequestSpec, R
 from quintet.wire.supervision import Topology
 
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
-
-UNENCODABLE = (OverflowError, UnicodeEncodeError)
-"""Errors of the encoder for values that no message can hold."""
 
 
 class Sessions:
@@ -69,13 +73,9 @@ class Sessions:
         self._span = span
         metrics = metrics if metrics is not None else Metrics()
         self.metrics = SessionMetrics(metrics)
-        self.num_tokens = 0
-        """Tokens received since start: the progress counter that the supervisor watches."""
-        self.num_ended = 0
-        """Requests ended since start."""
-        self._dispatcher = Dispatcher(me, send, config, metrics)
-        self.slots = self._dispatcher.slots
-        self.queued_tokens = QueuedTokens(config.model.max_model_len)
+        self.workers = Workers(me)
+        self.ledger = LoadLedger(self.workers, config)
+        self._dispatcher = Dispatcher(self.ledger, send, config, metrics)
         self._deadlines = DeadlineTimer(self._expire)
         self._max_logprobs = config.frontend.max_logprobs
         self._vocab_size = config.model.vocab_size
@@ -88,11 +88,6 @@ class Sessions:
     def num_live(self) -> int:
         """Requests that have not ended. A cancelled request counts until the engine confirms."""
         return len(self._streams)
-
-    @property
-    def num_open_choices(self) -> int:
-        """Running choices of live requests, as the engine counts them."""
-        return len(self._live)
 
     def when_idle(self, callback: Callable[[], None] | None) -> None:
         """Set the callback for the end of the last live request; None removes it."""
@@ -120,7 +115,7 @@ class Sessions:
         parsing: OutputParsing | None = None,
         replayed_ids: bytes = b"",
         session: str = "",
-        received: Sequence[reattachment.ReceivedOutput] = (),
+        received: Sequence[Received] = (),
         kv_transfer: KvTransfer | None = None,
     ) -> Stream:
         """Submit a request and return its output stream; park it while a required worker is missing.
@@ -128,8 +123,9 @@ class Sessions:
         ``params`` are checked (`RequestError`) unless ``are_checked``; a missing seed is drawn. ``mailbox``: shared by streams
         of one reader. ``final_only``: wake the reader only at the end; else at each choice's first token, every ``interval``
         tokens, and end. ``deadline_ns``: monotonic time at which the request fails; 0 for none. ``clamp_max_tokens``,
-        ``session``: see `Submit`. ``parsing``: output parsers. ``replayed_ids``: output ids (int32) generated earlier, to deliver
-        again. ``received``: output of each choice received from another server. ``kv_transfer``: KV transfer with other servers.
+        ``session``: see `Submit`. ``parsing``: output parsers. ``replayed_ids``: output ids (int32) generated earlier, to
+        deliver again. ``received``: output of each choice that the client has from another server, to resume after it.
+        ``kv_transfer``: KV transfer with other servers.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
@@ -160,8 +156,9 @@ class Sessions:
         stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
         return self._enter(stream, received)
 
-    def _enter(self, stream: Stream, received: Sequence[reattachment.ReceivedOutput]) -> Stream:
-        reattachment.apply_received(stream, received)
+    def _enter(self, stream: Stream, received: Sequence[Received]) -> Stream:
+        if received:
+            stream.resume(received)
         if stream.num_open:  # else another server delivered all of it
             self._begin(stream)
             self.metrics.submitted(stream.submit.spec.params)
@@ -171,11 +168,11 @@ class Sessions:
         """Reserve consecutive ids for requests to resume; return the first."""
         return self._ids.take(count)
 
-    def reattach(
+    def resume(
         self,
-        reclaimed: Reclaimed,
+        resumed: Resumed,
         first_id: int,
-        seen: Sequence[reattachment.ReceivedCount],
+        received: Sequence[Received],
         mailbox: Mailbox,
         interval: int,
     ) -> Stream:
@@ -183,11 +180,14 @@ class Sessions:
 
         ``first_id`` comes from `take_ids`; the core has the request under that id.
         """
-        assert reclaimed.admit is not None
-        submit = reattachment.submission(reclaimed.admit, first_id, seen)
+        submit = resumed_submit(resumed, first_id, received)
         stream = Stream(submit, mailbox, self.cancel, interval=interval)
-        stream.pinned_core = reclaimed.core
-        reattachment.skip_received(stream, reclaimed, seen)
+        stream.pinned_core = resumed.core
+        stream.resume(received)
+        if has_started(received):
+            assert resumed.admit is not None
+            arrival_ns, num_prompt = submit.spec.arrival_ns, len(resumed.admit.prompt_ids) // ID_BYTES
+            stream.started = Started(first_id, num_prompt, 0, arrival_ns, arrival_ns)
         if stream.num_open:
             self._begin(stream)
             self.metrics.resumed.inc()
@@ -198,16 +198,17 @@ class Sessions:
         open_choices = [choice for choice in stream.choices if choice.finish is None]
         for choice in open_choices:
             self._live[choice.request_id] = choice
+        self.ledger.open(stream)
         try:
             self._dispatcher.place(stream)
         except BaseException as error:
+            self.ledger.reject(stream)
             del self._streams[stream.request_id]
             for choice in open_choices:
                 del self._live[choice.request_id]
             if isinstance(error, UNENCODABLE):
-                raise _not_encodable(error) from None
+                raise not_encodable(error) from None
             raise
-        self.queued_tokens.add(stream)
         self.metrics.live.set(len(self._streams))
         if stream.submit.spec.deadline_ns:
             self._deadlines.watch(stream)
@@ -260,7 +261,7 @@ class Sessions:
             if choice.stream.started is None:
                 self._start(choice.stream, started)
                 touched.append(choice.stream)
-            elif choice.stream.started_attempt != choice.stream.attempt:
+            elif not self.ledger.is_prefilled(choice.stream):
                 self._dispatcher.note_start(choice.stream, started)
         self._apply_rows(text, now, touched)
         for finish in text.finishes:
@@ -278,7 +279,7 @@ class Sessions:
         self._span("text", text.step, now)
 
     def _apply_rows(self, text: Text, now: int, touched: list[Stream]) -> None:
-        live, itl = self._live, self.metrics.inter_token_latency
+        live, ledger, itl = self._live, self.ledger, self.metrics.inter_token_latency
         ids = unpack_i32(text.token_ids)
         positions = {row.row: row.positions for row in text.logprobs} if text.logprobs else None
         spans = {row.row: row.spans for row in text.spans} if text.spans else None
@@ -296,7 +297,7 @@ class Sessions:
             num_chars = offset if choice.num_chars is None else choice.num_chars
             seen_tokens, seen_chars = len(output_ids) - first_index, num_chars - offset
             if seen_tokens < 0 or seen_chars < 0:
-                self.give_up([request_id], reattachment.missing_output_error(choice, first_index, offset))
+                self.give_up([request_id], missing_output_error(choice, first_index, offset))
                 continue
             if num_tokens > seen_tokens:
                 begin += seen_tokens
@@ -304,7 +305,7 @@ class Sessions:
                     output_ids.append(ids[begin])
                 else:
                     output_ids.extend(ids[begin:at])
-                self.num_tokens += at - begin
+                ledger.num_received += at - begin
                 if positions is not None and row in positions:
                     choice.logprobs += positions[row][seen_tokens:]
                 if choice.last_ns:
@@ -329,7 +330,6 @@ class Sessions:
     def _start(self, stream: Stream, started: Started) -> None:
         stream.note_start(started)
         self._dispatcher.note_start(stream, started)
-        self.queued_tokens.begin(stream)
         self.metrics.started(started)
 
     def _end_choice(self, choice: StreamChoice, finish: Finish, now: int) -> None:
@@ -338,6 +338,7 @@ class Sessions:
         choice.finish = finish
         stream.touch(choice)
         stream.num_open -= 1
+        self.ledger.end_choice(stream)
         self.metrics.choice_ended(stream.submit, finish, len(choice.output_ids), stream.first_token_ns, now)
         if stream.num_open == 0:
             self._release(stream)
@@ -357,9 +358,8 @@ class Sessions:
     def _release(self, stream: Stream) -> None:
         """Remove a request; every end passes here."""
         del self._streams[stream.request_id]
-        self.num_ended += 1
         self._dispatcher.release(stream)
-        self.queued_tokens.release(stream)
+        self.ledger.close(stream)
         self.metrics.live.set(len(self._streams))
         if not self._streams and self._on_idle is not None:
             self._on_idle()
@@ -373,7 +373,7 @@ class Sessions:
 
     def in_flight_reports(self) -> Iterable[Report]:
         """Return reports of the live requests, for reconciliation in other processes."""
-        return reports_of(self.me, self.slots.cores(), self._live.values())
+        return reports_of(self.me, self.workers.cores(), self._live.values())
 
     def resend(self, unknown: Unknown) -> None:
         """Start a new attempt of choices that the engine does not know; cancelled ones end."""
@@ -383,8 +383,8 @@ class Sessions:
             stream.num_resends += 1
             if stream.is_cancelled:
                 self._abort_locally(stream)
-            elif stream.num_resends > reattachment.MAX_RESENDS:
-                self._give_up(stream, reattachment.unknown_request_error())
+            elif stream.num_resends > MAX_RESENDS:
+                self._give_up(stream, unknown_request_error())
             else:
                 self._dispatcher.restart(stream, Role.CORE)
         self._place_parked()
@@ -417,7 +417,7 @@ class Sessions:
             try:
                 self._dispatcher.place(stream)
             except UNENCODABLE as error:
-                self._fail(stream, _not_encodable(error))
+                self._fail(stream, not_encodable(error))
 
     def fail_all(self, error: RequestError) -> None:
         """Fail every live request: the process is about to exit."""
@@ -439,13 +439,3 @@ def _check_priority(priority: int) -> None:
         raise RequestError(
             ErrorCode.INVALID, f"priority is {shown(priority)}; it must be a 64-bit integer.", "priority"
         )
-
-
-def _not_encodable(error: Exception) -> RequestError:
-    if isinstance(error, FrameTooLarge):
-        return too_large(error)
-    return RequestError(
-        ErrorCode.INVALID,
-        "The request holds an integer of more than 64 bits, or text with a lone surrogate, and cannot be encoded: "
-        f"{shown(str(error))}. Correct the field.",
-    )

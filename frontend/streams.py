@@ -15,7 +15,6 @@ from sys import getsizeof
 import msgspec
 
 from quintet.frontend.load_balancing.load_balancer import EngineChoice
-from quintet.frontend.prompt_size import num_prompt_tokens
 from quintet.wire.channels import Channel, Span
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started, Submit
@@ -38,6 +37,10 @@ def text_spans(text: str, spans: Sequence[Span]) -> Iterator[tuple[int, int, str
         at += num_chars
     if at < len(text):
         yield Channel.CONTENT, 0, text[at:]
+
+
+Received = tuple[Sequence[int] | None, bool]
+"""Output of one choice that its client has: token ids (None: not even the start), and whether it has the end."""
 
 
 @dataclass(slots=True)
@@ -85,13 +88,14 @@ class StreamChoice:
     finish: Finish | None = None
     last_ns: int = 0
     is_dirty: bool = False
-    adopts: bool = False
-    """True if the choice resumes from output that the core retained."""
+    is_resumed: bool = False
+    """True if the choice resumes after output of an earlier connection or another server."""
 
-    def skip_received(self, outputs: Sequence[int], num_seen: int | None, has_ended: bool) -> None:
-        """Resume after the ``num_seen`` outputs that the client received (None: none, not even the start)."""
-        self.adopts = True
-        self.output_ids = array("i", outputs[: num_seen or 0])
+    def resume(self, received: Received) -> None:
+        """Resume after the output that the client has."""
+        self.is_resumed = True
+        ids, has_ended = received
+        self.output_ids = array("i", ids or ())
         self.num_taken = len(self.output_ids)
         self.num_chars = None if self.output_ids else 0
         if has_ended:
@@ -206,29 +210,15 @@ class Stream:
         """Restarts so far: its core or detokenizer was lost, or the engine lost the request."""
         self.num_resends = 0
         """Times that the engine did not know the request."""
-        self.num_placed = 0
-        """Choices counted in the load of its core and detokenizer."""
         self.choice: EngineChoice | None = None
         """Last dispatch decision and its reason."""
         self.pinned_core: int | None = None
         """Core that has, or retains, the request. Later attempts go there while it lives."""
         self.prefix_hashes: list[int] = []
         """Prefix hashes of the prompt, if there are several engines."""
-        self.num_prompt = num_prompt_tokens(submit.prompt)
-        """Prompt tokens; estimated for text."""
-        self.num_queued = 0
-        """Prompt tokens counted in its engine's queue."""
-        self.num_tokens_ahead = 0
-        """Tokens queued at its engine at dispatch."""
-        self.num_kv_tokens = 0
-        """KV cache tokens counted for it at its engine."""
-        self.started_attempt: int | None = None
-        """Last attempt that finished prefill."""
         self._num_unproven: list[int] = []
         """Output lengths up to which a choice may still have caused an executor crash: tokens at its last loss of an executor,
         plus `UNPROVEN_TOKENS`. Empty before such a loss."""
-        self.is_encoding = False
-        """True if it counts in the load of its tokenizer."""
         self.is_cancelled = False
         self.is_retained = False
         """True if the core retains it after cancel, so that the client may resume it."""
@@ -255,7 +245,13 @@ class Stream:
     @property
     def is_resumed(self) -> bool:
         """True if some output was received before the last dispatch: it is then sent one message per choice."""
-        return self.started is not None or any(c.output_ids or c.adopts for c in self.choices)
+        return self.started is not None or any(c.output_ids or c.is_resumed for c in self.choices)
+
+    def resume(self, received: Sequence[Received]) -> None:
+        """Advance a stream that has not been sent to its client's cursor."""
+        for choice, each in zip(self.choices, received, strict=True):
+            choice.resume(each)
+        self.num_open = sum(choice.finish is None for choice in self.choices)
 
     def messages(self) -> list[Submit]:
         """Return the `Submit` messages for running choices: one, or one per choice after output was received."""
@@ -280,7 +276,7 @@ class Stream:
                     output_ids=choice.output_ids.tobytes(),
                     replays=False,
                     attempt=self.attempt,
-                    adopts=choice.adopts,
+                    resumes=choice.is_resumed,
                 ),
             )
             for choice in self.choices

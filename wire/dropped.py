@@ -32,7 +32,7 @@ CARRIERS: Mapping[type[msgspec.Struct], tuple[str, ...]] = {
     m.DetokenizeQuery: (),
     m.Tokenized: (),
     m.Detokenized: (),
-    m.Reclaimed: (),
+    m.Resumed: (),
     KvReport: (),
     s.StepPlan: (),
     s.StepResult: (),
@@ -40,7 +40,7 @@ CARRIERS: Mapping[type[msgspec.Struct], tuple[str, ...]] = {
 }
 """Messages that another process waits for, and the fields with their request ids.
 
-Reports are sent again periodically. A lost `m.StopHit` leaves a request that reconciliation finds. A `m.Reclaim` is
+Reports are sent again periodically. A lost `m.StopHit` leaves a request that reconciliation finds. A `m.Resume` is
 retried by its client, a `quintet.wire.kv_admin.KvQuery` by the operator.
 """
 

@@ -128,7 +128,7 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
     """Delay in seconds before a retry; 0 if unknown."""
 
 
-class Reclaim(msgspec.Struct, array_like=True, tag="reclaim"):
+class Resume(msgspec.Struct, array_like=True, tag="resume"):
     """Frontend -> core: a client resumes a request after its frontend or connection was lost."""
 
     query_id: Id
@@ -142,8 +142,8 @@ class Reclaim(msgspec.Struct, array_like=True, tag="reclaim"):
     """New first id of the retained request, issued by this frontend; its client may still use older ids."""
 
 
-class Reclaimed(msgspec.Struct, array_like=True, tag="reclaimed"):
-    """Core -> frontend: result of `Reclaim`. To resume, submit the choices with new ids, ``adopts`` and their outputs."""
+class Resumed(msgspec.Struct, array_like=True, tag="resumed"):
+    """Core -> frontend: result of `Resume`. Submit the choices with new ids, `RequestSpec.resumes` and their outputs."""
 
     query_id: Id
     admit: Admit | None

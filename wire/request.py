@@ -93,8 +93,8 @@ class RequestSpec(msgspec.Struct, array_like=True):
     """Latest end requested by the client; 0 for none."""
     resume_token: ResumeToken | None = None
     """Set for resumable requests: they survive the loss of their frontend or client."""
-    adopts: bool = False
-    """Resume the request that the core retains under this id (`Reclaim.rename_to`)."""
+    resumes: bool = False
+    """Resume the request that the core retains under this id (`Resume.rename_to`)."""
     topology: int = 0
     """Version of the sender's topology. A receiver with an older one waits for it, so that answers reach living processes."""
     parsing: OutputParsing | None = None

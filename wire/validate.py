@@ -62,7 +62,7 @@ class Validator:
         self._checks: dict[type[msgspec.Struct], Check] = {
             m.Submit: self._submit,
             m.Admit: self._admit,
-            m.Reclaimed: self._reclaimed,
+            m.Resumed: self._resumed,
             m.Live: lambda msg: not len(msg.request_ids) % REQUEST_BYTES,
             m.InFlightReport: _ids_with_attempts,
             m.Unknown: lambda msg: not len(msg.request_ids) % REQUEST_BYTES,
@@ -151,7 +151,7 @@ class Validator:
             and 0 <= row.start <= row.start + row.num_tokens <= self._max_len
         )
 
-    def _reclaimed(self, msg: m.Reclaimed) -> bool:
+    def _resumed(self, msg: m.Resumed) -> bool:
         return (msg.admit is None or self._admit(msg.admit)) and all(
             self._are_tokens(ids) for _, ids in msg.choices
         )

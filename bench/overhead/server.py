@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from quintet.deploy.tools.load_client.connection import Target
-from quintet.deploy.tools.load_client.load import ask
+from quintet.deploy.http_client.connection import Target
+from quintet.deploy.http_client.pool import ask
 
 _READY = re.compile(r"Quintet is ready: (http://\S+)")
 _ROLE = re.compile(r"quintet-([a-z]+)")

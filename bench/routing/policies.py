@@ -26,7 +26,8 @@ import msgspec
 
 from bench.overhead.run import Machine, _commit, machine
 from bench.overhead.server import Server, serve
-from quintet.deploy.tools.load_client.load import Load, Run, ask, run_load
+from quintet.deploy.http_client.pool import ask
+from quintet.deploy.tools.load_client.load import Load, Run, run_load
 
 POLICIES = ("round-robin", "load", "prefix", "session")
 NUM_ENGINES = 2

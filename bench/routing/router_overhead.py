@@ -35,8 +35,9 @@ import psutil
 import uvloop
 
 from bench.overhead.run import Machine, _commit, machine
-from quintet.deploy.tools.load_client.connection import Pool, Target
-from quintet.deploy.tools.load_client.load import Load, ask, run_load
+from quintet.deploy.http_client.connection import Target
+from quintet.deploy.http_client.pool import ConnectionPool, ask
+from quintet.deploy.tools.load_client.load import Load, run_load
 
 STREAMS, EVENTS, TICK_S = 256, 200, 0.005
 FIRSTS = 3000
@@ -159,7 +160,7 @@ def firsts(direct: int, through: int) -> tuple[list[float], list[float]]:
 
     async def go() -> tuple[list[float], list[float]]:
         targets = [Target.parse(f"http://127.0.0.1:{port}") for port in (direct, through)]
-        pools = [Pool(target) for target in targets]
+        pools = [ConnectionPool(target) for target in targets]
         took: tuple[list[float], list[float]] = ([], [])
         for number in range(WARM + FIRSTS):
             for pool, target, times in zip(pools, targets, took, strict=True):

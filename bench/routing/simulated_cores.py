@@ -26,8 +26,9 @@ from bench.overhead.run import Machine as Host
 from bench.overhead.run import _commit, machine
 from bench.routing.policies import CLIENTS, NUM_ENGINES, OUTPUT_LEN, SHAPES, tokens
 from quintet.frontend.load_balancing import load_balancer
-from quintet.frontend.load_balancing.engine_load import EngineLoads
+from quintet.frontend.load_balancing.engine_selector import EngineSelector
 from quintet.frontend.load_balancing.load_balancer import Workers
+from quintet.frontend.load_balancing.load_ledger import LoadLedger
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import (
@@ -98,7 +99,8 @@ class Play:
         workers = [ME, *(WorkerId(role, index, 1) for role in roles for index in range(NUM_ENGINES))]
         slots.follow(Topology(1, [ProcessSlot(worker, "", 1, SlotState.READY) for worker in workers]))
         self._now_s = 0.0
-        self._engines = EngineLoads(slots, _config(), clock=lambda: self._now_s)
+        self._ledger = LoadLedger(slots, _config())
+        self._selector = EngineSelector(self._ledger, _config(), clock=lambda: self._now_s)
         self._events: list[tuple[float, int, int | None]] = []
         """Time, number, and the engine with a finished step; None: a client sends a request."""
         self._num_events = self._num_asked = 0
@@ -129,10 +131,12 @@ class Play:
         prompt, spec = self._prompts[at], RequestSpec(SamplingParams(max_tokens=OUTPUT_LEN, seed=0), 0, 0)
         submit = Submit(at, TokenPrompt(prompt), spec, int(self._now_s * 1e9), 0)
         stream = self._live[at] = Stream(submit, Mailbox(), lambda stream: None)
-        choice = self._engines.choose(stream)
+        self._ledger.open(stream)
+        choice = self._selector.choose(stream)
         assert choice is not None
-        submit.core, stream.num_placed = choice.index, 1
-        self._engines.enter(stream, choice)
+        submit.core, stream.choice = choice.index, choice
+        self._ledger.place(stream, choice)
+        self._selector.note_sent(stream, choice)
         core = self._cores[choice.index]
         core.admit(at, prompt, OUTPUT_LEN, 0, 0, self._now_s)
         if not core.is_busy:
@@ -149,11 +153,13 @@ class Play:
         for at, _ in done.firsts:
             stream = self._live[at]
             stream.started = Started(at, SHAPE.beginning + TAIL, core.found_of(at), 0, 0)
-            self._engines.begin(stream, stream.started)
+            self._ledger.start(stream)
+            self._selector.note_start(stream, stream.started)
         for at in done.ended:
             stream = self._live.pop(at)
             stream.num_open = 0
-            self._engines.leave(stream)
+            self._ledger.leave(stream)
+            self._ledger.close(stream)
             self._at(self._now_s + self._noise.expovariate(1 / PAUSE_S), None)
         self._begin_step(index)
 

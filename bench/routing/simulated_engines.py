@@ -19,8 +19,7 @@ from functools import partial
 from statistics import median, quantiles
 
 from bench.routing.policies import NUM_ENGINES, OUTPUT_LEN, SHAPES, sizes
-from quintet.frontend.load_balancing.engine_load import MEAN_OVER
-from quintet.frontend.load_balancing.load_balancer import Candidate, choose
+from quintet.frontend.load_balancing.load_balancer import MEAN_OVER, Candidate, choose
 from quintet.frontend.load_balancing.prefix_affinity import PIECE_TOKENS
 from quintet.wire.config import Routing
 

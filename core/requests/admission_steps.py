@@ -108,7 +108,7 @@ def reject_poison(context: AdmissionContext, arrival: Arrival) -> StepMessages |
 def restore_outputs(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
     """Continue a retained request from all its outputs, or with log-probabilities from those that the client has."""
     spec = arrival.message.spec
-    if spec.adopts:
+    if spec.resumes:
         kept, seen = context.retained.take(arrival.message.request_id), spec.output_ids
         if spec.params.logprobs is None and kept.startswith(seen):
             spec.output_ids = kept
@@ -135,7 +135,7 @@ def check_deadlines(context: AdmissionContext, arrival: Arrival) -> StepMessages
     """Raise `RequestError` when the request is late, or new and predicted to be late."""
     spec, request = arrival.message.spec, arrival.requests[0]
     check_deadline(arrival.state, request, arrival.now_ns)
-    if not spec.attempt and not spec.adopts:
+    if not spec.attempt and not spec.resumes:
         check_feasible(arrival.state, context.scheduler, request, arrival.now_ns)
     return None
 

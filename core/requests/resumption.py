@@ -61,7 +61,7 @@ class RetainedRequest:
         return self.admit_bytes + sum(map(len, self.outputs.values()))
 
     def choices(self) -> list[tuple[int, bytes]]:
-        """Return index and outputs of every choice, for `Reclaimed`."""
+        """Return index and outputs of every choice, for `Resumed`."""
         admit = self.admit
         first = admit.request_id - admit.spec.choice
         return [(request_id - first, outputs) for request_id, outputs in sorted(self.outputs.items())]

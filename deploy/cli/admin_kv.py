@@ -6,11 +6,8 @@ Sends requests to the server's ``/kv`` endpoints, with the operator key derived 
 from __future__ import annotations
 
 import argparse
-import http.client
 import secrets
 import shutil
-import socket
-import ssl
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,10 +15,12 @@ from typing import Any
 import msgspec
 
 from quintet.deploy.config.memory import format_size
+from quintet.deploy.http_client.connection import Target
+from quintet.deploy.http_client.pool import ask
 from quintet.deploy.supervisor.commands import duration
 from quintet.frontend.http.auth import operator_keys
 from quintet.process.runtime import CONFIG_FILE
-from quintet.wire.config import EngineConfig, FrontendConfig
+from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_tiers import EXCHANGE
 
@@ -160,49 +159,26 @@ class Refused(Exception):
     """The server rejected the request; the message contains the reason."""
 
 
-class _Unix(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
-def _connect(config: FrontendConfig) -> http.client.HTTPConnection:
-    if config.ssl_ca_certs:
+def _target(config: EngineConfig) -> Target:
+    frontend = config.frontend
+    if frontend.ssl_ca_certs:
         raise ConfigError(
             "this server requires client certificates: use its /kv endpoints with a certificate and the --admin-key"
         )
-    if config.uds:
-        return _Unix(config.uds, WAIT_S)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    if config.ssl_certfile:
-        context = ssl.create_default_context(
-            cafile=config.ssl_certfile
-        )  # trusts this certificate, without host name check
-        context.check_hostname = False
-        return http.client.HTTPSConnection(host, config.port, timeout=WAIT_S, context=context)
-    return http.client.HTTPConnection(host, config.port, timeout=WAIT_S)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(frontend.host, frontend.host)
+    headers = (("Authorization", f"Bearer {operator_keys(config)[0]}"),)
+    certificate = "" if frontend.uds else frontend.ssl_certfile
+    return Target(host, frontend.port, bool(certificate), "", headers, frontend.uds, certificate)
 
 
 def _ask(config: EngineConfig, method: str, path: str, body: object = None) -> dict[str, Any]:
     """Return the server's response. Raises `Refused` with its error message, or `ConfigError` without a response."""
-    connection = _connect(config.frontend)
-    headers = {"Authorization": f"Bearer {operator_keys(config)[0]}", "Content-Type": "application/json"}
     try:
-        connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
-        response = connection.getresponse()
-        answer: dict[str, Any] = msgspec.json.decode(response.read())
-    except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+        response = ask(_target(config), method, path, body, WAIT_S)
+        answer: dict[str, Any] = msgspec.json.decode(response.body)
+    except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"no response from the server at {path}: {error}") from None
-    finally:
-        connection.close()
-    if response.status != http.client.OK:
+    if response.status != 200:
         raise Refused(str(answer.get("error", {}).get("message", answer)))
     return answer
 

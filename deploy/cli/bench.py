@@ -16,8 +16,9 @@ from tqdm import tqdm
 from quintet.deploy.config.deprecated_flags import RENAMED, add_deprecated_flags
 from quintet.deploy.config.flag_table import add_flags, flag_table
 from quintet.deploy.config.flags import GROUP_TITLES, NETWORK
-from quintet.deploy.tools.load_client.connection import BadUrl, Target
-from quintet.deploy.tools.load_client.load import Load, Outcome, ask, run_load
+from quintet.deploy.http_client.connection import BadUrl, Target
+from quintet.deploy.http_client.pool import ask
+from quintet.deploy.tools.load_client.load import Load, Outcome, run_load
 from quintet.deploy.tools.load_client.report import Summary, summarise, table
 from quintet.deploy.tools.load_client.talk import Client, ServerError
 from quintet.deploy.tools.load_client.workload import (
@@ -279,7 +280,7 @@ def _serve_items(args: argparse.Namespace, target: Target, model: str) -> list[I
 
 def words_per_token(target: Target, model: str) -> float:
     """Return the words per token, from the server's ``/tokenize``; 1 without it. Usage reports exact prompt lengths."""
-    body = msgspec.json.encode({"model": model, "prompt": " ".join(WORDS), "add_special_tokens": False})
+    body = {"model": model, "prompt": " ".join(WORDS), "add_special_tokens": False}
     answer = ask(target, "POST", "/tokenize", body)
     if answer.status != 200:
         return 1.0

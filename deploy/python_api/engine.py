@@ -184,7 +184,7 @@ class LocalServer:
 
     def missing(self) -> list[Role]:
         """Return the roles without a ready process."""
-        return self.sessions.slots.missing()
+        return self.sessions.workers.missing()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Receive messages on this loop. Call from it; an earlier loop must be closed or idle."""

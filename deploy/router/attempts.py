@@ -10,10 +10,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quintet.deploy.router.connection_pool import ResponseFlow
+from quintet.deploy.http_client.pool import ResponseFlow, Unreachable
 from quintet.deploy.router.servers import HeldPrefixes, Server
 from quintet.deploy.router.upstream import Outgoing
-from quintet.deploy.tools.load_client.connection import Unreachable
 
 MAX_HEDGED = 0.05
 """Share of requests that may be hedged: under overload, hedges would add load."""

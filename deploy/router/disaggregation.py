@@ -13,12 +13,13 @@ from dataclasses import replace
 
 import msgspec
 
+from quintet.deploy.http_client.connection import HttpAnswer
+from quintet.deploy.http_client.pool import Unreachable
 from quintet.deploy.router.attempts import Attempt
 from quintet.deploy.router.metrics import RouterMetrics
 from quintet.deploy.router.request_summary import RequestSummary
 from quintet.deploy.router.servers import HeldPrefixes, Servers
 from quintet.deploy.router.upstream import Outgoing
-from quintet.deploy.tools.load_client.connection import HttpAnswer, Unreachable
 from quintet.wire.codec import UNREADABLE
 
 PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})

@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
-from quintet.deploy.tools.load_client.connection import BadUrl, Target
+from quintet.deploy.http_client.connection import BadUrl, Target
 from quintet.wire.errors import ConfigError
 
 _log = logging.getLogger("quintet")

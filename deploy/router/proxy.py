@@ -14,8 +14,8 @@ import random
 import time
 from dataclasses import dataclass, field
 
+from quintet.deploy.http_client.pool import ResponseFlow, Unreachable
 from quintet.deploy.router.attempts import Attempt, HedgedAttempt, Hedging
-from quintet.deploy.router.connection_pool import ResponseFlow
 from quintet.deploy.router.disaggregation import prefill_remotely
 from quintet.deploy.router.events import Events
 from quintet.deploy.router.metrics import RouterMetrics
@@ -30,7 +30,6 @@ from quintet.deploy.router.upstream import (
     resume_request,
     retry_after_s,
 )
-from quintet.deploy.tools.load_client.connection import Unreachable
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.frontend.streams import UNPROVEN_TOKENS
 from quintet.wire.errors import ErrorCode, RequestError

@@ -10,12 +10,12 @@ import ipaddress
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
+from quintet.deploy.http_client.connection import Target
 from quintet.deploy.router.app import AccessPolicy, check_path, errors_of
 from quintet.deploy.router.dns_servers import parsed
 from quintet.deploy.router.metrics import RouterMetrics
 from quintet.deploy.router.request_summary import RequestSummary, read
 from quintet.deploy.router.servers import HeldPrefixes, Server, Servers
-from quintet.deploy.tools.load_client.connection import Target
 from quintet.frontend.api.routing import SESSION_HEADER
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError

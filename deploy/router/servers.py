@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import median_low
 
+from quintet.deploy.http_client.connection import Target
+from quintet.deploy.http_client.pool import ConnectionPool
 from quintet.deploy.router.candidate_index import CandidateIndex, Load
-from quintet.deploy.router.connection_pool import ConnectionPool
 from quintet.deploy.router.request_summary import RequestSummary
-from quintet.deploy.tools.load_client.connection import Target
-from quintet.frontend.load_balancing.engine_load import MEAN_OVER
 from quintet.frontend.load_balancing.engine_speed import EngineSpeeds, LinearFit
 from quintet.frontend.load_balancing.load_balancer import (
+    MEAN_OVER,
     RUNNING_TOKENS,
     Candidate,
     EngineChoice,

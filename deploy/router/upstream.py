@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from quintet.deploy.tools.load_client.connection import Target
+from quintet.deploy.http_client.connection import Target
 from quintet.frontend.http.http_request import Header
 
 HOP_BY_HOP = frozenset(

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quintet.deploy.http_client.connection import HttpAnswer
 from quintet.deploy.router.dns_servers import DnsServers, parsed
 from quintet.deploy.router.metrics import ServerMetrics, parse_metrics
 from quintet.deploy.router.servers import Server, Servers
 from quintet.deploy.router.upstream import Outgoing
-from quintet.deploy.tools.load_client.connection import HttpAnswer
 from quintet.wire.errors import ConfigError
 
 _log = logging.getLogger("quintet")
@@ -185,11 +185,7 @@ class Watch:
 
     async def _get(self, server: Server, path: str) -> HttpAnswer:
         outgoing = Outgoing("GET", path, "", (), "route", b"", self._pulse.key)
-        flow = await server.pool.open(outgoing.bytes_for(server.pool.target))
-        try:
-            return await flow.whole
-        finally:
-            server.pool.give_back(flow)
+        return await server.pool.exchange(outgoing.bytes_for(server.pool.target), is_repeatable=True)
 
 
 def _has_progress(reading: ServerMetrics, num_tokens: float | None) -> bool:

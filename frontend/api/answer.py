@@ -16,10 +16,9 @@ from quintet.frontend.api import sse
 from quintet.frontend.api.routing import explain
 from quintet.frontend.http.http_request import ClientDisconnected, Header, HttpRequest
 from quintet.frontend.http.write_timeout import Reader
-from quintet.frontend.resume.reattachment import ReceivedOutput
-from quintet.frontend.resume.stream_cursor import StreamId
+from quintet.frontend.resume.stream_state import StreamId
 from quintet.frontend.service import Service
-from quintet.frontend.streams import Batch, Mailbox, Stream
+from quintet.frontend.streams import Batch, Mailbox, Received, Stream
 from quintet.wire.channels import Span
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, PositionLogprobs, Prompt
@@ -118,7 +117,7 @@ def submit_all(
     echo: bool = False,
     return_prompt_ids: bool = False,
     session: str = "",
-    received: Sequence[Sequence[ReceivedOutput]] = (),
+    received: Sequence[Sequence[Received]] = (),
     replayed_ids: bytes = b"",
     seeds: Sequence[int] = (),
     kv_transfer: KvTransfer | None = None,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from quintet.frontend.load_balancing.engine_load import EngineLoads
-from quintet.frontend.load_balancing.load_balancer import Workers
+from quintet.frontend.load_balancing.engine_selector import EngineSelector
+from quintet.frontend.load_balancing.load_ledger import LoadLedger
 from quintet.frontend.streams import Stream
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
@@ -21,6 +21,7 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Cancel, Started
 from quintet.wire.metrics import Metrics
+from quintet.wire.params import shown
 from quintet.wire.supervision import SlotState, Topology
 
 Send = Callable[[Role, int, msgspec.Struct], bool]
@@ -36,12 +37,27 @@ def too_large(error: FrameTooLarge) -> RequestError:
     )
 
 
+UNENCODABLE = (OverflowError, UnicodeEncodeError)
+"""Errors of the encoder for values that no message can hold."""
+
+
+def not_encodable(error: Exception) -> RequestError:
+    """Build the error for a request that no message can hold."""
+    if isinstance(error, FrameTooLarge):
+        return too_large(error)
+    return RequestError(
+        ErrorCode.INVALID,
+        "The request holds an integer of more than 64 bits, or text with a lone surrogate, and cannot be encoded: "
+        f"{shown(str(error))}. Correct the field.",
+    )
+
+
 class Dispatcher:
     """Assigns workers to requests, and reassigns them after a loss."""
 
-    def __init__(self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics) -> None:
-        self.slots = Workers(me)
-        self._engines = EngineLoads(self.slots, config)
+    def __init__(self, ledger: LoadLedger, send: Send, config: EngineConfig, metrics: Metrics) -> None:
+        self._ledger, self._workers = ledger, ledger.workers
+        self._selector = EngineSelector(ledger, config)
         self._send = send
         self._parked: list[Stream] = []
         self._lost_epochs: dict[int, int] = {}
@@ -53,23 +69,23 @@ class Dispatcher:
 
     def place(self, stream: Stream) -> None:
         """Assign workers to a request and send it, or park it until the topology has all of them."""
-        choice, detokenizer = self._engines.choose(stream), self.slots.pick(Role.DETOKENIZER)
+        choice, detokenizer = self._selector.choose(stream), self._ledger.pick(Role.DETOKENIZER)
         if choice is None or detokenizer is None:
             self._parked.append(stream)
             return
         submit = stream.submit
         submit.core, submit.spec.detokenizer = choice.index, detokenizer
-        submit.spec.topology = self.slots.topology.version
+        submit.spec.topology = self._workers.topology.version
         if not self._send_to_tokenizer(stream):
             self._parked.append(stream)
             return
-        stream.num_placed = stream.num_open
-        self._engines.enter(stream, choice)
-        self.slots.add_load(Role.DETOKENIZER, detokenizer, stream.num_placed)
+        stream.choice = choice
+        self._ledger.place(stream, choice)
+        self._selector.note_sent(stream, choice)
 
     def _send_to_tokenizer(self, stream: Stream) -> bool:
         """Send a request to a tokenizer; False without one."""
-        tokenizer = self.slots.pick(Role.TOKENIZER)
+        tokenizer = self._ledger.pick(Role.TOKENIZER)
         if tokenizer is None:
             return False
         stream.submit.sent_ns = time.monotonic_ns()
@@ -78,28 +94,20 @@ class Dispatcher:
                 return False
         stream.tokenizer = tokenizer
         if stream.started is None:
-            stream.is_encoding = True
-            self.slots.add_load(Role.TOKENIZER, tokenizer, 1)
+            self._ledger.encode(stream, tokenizer)
         return True
 
     def note_start(self, stream: Stream, started: Started) -> None:
         """Note the end of the request's prefill, in its first or a later attempt."""
-        self._engines.begin(stream, started)
-        self._leave_tokenizer(stream)
-
-    def _leave_tokenizer(self, stream: Stream) -> None:
-        if stream.is_encoding and stream.tokenizer is not None:
-            stream.is_encoding = False
-            self.slots.add_load(Role.TOKENIZER, stream.tokenizer, -1)
+        self._ledger.start(stream)
+        self._selector.note_start(stream, started)
 
     def release(self, stream: Stream) -> None:
         """Remove a request from the load of its workers: it ends or is dispatched anew."""
         if stream.tokenizer is None:
             self._parked = [parked for parked in self._parked if parked is not stream]
             return
-        self._leave_tokenizer(stream)
-        self._engines.leave(stream)
-        self.slots.add_load(Role.DETOKENIZER, stream.submit.spec.detokenizer, -stream.num_placed)
+        self._ledger.leave(stream)
         stream.tokenizer = None
 
     def send_cancel(self, stream: Stream) -> bool:
@@ -120,12 +128,12 @@ class Dispatcher:
     def follow(self, topology: Topology, streams: Iterable[Stream]) -> list[Stream]:
         """Re-dispatch requests of lost workers. Returns cancelled requests that no worker will end."""
         unended: list[Stream] = []
-        lost = self.slots.follow(topology)
+        lost = self._workers.follow(topology)
         for worker in lost:
             if worker.role is Role.DETOKENIZER:
                 self._lost_epochs[worker.index] = worker.epoch
             elif worker.role in (Role.CORE, Role.EXECUTOR):
-                self._engines.lose(worker)
+                self._selector.lose(worker)
                 if worker.role is Role.CORE:
                     self._unpin(worker.index)
         retiring = self._retiring(topology)
@@ -141,8 +149,8 @@ class Dispatcher:
 
         They were sent there while no engine was ready, or their executor died at such a time.
         """
-        waiting = self.slots.unready_engines()
-        if not waiting or not self.slots.ready_engines():
+        waiting = self._workers.unready_engines()
+        if not waiting or not self._workers.ready_engines():
             return
         for stream in list(streams):
             if stream.tokenizer is not None and stream.submit.core in waiting:
@@ -155,7 +163,7 @@ class Dispatcher:
 
     def _retiring(self, topology: Topology) -> frozenset[int]:
         """Return the detokenizers to drain, if there is another one."""
-        if self.slots.pick(Role.DETOKENIZER) is None:
+        if self._ledger.pick(Role.DETOKENIZER) is None:
             return frozenset()
         return frozenset(
             slot.worker.index
@@ -184,7 +192,7 @@ class Dispatcher:
 
     def _move(self, stream: Stream) -> bool:
         """Move a request off an engine with a lost or starting executor. False if it cannot move."""
-        if stream.is_cancelled or not self._engines.can_leave(stream):
+        if stream.is_cancelled or not self._selector.can_leave(stream):
             return False
         assert stream.tokenizer is not None
         stream.mark_suspect()
@@ -224,9 +232,9 @@ class Dispatcher:
             self.release(stream)
             self._parked.append(stream)
             return False
-        replacement = self.slots.pick(Role.TOKENIZER)
+        replacement = self._ledger.pick(Role.TOKENIZER)
         if replacement is not None:
-            self._leave_tokenizer(stream)
+            self._ledger.end_encoding(stream)
             stream.tokenizer = replacement
         was_cancelled = stream.is_cancelled and replacement is not None and self.send_cancel(stream)
         return stream.is_cancelled and not (was_passed_on and was_cancelled)

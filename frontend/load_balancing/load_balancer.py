@@ -1,6 +1,6 @@
-"""Load balancing: engine choice, and the workers of the newest topology with this process's load on each.
+"""Load balancing: engine choice, and the workers of the newest topology.
 
-Knows no requests and no HTTP. `quintet.frontend.load_balancing.engine_load` tracks the load of engines; `choose` here is a pure
+Knows no requests and no HTTP. `quintet.frontend.load_balancing.load_ledger` counts the load of engines; `choose` here is a pure
 function of its arguments.
 """
 
@@ -53,6 +53,8 @@ class EngineChoice(msgspec.Struct, frozen=True):
     used: int = 0
 
 
+MEAN_OVER = 256
+"""Requests in a running mean, about; without a quarter of them a mean is unknown."""
 RUNNING_TOKENS = 16
 """Delay that a running choice adds to a prefill, in prompt tokens: each step computes both."""
 
@@ -159,16 +161,14 @@ def _weight(session: str, engine: str | int) -> bytes:
 
 
 class Workers:
-    """The newest topology, and this process's outstanding work at each worker."""
+    """The newest topology."""
 
     def __init__(self, me: WorkerId) -> None:
         self.me = me
         self._alive: dict[tuple[Role, int], WorkerId] = {}
-        self._load: dict[tuple[Role, int], int] = {}
         self.topology = Topology(0, [])
         self._engines: list[int] = []
         self._available: dict[Role, list[int]] = {}
-        """Candidates of `pick`."""
         self.num_frontends = 1
         self.roles_seen_ready: set[Role] = set()
         """Roles with a worker that was ready at least once: a missing one is being replaced."""
@@ -195,21 +195,11 @@ class Workers:
         self._available = {role: self._available_workers(role) for role in SERVING_ROLES}
         return lost
 
-    def pick(self, role: Role) -> int | None:
-        """Return the index of the least loaded available worker, or None.
-
-        A stalled worker is chosen only if no other exists. Each frontend breaks ties differently, so that they do not all
-        start with worker 0.
-        """
-        indexes = self._available.get(role)
-        if not indexes:
-            return None
-        if len(indexes) == 1:
-            return indexes[0]
-        return min(indexes, key=lambda index: self._weight(role, index, len(indexes)))
+    def available(self, role: Role) -> list[int]:
+        """Return the ready workers of a role; without any, the stalled ones."""
+        return self._available.get(role, [])
 
     def _available_workers(self, role: Role) -> list[int]:
-        """Return the ready workers of a role; without any, the stalled ones."""
         for state in (SlotState.READY, SlotState.STALLED):
             indexes = [
                 s.worker.index for s in self.topology.slots if s.worker.role is role and s.state is state
@@ -247,22 +237,10 @@ class Workers:
         """Return the engines with a live core, whether it accepts requests or not."""
         return [index for role, index in self._alive if role is Role.CORE]
 
-    def _weight(self, role: Role, index: int, count: int) -> tuple[int, int]:
-        return self._load.get((role, index), 0), (index - self.me.index) % count
-
     def epoch(self, role: Role, index: int) -> int:
         """Return the epoch of the worker in this slot; 0 if empty."""
         worker = self._alive.get((role, index))
         return 0 if worker is None else worker.epoch
-
-    def add_load(self, role: Role, index: int, amount: int) -> None:
-        """Add work given to a worker; negative to remove it."""
-        key = (role, index)
-        self._load[key] = self._load.get(key, 0) + amount
-
-    def load(self, role: Role, index: int) -> int:
-        """Return this process's outstanding work at a worker."""
-        return self._load.get((role, index), 0)
 
     def missing(self) -> list[Role]:
         """Return the serving roles without a ready worker."""

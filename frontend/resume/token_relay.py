@@ -1,7 +1,7 @@
 """Token ids in streams for a proxy, which continues them at another server if this one fails.
 
 A request header ``X-Quintet-Relay`` asks for token ids: a comment before each event (``: ids <choice> [<token>,…]``),
-and a response header of the same name. With both, `continue_stream` resumes the response on another server. A resumed
+and a response header of the same name. With both, POST /v1/streams resumes the response on another server. A resumed
 stream first gets the ids of earlier events in another comment (``: told <choice> [<token>,…]``), which replaces those
 the proxy has.
 """
@@ -16,8 +16,8 @@ import msgspec
 from quintet.frontend.api.answer import Submissions
 from quintet.frontend.api.openai import parse
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.reattachment import PartialResponse, ReceivedOutput
-from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
+from quintet.frontend.resume.stream_state import PartialResponse, StreamCursor, StreamId
+from quintet.frontend.streams import Received
 
 RELAY_HEADER = "x-quintet-relay"
 MAX_COMMENT_TOKENS = 1 << 15
@@ -84,8 +84,8 @@ def with_relay(
 
 def resume_state(
     partial: PartialResponse | None, n: int, num_prompts: int
-) -> tuple[Sequence[int], StreamCursor | None, list[list[ReceivedOutput]]]:
-    """Return the state to continue a request of ``n`` choices: each prompt's seed, the cursor, and received output of choices.
+) -> tuple[Sequence[int], StreamCursor | None, list[list[Received]]]:
+    """Return the state to resume a request of ``n`` choices: each prompt's seed, the cursor, and received output of choices.
 
     Empty for a request that starts here. Raises `RequestError`.
     """
@@ -112,9 +112,9 @@ def resume_state(
     return partial.seeds, position, by_prompt
 
 
-def _received(ids: Sequence[int], count: int | None, has_ended: bool, index: int) -> ReceivedOutput:
+def _received(ids: Sequence[int], count: int | None, has_ended: bool, index: int) -> Received:
     if count is None:
-        return None
+        return None, False
     if count > len(ids):
         raise parse.invalid(
             f"outputs has {len(ids)} tokens of choice {index}, but the position counts {count}; send all of them.",

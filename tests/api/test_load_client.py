@@ -8,8 +8,9 @@ from array import array
 import msgspec
 import pytest
 
-from quintet.deploy.tools.load_client.connection import BadUrl, Connection, Target
-from quintet.deploy.tools.load_client.load import Load, Outcome, Run, ask, run_load
+from quintet.deploy.http_client.connection import BadUrl, Connection, Target
+from quintet.deploy.http_client.pool import ask
+from quintet.deploy.tools.load_client.load import Load, Outcome, Run, run_load
 from quintet.deploy.tools.load_client.report import summarise, table
 from quintet.deploy.tools.load_client.tally import StreamTally
 from quintet.deploy.tools.load_client.workload import (

@@ -63,10 +63,11 @@ CPU_OPS = "executor.backends.cpu.ops"
 INNER = {
     "core/kv": {"core.kv", "wire.codec", "wire.kv_spec", "wire.kv_tiers"},
     "deploy/integrations/fastchat": {
-        *("deploy.integrations.fastchat", "deploy.tools.load_client", "deploy.router.connection_pool"),
+        *("deploy.integrations.fastchat", "deploy.http_client"),
         *("deploy.supervisor.listener", "frontend", "process.log", "wire"),
     },
-    "deploy/tools/load_client": {"deploy.tools.load_client"},
+    "deploy/http_client": {"deploy.http_client"},
+    "deploy/tools/load_client": {"deploy.tools.load_client", "deploy.http_client"},
     "deploy/config": {
         *("deploy.config", "deploy.embedded", "process", "wire", "executor.model_config"),
         *(f"{CHECKPOINTS}.{module}" for module in ("weights.files", "weights.header", "quant.formats")),
@@ -74,7 +75,7 @@ INNER = {
         *("executor.backends.platforms.cores", "executor.kv_transfer.store.connector"),
         *("detokenizer_proc.parsers", "tokenizer_proc.chat_template"),
     },
-    "deploy/router": {"deploy.router", "deploy.tools.load_client", "frontend", "wire"},
+    "deploy/router": {"deploy.router", "deploy.http_client", "frontend", "wire"},
     "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.config.memory", "process", "wire"},
     "executor/model_config": {"executor.model_config", "wire"},
     "executor/checkpoints/gguf": {

@@ -20,7 +20,7 @@ PARAMETERS = (
 )  # fmt: skip
 
 
-SPECIAL = {"frontend/http/auth.py", "frontend/resume/continue_stream.py"}
+SPECIAL = {"frontend/http/auth.py", "frontend/resume/endpoints.py"}
 """Lists of paths without a key, and of resumable streams."""
 
 

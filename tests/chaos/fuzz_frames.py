@@ -32,7 +32,7 @@ ACCEPTED: dict[Role, tuple[type[msgspec.Struct], ...]] = {
         supervision.Command,
     ),
     Role.TOKENIZER: (m.Submit, m.Cancel, m.InFlightReport, m.TokenizeQuery),
-    Role.CORE: (m.Admit, m.Cancel, m.StopHit, m.Reclaim, m.Live, m.InFlightReport, s.StepResult),
+    Role.CORE: (m.Admit, m.Cancel, m.StopHit, m.Resume, m.Live, m.InFlightReport, s.StepResult),
     Role.EXECUTOR: (s.StepPlan,),
     Role.DETOKENIZER: (m.Tokens, m.DetokenizeQuery, m.Live),
     Role.FRONTEND: (
@@ -40,7 +40,7 @@ ACCEPTED: dict[Role, tuple[type[msgspec.Struct], ...]] = {
         m.Failed,
         m.Tokenized,
         m.Detokenized,
-        m.Reclaimed,
+        m.Resumed,
         m.Unknown,
         supervision.MetricsReport,
     ),

@@ -35,8 +35,8 @@ from quintet.wire.messages import (
     Failed,
     InFlightReport,
     Live,
-    Reclaim,
-    Reclaimed,
+    Resume,
+    Resumed,
     Tokens,
     Unknown,
 )
@@ -287,22 +287,22 @@ def test_attempt_of_newer_topology_waits_for_it(stepped_core: SteppedCore) -> No
     assert list(codec.unpack_i32(tokens.first_indexes)) == [1]
 
 
-def test_reclaim_of_tokens_lost_with_executor_is_answered(stepped_core: SteppedCore) -> None:
+def test_resume_of_tokens_lost_with_executor_is_answered(stepped_core: SteppedCore) -> None:
     peer_processes, resume_token = stepped_core.peer_processes, ResumeToken(b"k" * 16, b"")
-    for worker, accepts in ((EXECUTOR, StepPlan), (FRONTEND, Reclaimed)):
+    for worker, accepts in ((EXECUTOR, StepPlan), (FRONTEND, Resumed)):
         peer_processes.bind(worker, accepts)
     peer_processes.publish(EXECUTOR, DETOKENIZER, FRONTEND)
     peer_processes.send(Capacity(1, 32, 4, 8, 128))
     request_id = RequestIds(0, 1).take()
     peer_processes.send(changed(admit(request_id, PROMPT, 6), resume_token=resume_token))
     stepped_core.deliver(3)
-    peer_processes.send(Reclaim(5, 0, request_id, resume_token.key))
+    peer_processes.send(Resume(5, 0, request_id, resume_token.key))
     stepped_core.deliver(1)
     peer_processes.publish(NEW_EXECUTOR, DETOKENIZER, FRONTEND)
     peer_processes.send(Capacity(2, 32, 4, 8, 128))
     stepped_core.deliver(2)
     answer = peer_processes.receive(FRONTEND)
-    assert isinstance(answer, Reclaimed) and answer.query_id == 5 and answer.choices == [(0, b"")]
+    assert isinstance(answer, Resumed) and answer.query_id == 5 and answer.choices == [(0, b"")]
 
 
 def test_invalid_admit_ends_with_error(stepped_core: SteppedCore) -> None:

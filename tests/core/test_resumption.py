@@ -7,7 +7,7 @@ import pytest
 from quintet.core.requests.resumption import RetainedRequests
 from quintet.wire import codec
 from quintet.wire.ids import RequestIds
-from quintet.wire.messages import FinishReason, Reclaim, Reclaimed
+from quintet.wire.messages import FinishReason, Resume, Resumed
 from quintet.wire.request import ResumeToken
 
 from .fake import World, expected
@@ -18,11 +18,11 @@ CLAIM = ResumeToken(KEY, b"how to answer")
 S = 10**9
 
 
-def reclaim(world: World, request_id: int, key: bytes = KEY, rename_to: int = 0) -> Reclaimed:
-    """Reclaim until the last tokens are sampled."""
+def resume(world: World, request_id: int, key: bytes = KEY, rename_to: int = 0) -> Resumed:
+    """Resume until the last tokens are sampled."""
     while True:
-        query = Reclaim(1, 0, request_id, key, rename_to=rename_to)
-        answer, effects = world.engine.reclaim(query, world.tick())
+        query = Resume(1, 0, request_id, key, rename_to=rename_to)
+        answer, effects = world.engine.resume(query, world.tick())
         world.apply(effects)
         if answer is not None:
             return answer
@@ -31,12 +31,12 @@ def reclaim(world: World, request_id: int, key: bytes = KEY, rename_to: int = 0)
 
 def continue_as(world: World, request_id: int, former: int, seen: list[int], **options: object) -> None:
     """Continue a request under a new id, as a frontend does."""
-    assert reclaim(world, former, rename_to=request_id).admit is not None
+    assert resume(world, former, rename_to=request_id).admit is not None
     world.admit(
         request_id,
         PROMPT,
         output_ids=seen,
-        adopts=True,
+        resumes=True,
         resume_token=CLAIM,
         ignore_eos=True,
         seed=1,
@@ -58,7 +58,7 @@ def test_resumed_stream_samples_no_token_twice(depth: int, num_steps: int) -> No
         pass
     assert world.engine.num_live == 0
     world.assert_idle()
-    answer = reclaim(world, 1)
+    answer = resume(world, 1)
     assert answer.admit is not None and answer.admit.spec.resume_token == CLAIM
     [(choice, outputs)] = answer.choices
     known = list(codec.unpack_i32(outputs))
@@ -77,7 +77,7 @@ def test_client_resumes_a_running_request() -> None:
     world.admit(1, PROMPT, seed=1, ignore_eos=True, resume_token=CLAIM)
     for _ in range(3):
         world.step()
-    answer = reclaim(world, 1)
+    answer = resume(world, 1)
     assert answer.admit is not None and world.engine.num_live == 0
     assert world.outcomes[1].num_endings == 1
     continue_as(world, 50, 1, [])
@@ -91,13 +91,13 @@ def test_former_id_resolves_to_newest_id() -> None:
     world = World()
     world.admit(1, PROMPT, seed=1, ignore_eos=True, resume_token=CLAIM)
     world.step()
-    assert reclaim(world, 1).choices
+    assert resume(world, 1).choices
     continue_as(world, 50, 1, [])
     world.step()
-    assert reclaim(world, 1).choices  # from 50, which is live
+    assert resume(world, 1).choices  # from 50, which is live
     continue_as(world, 90, 1, [])
     world.run()
-    [(_, outputs)] = reclaim(world, 1).choices  # from 90, which has ended
+    [(_, outputs)] = resume(world, 1).choices  # from 90, which has ended
     assert list(codec.unpack_i32(outputs)) == expected(PROMPT, 1, 8, stops=())
 
 
@@ -105,12 +105,12 @@ def test_resumption_needs_the_key() -> None:
     world = World()
     world.admit(1, PROMPT, seed=1, ignore_eos=True, resume_token=CLAIM)
     world.step()
-    assert reclaim(world, 1, b"x" * 16).admit is None
+    assert resume(world, 1, b"x" * 16).admit is None
     assert world.engine.num_live == 1
     world.run()
-    assert reclaim(world, 1, b"").admit is None
-    assert reclaim(world, 2).admit is None
-    assert reclaim(world, 1).admit is not None
+    assert resume(world, 1, b"").admit is None
+    assert resume(world, 2).admit is None
+    assert resume(world, 1).admit is not None
 
 
 def test_resumable_requests_of_lost_frontend_are_retained() -> None:
@@ -124,15 +124,15 @@ def test_resumable_requests_of_lost_frontend_are_retained() -> None:
     world.engine.abandon(3, 1, world.tick(), down=True)
     world.run()
     world.assert_idle()
-    answer = reclaim(world, kept)
+    answer = resume(world, kept)
     assert [choice for choice, _ in answer.choices] == [0, 1]
-    assert reclaim(world, lost).admit is None
+    assert resume(world, lost).admit is None
 
 
 @pytest.mark.parametrize("how", ["cut off", "frontend lost"])
 @pytest.mark.parametrize("loss", ["executor", "blocks"])
-def test_pending_reclaim_ends_when_its_tokens_are_lost(how: str, loss: str) -> None:
-    """A reclaim waits for the last tokens; a loss of the executor ends it without recomputation."""
+def test_pending_resume_ends_when_its_tokens_are_lost(how: str, loss: str) -> None:
+    """A query waits for the last tokens; a loss of the executor ends it without recomputation."""
     world = World(max_steps_in_flight=2)
     request_id = RequestIds(3, 1).take()
     world.admit(request_id, PROMPT, seed=1, ignore_eos=True, resume_token=CLAIM)
@@ -145,7 +145,7 @@ def test_pending_reclaim_ends_when_its_tokens_are_lost(how: str, loss: str) -> N
     else:
         world.engine.abandon(3, 1, world.tick(), down=True)
     state = world.engine.state
-    assert state is not None and world.engine.num_live == 1, "reclaim waits for the step in flight"
+    assert state is not None and world.engine.num_live == 1, "the query waits for the step in flight"
     if loss == "executor":
         world.new_executor()
     else:
@@ -157,7 +157,7 @@ def test_pending_reclaim_ends_when_its_tokens_are_lost(how: str, loss: str) -> N
         pass
     world.engine.expire(world.tick())
     world.assert_idle()
-    [(_, outputs)] = reclaim(world, request_id).choices
+    [(_, outputs)] = resume(world, request_id).choices
     assert list(codec.unpack_i32(outputs)) == expected(PROMPT, 1, 2, stops=())
     continue_as(world, 50, request_id, [])
     world.run()
@@ -169,9 +169,9 @@ def test_unclaimed_request_is_dropped_after_grace_period() -> None:
     world.admit(1, PROMPT, ignore_eos=True, resume_token=CLAIM)
     world.run()
     world.engine.expire(world.now + 4 * S)
-    assert reclaim(world, 1).admit is not None
+    assert resume(world, 1).admit is not None
     world.engine.expire(world.now + 6 * S)
-    assert reclaim(world, 1).admit is None
+    assert resume(world, 1).admit is None
     assert len(world.engine.retained) == 0
 
 
@@ -199,14 +199,14 @@ def test_cancelled_request_is_not_retained() -> None:
     world.cancel(1)
     assert world.outcomes[1].finish is FinishReason.ABORT
     world.run()
-    assert reclaim(world, 1).admit is None
+    assert resume(world, 1).admit is None
 
 
 def test_logprobs_are_recomputed_from_the_resume_position() -> None:
     world = World()
     world.admit(1, PROMPT, seed=1, ignore_eos=True, logprobs=1, resume_token=CLAIM)
     world.run()
-    [(_, outputs)] = reclaim(world, 1).choices
+    [(_, outputs)] = resume(world, 1).choices
     continue_as(world, 50, 1, list(codec.unpack_i32(outputs))[:6], logprobs=1)
     assert world.engine.num_live == 1
     world.run()
@@ -219,7 +219,7 @@ def test_retention_is_bounded() -> None:
     for request_id in range(1, 9):
         world.admit(request_id, PROMPT, ignore_eos=True, resume_token=CLAIM)
     world.run()
-    known = [request_id for request_id in range(1, 9) if reclaim(world, request_id).admit is not None]
+    known = [request_id for request_id in range(1, 9) if resume(world, request_id).admit is not None]
     assert 1 <= len(known) < 8 and len(known) == len(world.engine.retained)
 
 
@@ -231,7 +231,7 @@ def test_all_data_of_a_retained_request_counts() -> None:
         world.engine.retained = RetainedRequests(10 * S, max_bytes=10_000)
         world.admit(1, PROMPT, ignore_eos=True, resume_token=resume_token, **options[what])
         world.run()
-        assert reclaim(world, 1).admit is None, what
+        assert resume(world, 1).admit is None, what
 
 
 def test_ended_choice_is_retained_with_the_others() -> None:
@@ -239,13 +239,13 @@ def test_ended_choice_is_retained_with_the_others() -> None:
     world.admit(1, PROMPT, n=2, seed=1, temperature=1.0, ignore_eos=True, resume_token=CLAIM)
     world.run()
     for first in (50, 90):
-        answer = reclaim(world, 1, rename_to=first)
+        answer = resume(world, 1, rename_to=first)
         assert [(choice, len(outputs) // 4) for choice, outputs in answer.choices] == [(0, 8), (1, 8)]
         world.admit(  # the second choice was sent to its end, the first was not
             first,
             PROMPT,
             output_ids=[],
-            adopts=True,
+            resumes=True,
             resume_token=CLAIM,
             ignore_eos=True,
             seed=1,
@@ -269,4 +269,4 @@ def test_request_continued_by_another_engine_is_dropped_silently(num_steps: int)
     while world.commit():
         pass
     assert world.engine.num_live == 0
-    assert reclaim(world, 1).admit is None
+    assert resume(world, 1).admit is None

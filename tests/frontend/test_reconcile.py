@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.frontend.resume.reattachment import MAX_RESENDS
+from quintet.frontend.reconcile import MAX_RESENDS
 from quintet.wire.codec import pack_i64, unpack_i32, unpack_i64
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role

@@ -122,9 +122,9 @@ def test_only_the_owner_updates_a_response(tmp_path: Path) -> None:
     file = opened(tmp_path)
     file.insert(record("a"))
     assert file.write_progress("a", "run/0.1", "in_progress", Events(3, "p", b"one"))
-    taken = file.take_over("run/1.1", ["run/0.1"])[0]
+    taken = file.claim("run/1.1", ["run/0.1"])[0]
     assert (taken.owner, taken.num_owners) == ("run/1.1", 2)
-    assert file.take_over("run/2.1", ["run/0.1"]) == []
+    assert file.claim("run/2.1", ["run/0.1"]) == []
     assert not file.write_progress("a", "run/0.1", "completed", Events(4, "q", b"two"), b"{}")
     assert file.last_position("a") == "p" and file.read_events("a", 3) == (
         "in_progress",

@@ -9,12 +9,14 @@ import msgspec
 import pytest
 
 from quintet.frontend.load_balancing.load_balancer import Workers
+from quintet.frontend.load_balancing.load_ledger import LoadLedger
 from quintet.frontend.rpc import Rpc
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Detokenized, Failed, TextPrompt, Tokenized
 from quintet.wire.supervision import ProcessSlot, SlotState, Topology
+from tests.frontend.configs import make_config
 
 ME = WorkerId(Role.FRONTEND, 0, 1)
 
@@ -22,11 +24,12 @@ ME = WorkerId(Role.FRONTEND, 0, 1)
 class World:
     def __init__(self, timeout_s: float = 10.0) -> None:
         self.sent: list[tuple[Role, int, Any]] = []
-        self.slots = Workers(ME)
-        self.slots.follow(
+        self.ledger = LoadLedger(Workers(ME), make_config())
+        self.workers = self.ledger.workers
+        self.workers.follow(
             Topology(1, [ProcessSlot(WorkerId(Role.TOKENIZER, i, 1), "", 1, SlotState.READY) for i in (0, 1)])
         )
-        self.queries = Rpc(ME, self.send, self.slots, timeout_s)
+        self.queries = Rpc(ME, self.send, self.ledger, timeout_s)
 
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
         self.sent.append((role, index, message))
@@ -50,7 +53,7 @@ def test_answers_match_queries_in_any_order() -> None:
         world.queries.handle(Detokenized(77, "no query"))
         answers = [await task for task in tasks]
         assert [answer.token_ids for answer in answers] == [pack_i32([1]), pack_i32([2])]
-        assert [world.slots.load(Role.TOKENIZER, i) for i in (0, 1)] == [0, 0]
+        assert [world.ledger.at(Role.TOKENIZER, i) for i in (0, 1)] == [0, 0]
 
     run(scenario())
 
@@ -80,7 +83,7 @@ def test_timeout_names_the_process() -> None:
         assert caught.value.code is ErrorCode.TIMEOUT
         assert start_ns + 10_000_000 <= world.sent[0][2].until_ns <= time.monotonic_ns()
         world.queries.handle(Tokenized(world.sent[0][2].query_id, b""))
-        assert world.slots.load(Role.TOKENIZER, 0) == 0
+        assert world.ledger.at(Role.TOKENIZER, 0) == 0
 
     run(scenario())
 
@@ -115,10 +118,10 @@ def test_query_to_a_lost_process_is_resent() -> None:
         query = asyncio.ensure_future(world.queries.tokenize(TextPrompt("a")))
         await asyncio.sleep(0)
         [(_, index, first)] = world.sent
-        world.slots.follow(Topology(2, []))
+        world.workers.follow(Topology(2, []))
         world.queries.follow()
         assert len(world.sent) == 1  # no worker is ready
-        world.slots.follow(
+        world.workers.follow(
             Topology(3, [ProcessSlot(WorkerId(Role.TOKENIZER, index, 2), "", 1, SlotState.READY)])
         )
         world.queries.follow()
@@ -126,6 +129,6 @@ def test_query_to_a_lost_process_is_resent() -> None:
         assert [message.query_id for _, _, message in world.sent] == [first.query_id] * 2
         world.queries.handle(Tokenized(first.query_id, pack_i32([1])))
         assert (await query).token_ids == pack_i32([1])
-        assert world.slots.load(Role.TOKENIZER, index) == 0
+        assert world.ledger.at(Role.TOKENIZER, index) == 0
 
     run(scenario())

@@ -333,7 +333,7 @@ def test_requests_go_to_the_least_loaded_worker() -> None:
         for stream in streams[3:]:
             world.text([], finished=[(stream.request_id, FinishReason.STOP)])
         for role in (Role.TOKENIZER, Role.DETOKENIZER, Role.CORE):
-            assert [world.sessions.slots.load(role, index) for index in range(3)] == [0, 0, 0]
+            assert [world.sessions.ledger.at(role, index) for index in range(3)] == [0, 0, 0]
 
     run(scenario())
 
@@ -355,12 +355,12 @@ def test_request_to_lost_tokenizer_is_resent(state: SlotState) -> None:
         assert again.request_id == waiting.request_id
         assert changed(again, sent_ns=first.sent_ns, topology=first.spec.topology) == first
         assert world.sessions.num_live == 2
-        assert world.sessions.slots.load(Role.TOKENIZER, 0) == 1
+        assert world.sessions.ledger.at(Role.TOKENIZER, 0) == 1
         for stream in (waiting, started):
             world.text([], finished=[(stream.request_id, FinishReason.STOP)])
         assert world.sessions.num_live == 0
         for role in (Role.TOKENIZER, Role.DETOKENIZER, Role.CORE):
-            assert world.sessions.slots.load(role, 0) == 0
+            assert world.sessions.ledger.at(role, 0) == 0
 
     run(scenario())
 
@@ -491,7 +491,7 @@ def test_old_topology_is_ignored() -> None:
         world.sessions.submit(PROMPT, params())
         world.sessions.follow(Topology(0, []))
         assert world.sessions.num_live == 1
-        assert world.sessions.slots.missing() == []
+        assert world.sessions.workers.missing() == []
 
     run(scenario())
 
@@ -547,7 +547,7 @@ def test_unencodable_request_is_rejected_without_state(late: bool, salt: Any) ->
             world.follow()
             await stream.next_batch()
         assert caught.value.code is ErrorCode.INVALID
-        assert world.sessions.num_live == world.sessions.num_open_choices == 1
+        assert world.sessions.num_live == world.sessions.ledger.num_open_choices == 1
         world.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, "going down"))
         assert world.sessions.num_live == 0
         assert good.ended

@@ -41,8 +41,8 @@ from quintet.wire.messages import (
     Finish,
     FinishReason,
     PositionLogprobs,
-    Reclaim,
-    Reclaimed,
+    Resume,
+    Resumed,
     RowLogprobs,
     Started,
     Submit,
@@ -103,7 +103,7 @@ class FakeEngine:
     """Send nothing more after this many tokens."""
     script: list[list[tuple[int, int, str]]] = field(default_factory=list)
     """Text of each token by channel and call, for requests with parsers. The last token stops the request."""
-    reclaimed: Reclaimed = field(default_factory=lambda: Reclaimed(0, None))
+    resumed: Resumed = field(default_factory=lambda: Resumed(0, None))
     """Answer of the core for a resumed stream."""
     live: dict[int, Submit] = field(default_factory=dict)
     arrived: threading.Condition = field(default_factory=threading.Condition)
@@ -131,9 +131,9 @@ class FakeEngine:
                 loop.call_soon(self.deliver, answer)
             case MetricsQuery() if not self.is_supervisor_silent:
                 loop.call_soon(self.deliver, self.report(message))
-            case Reclaim():
-                reclaimed = msgspec.structs.replace(self.reclaimed, query_id=message.query_id)
-                loop.call_soon(self.deliver, reclaimed)
+            case Resume():
+                resumed = msgspec.structs.replace(self.resumed, query_id=message.query_id)
+                loop.call_soon(self.deliver, resumed)
         with self.arrived:
             self.sent.append((role, index, message))
             self.arrived.notify_all()

@@ -13,7 +13,7 @@ import pytest
 
 from quintet.frontend.api.anthropic.events import UNREADABLE_INPUT, MessagesAnswer, MessagesWriter
 from quintet.frontend.api.channels import Channels
-from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
+from quintet.frontend.resume.stream_state import StreamCursor, StreamId
 from quintet.frontend.streams import Batch, Delta
 from quintet.wire.channels import Channel
 from quintet.wire.chat import decode_messages

@@ -16,7 +16,7 @@ from quintet.frontend.response_store import FILE
 from quintet.wire.channels import Channel
 from quintet.wire.chat import decode_messages
 from quintet.wire.config import ParsersConfig
-from quintet.wire.messages import Cancel, Reclaim, Submit
+from quintet.wire.messages import Cancel, Resume, Submit
 
 R = "/v1/responses"
 RAIN: Any = {"type": "function", "name": "rain", "parameters": {"type": "object"}, "strict": True}
@@ -244,7 +244,7 @@ def test_another_server_resumes_background_responses(
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert text_of(events) == last.output_text
     assert rest[-1].response == last
-    assert len(after.engine.wait_for(Reclaim, 2)) == 2
+    assert len(after.engine.wait_for(Resume, 2)) == 2
     submits = [server.engine.wait_for(Submit, 2) for server in (before, after)]
     seeds = [{submit.spec.params.seed for submit in each} for each in submits]
     assert seeds[0] == seeds[1] and len(seeds[0]) == 2

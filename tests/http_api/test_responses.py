@@ -21,7 +21,7 @@ from quintet.frontend.api.responses.items import messages_of
 from quintet.frontend.api.responses.output import CallForm, ResponsesAnswer
 from quintet.frontend.api.responses.parse import items_of
 from quintet.frontend.api.responses.types import ResponsesBody
-from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
+from quintet.frontend.resume.stream_state import StreamCursor, StreamId
 from quintet.frontend.streams import Batch, Delta
 from quintet.wire.channels import Channel
 from quintet.wire.chat import decode_messages

@@ -11,7 +11,7 @@ import pytest
 
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import ParsersConfig
-from quintet.wire.messages import Admit, Reclaimed, Submit
+from quintet.wire.messages import Admit, Resumed, Submit
 
 C, H, G, S = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/v1/streams"
 RELAY = {"X-Quintet-Relay": "1"}
@@ -145,7 +145,7 @@ def test_a_reconnecting_client_gets_the_reasoning_count_of_finished_choices(serv
     (submit,) = server.engine.wait_for(Submit)
     outputs = [(0, pack_i32([10, 11, 12])), (1, pack_i32([10, 11]))]
     admit = Admit(submit.request_id, pack_i32([7, 8, 9]), submit.spec, 0)
-    server.engine.reclaimed = Reclaimed(0, admit, outputs)
+    server.engine.resumed = Resumed(0, admit, outputs)
     rest = server.ask("GET", f"{S}/{first.headers['x-stream-id']}?from=3e,2e")
     (usage,) = [event["usage"] for event in rest.events if isinstance(event, dict)]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 5}
@@ -159,7 +159,7 @@ def test_a_reconnecting_relay_gets_the_token_ids_of_received_output(serve: Any) 
     (submit,) = server.engine.wait_for(Submit)
     outputs = [(0, pack_i32([10, 11, 12])), (1, pack_i32([10, 11])), (2, b"")]
     admit = Admit(submit.request_id, pack_i32([7]), submit.spec, 0)
-    server.engine.reclaimed = Reclaimed(0, admit, outputs)
+    server.engine.resumed = Resumed(0, admit, outputs)
     path = f"{S}/{first.headers['x-stream-id']}?from=2,2e,-"
     replayed = server.ask("GET", path, None, RELAY).body
     assert replayed.startswith(b": told 0 [10,11]\n\n: told 1 [10,11]\n\n")

@@ -14,7 +14,7 @@ from quintet.wire.channels import Channel
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import ParsersConfig
 from quintet.wire.errors import ErrorCode
-from quintet.wire.messages import Admit, Reclaimed, Submit
+from quintet.wire.messages import Admit, Resumed, Submit
 
 R, S = "/v1/responses", "/v1/streams"
 RELAY = {"X-Quintet-Relay": "1"}
@@ -131,7 +131,7 @@ def test_a_reconnecting_relay_gets_the_received_token_ids_once(server: Callable[
     first_reply = first.ask("POST", R, REQUEST, RELAY)
     (submit,) = first.engine.wait_for(Submit)
     admit = Admit(submit.request_id, pack_i32([7, 8]), submit.spec, 0)
-    first.engine.reclaimed = Reclaimed(0, admit, [(0, pack_i32(range(10, 17)))])
+    first.engine.resumed = Resumed(0, admit, [(0, pack_i32(range(10, 17)))])
     path = f"{S}/{first_reply.event_ids[9].replace(':', '?from=')}"
     rest = first.ask("GET", path, None, RELAY)
     assert rest.body.startswith(b": told 0 [10,11,12]\n\n") and ids_in_comments(rest) == [13, 14, 15, 16]

@@ -43,7 +43,7 @@ CARRIED: list[tuple[msgspec.Struct, Dropped]] = [
     (m.DetokenizeQuery(8, 3, b"x"), Dropped("detokenize", query_id=8, frontend=3)),
     (m.Tokenized(8, b"x"), Dropped("tokenized", query_id=8)),
     (m.Detokenized(8, ""), Dropped("detokenized", query_id=8)),
-    (m.Reclaimed(8, None), Dropped("reclaimed", query_id=8)),
+    (m.Resumed(8, None), Dropped("resumed", query_id=8)),
     (KvReport(8, 0), Dropped("kv_report", query_id=8)),
     (plan(step=4, tables=2), Dropped("plan", step=4, tables=2)),
     (result(step=4), Dropped("result", step=4)),
@@ -78,7 +78,7 @@ def test_every_kind_with_request_ids_is_known_or_excluded() -> None:
         m.Live,
         m.InFlightReport,
         m.Unknown,
-        m.Reclaim,
+        m.Resume,
         kv_admin.KvQuery,
     }
     assert {type(message) for message, _ in CARRIED} == set(CARRIERS)

@@ -13,8 +13,9 @@ from pathlib import Path
 from bench.peers.engines import processes
 from bench.peers.engines.interface import EngineFailed
 from bench.peers.jobs import Job, JobResult, Served
-from quintet.deploy.tools.load_client.connection import Target
-from quintet.deploy.tools.load_client.load import Load, Outcome, ask, run_load
+from quintet.deploy.http_client.connection import Target
+from quintet.deploy.http_client.pool import ask
+from quintet.deploy.tools.load_client.load import Load, Outcome, run_load
 from quintet.deploy.tools.load_client.workload import Item, RequestShape
 
 MODEL_NAME = "bench"

@@ -13,8 +13,8 @@ from urllib.parse import quote
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from quintet.deploy.http_client.pool import ConnectionPool, json_request
 from quintet.deploy.integrations.fastchat.errors import Code, WorkerError, as_worker, error_in, server_lost
-from quintet.deploy.integrations.fastchat.peer import Peer
 from quintet.deploy.integrations.fastchat.registration import Registration
 from quintet.deploy.integrations.fastchat.request import (
     TEMPLATE,
@@ -53,7 +53,7 @@ ERRORS = ErrorShape(_body_of)
 class App:
     """ASGI application of a worker."""
 
-    def __init__(self, server: Peer, registration: Registration, bodies: BodyBuffers) -> None:
+    def __init__(self, server: ConnectionPool, registration: Registration, bodies: BodyBuffers) -> None:
         self._server, self._registration, self._bodies = server, registration, bodies
         self._paths: dict[str, Callable[[HttpRequest, bytes], Awaitable[None]]] = {
             STREAM: self._stream,
@@ -118,7 +118,8 @@ class App:
 
     async def _stream(self, http_request: HttpRequest, body: bytes) -> None:
         params = read(body, Params)
-        flow = await self._server.send("POST", COMPLETIONS, await self._request_of(params, is_streamed=True))
+        completion = await self._request_of(params, is_streamed=True)
+        flow = await self._server.open(json_request(self._server.target, "POST", COMPLETIONS, completion))
         try:
             if not flow.is_stream:
                 whole = await flow.whole
@@ -132,7 +133,7 @@ class App:
                     await http_request.write(msgspec.json.encode(each) + b"\0")
             await http_request.write(b"", last=True)
         finally:
-            self._server.release(flow)
+            self._server.give_back(flow)
 
     async def _generate(self, http_request: HttpRequest, body: bytes) -> None:
         params = read(body, Params)

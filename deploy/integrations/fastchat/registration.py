@@ -12,8 +12,8 @@ import time
 
 import msgspec
 
+from quintet.deploy.http_client.pool import ConnectionPool
 from quintet.deploy.integrations.fastchat.errors import error_in
-from quintet.deploy.integrations.fastchat.peer import Peer
 
 LOOK_S = 1.0
 """Interval of server checks."""
@@ -52,7 +52,9 @@ class _Heartbeat(msgspec.Struct):
 class Registration:
     """Registration of one worker."""
 
-    def __init__(self, controller: Peer, server: Peer, address: str, heartbeat_s: float) -> None:
+    def __init__(
+        self, controller: ConnectionPool, server: ConnectionPool, address: str, heartbeat_s: float
+    ) -> None:
         """``address``: address of this worker for controller and clients."""
         self._controller, self._server = controller, server
         self._address, self._heartbeat_s = address, heartbeat_s
@@ -66,7 +68,7 @@ class Registration:
         self._is_up_to_date = True
         """True if the controller has the current state."""
         self._due_s = 0.0
-        self._problems: dict[Peer, str] = {}
+        self._problems: dict[ConnectionPool, str] = {}
         """Last logged problem of each peer."""
 
     def status(self) -> dict[str, object]:
@@ -87,7 +89,7 @@ class Registration:
             self.model, self._is_up_to_date = found, False
             self.max_len = found.max_len if found is not None else self.max_len
             names = "" if found is None else f" serves {', '.join(found.names)}"
-            _log.info("%s%s", self._server, names or " accepts no requests")
+            _log.info("%s%s", self._server.target, names or " accepts no requests")
             self._due_s = 0.0
         if (not self._is_up_to_date or found is not None) and time.monotonic() >= self._due_s:
             await self._notify()
@@ -121,10 +123,10 @@ class Registration:
             self._log_problem(self._controller, words)
             self._due_s = time.monotonic() + TIMEOUT_S
 
-    def _log_problem(self, peer: Peer, words: str) -> None:
+    def _log_problem(self, peer: ConnectionPool, words: str) -> None:
         """Log a problem unless it was logged before."""
         if words != self._problems.get(peer):
-            _log.warning("%s %s", peer, words)
+            _log.warning("%s %s", peer.target, words)
         self._problems[peer] = words
 
     async def _post(self, path: str, body: object) -> bytes:

@@ -22,11 +22,11 @@ import time
 import setproctitle
 import uvloop
 
+from quintet.deploy.http_client.connection import BadUrl, Target
+from quintet.deploy.http_client.pool import ConnectionPool
 from quintet.deploy.integrations.fastchat.app import App
-from quintet.deploy.integrations.fastchat.peer import Peer
 from quintet.deploy.integrations.fastchat.registration import Registration
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
-from quintet.deploy.tools.load_client.connection import BadUrl, Target
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.connection import bound_send_buffer
 from quintet.frontend.main import make_server, raise_file_limit
@@ -36,6 +36,7 @@ from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 MAX_BODY_BYTES = 32 << 20
 LOOK_S = 0.1
+CONNECT_S = 2.0
 MAX_HEARTBEAT_S = 60.0
 """The controller forgets a worker after 90 s of silence."""
 _log = logging.getLogger("quintet")
@@ -88,15 +89,15 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _peer(flag: str, url: str, api_key: str | None = None) -> Peer:
+def _peer(flag: str, url: str, api_key: str | None = None) -> ConnectionPool:
     try:
-        return Peer(Target.parse(url, api_key))
+        return ConnectionPool(Target.parse(url, api_key), CONNECT_S)
     except BadUrl as error:
         raise ConfigError(f"{flag}: {error}") from None
 
 
 async def serve(
-    server: Peer, controller: Peer, listener: socket.socket, arguments: argparse.Namespace
+    server: ConnectionPool, controller: ConnectionPool, listener: socket.socket, arguments: argparse.Namespace
 ) -> None:
     """Serve until SIGTERM or SIGINT."""
     host, port = listener.getsockname()[:2]

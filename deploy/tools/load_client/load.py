@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import msgspec
 import uvloop
 
-from quintet.deploy.tools.load_client.connection import HttpAnswer, Pool, Target
+from quintet.deploy.http_client.connection import Target
+from quintet.deploy.http_client.pool import ConnectionPool
 from quintet.deploy.tools.load_client.tally import Chunk, StreamTally
 
 
@@ -66,21 +67,6 @@ def run_load(load: Load, on_outcome: Callable[[Outcome], None] | None = None) ->
             gc.enable()
 
 
-def ask(target: Target, method: str, path: str, body: bytes = b"", timeout_s: float = 30.0) -> HttpAnswer:
-    """Send a single request. Raises `ConnectionError`, `OSError` or `TimeoutError`."""
-
-    async def send() -> HttpAnswer:
-        pool = Pool(target, connect_timeout_s=timeout_s)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await pool.exchange(target.request(method, path, body))
-        finally:
-            await pool.close()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(send())
-
-
 def error_message(body: bytes) -> str:
     """Return the message of an error response, or the start of its body in an unknown format."""
     try:
@@ -95,7 +81,7 @@ def error_message(body: bytes) -> str:
 
 
 async def _drive(load: Load, on_outcome: Callable[[Outcome], None] | None) -> Run:
-    pool = Pool(load.target)
+    pool = ConnectionPool(load.target)
     run = Run(time.perf_counter(), 0.0)
     upcoming = iter(range(len(load.bodies)))
 
@@ -139,7 +125,7 @@ async def _drive(load: Load, on_outcome: Callable[[Outcome], None] | None) -> Ru
     return run
 
 
-async def _request(load: Load, pool: Pool, body: bytes, due_s: float) -> Outcome:
+async def _request(load: Load, pool: ConnectionPool, body: bytes, due_s: float) -> Outcome:
     tally = StreamTally()
     request = load.target.request("POST", load.path, body)
     start_s = time.perf_counter()
@@ -147,13 +133,12 @@ async def _request(load: Load, pool: Pool, body: bytes, due_s: float) -> Outcome
     message = ""
     try:
         async with asyncio.timeout(load.timeout_s):
-            answer = await pool.exchange(request, tally)
+            answer = await pool.exchange(request, is_repeatable=True, sink=tally)
     except TimeoutError:
         failure, message = "timeout", f"no complete response within {load.timeout_s:g} s"
-    except ConnectionRefusedError as error:
-        failure, message = "refused", str(error)
     except OSError as error:
-        failure, message = "broken connection", str(error)
+        is_refused = isinstance(error.__cause__, ConnectionRefusedError)
+        failure, message = "refused" if is_refused else "broken connection", str(error)
     end_s = time.perf_counter()
     tally.finish(end_s)
     if failure is None:

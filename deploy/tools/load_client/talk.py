@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quintet.deploy.tools.load_client.connection import BadUrl, Target
+from quintet.deploy.http_client.connection import BadUrl, Target
 from quintet.deploy.tools.load_client.load import error_message
 from quintet.deploy.tools.load_client.tally import Chunk
 

@@ -19,7 +19,7 @@ from quintet.frontend.api.openai.render import respond_rendered
 from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_cursor import resume_token_for
+from quintet.frontend.resume.stream_state import resume_token_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32

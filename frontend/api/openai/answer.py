@@ -16,7 +16,7 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.errors import error_body
 from quintet.frontend.api.openai.types import CompletionBody, GenerationBody
 from quintet.frontend.http.http_request import Header, HttpRequest
-from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
+from quintet.frontend.resume.stream_state import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import ids_comment
 from quintet.frontend.streams import Batch, Delta, Stream
 from quintet.wire.config import EngineConfig

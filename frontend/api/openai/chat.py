@@ -36,7 +36,7 @@ from quintet.frontend.api.openai.types import (
 )
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_cursor import Answer, StreamCursor, StreamId, resume_token_for
+from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, resume_token_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Delta

@@ -19,12 +19,11 @@ from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.output import CANCELLED, FAILED, ResponsesAnswer, response_json
 from quintet.frontend.api.responses.response_history import answer_of, conversation_turn
 from quintet.frontend.response_store import Events, Record, ResponseFile
-from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId, resume_token_for
+from quintet.frontend.resume.stream_state import StreamCursor, StreamId, resume_token_for
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Submit
 
-NOTHING_RECEIVED = [(None, False)]
 PAUSE_S = 0.5
 MAX_OWNERS = 6
 """Maximum frontends that answer one response in turn: a response that crashes frontends must not be retried forever."""
@@ -91,27 +90,27 @@ def _write_progress(
     return file.write_progress(response_id, owner, writer.status, events, writer.response, turn)
 
 
-def take_over_lost(service: Service) -> None:
-    """Take over background responses of lost frontends. Call on every new topology."""
+def resume_lost(service: Service) -> None:
+    """Resume background responses of lost frontends. Call on every new topology."""
     store = service.responses
     if store.is_enabled and SEARCH not in service.background and store.path.exists():
-        start(service, SEARCH, _take_over(service))
+        start(service, SEARCH, _resume_lost(service))
 
 
-async def _take_over(service: Service) -> None:
+async def _resume_lost(service: Service) -> None:
     store, mine = service.responses, service.responses.owner(service.me)
     topology = None
-    while topology is not service.sessions.slots.topology:  # repeat if the topology changed meanwhile
-        topology = service.sessions.slots.topology
+    while topology is not service.sessions.workers.topology:  # repeat if the topology changed meanwhile
+        topology = service.sessions.workers.topology
         owners = await store.do(lambda file: file.owners())
         gone = [owner for owner in owners if store.is_lost(owner, topology)]
         if gone:
-            for record in await store.do(functools.partial(_take, mine, gone)):
+            for record in await store.do(functools.partial(_claim, mine, gone)):
                 start(service, record.id, _resume(service, record))
 
 
-def _take(owner: str, former: list[str], file: ResponseFile) -> list[Record]:
-    return file.take_over(owner, former)
+def _claim(owner: str, former: list[str], file: ResponseFile) -> list[Record]:
+    return file.claim(owner, former)
 
 
 async def _resume(service: Service, record: Record) -> None:
@@ -133,7 +132,7 @@ async def _resume(service: Service, record: Record) -> None:
         )
         return
     await _wait_for_admission(service)
-    submissions = await _reattached(service, record) or wake_on_start(_resubmitted(service, record, answer))
+    submissions = await _resumed(service, record) or wake_on_start(_resubmitted(service, record, answer))
     try:
         await note_request(service, record, submissions)
         position = await service.responses.do(lambda file: file.last_position(record.id))
@@ -156,19 +155,19 @@ async def _wait_for_admission(service: Service) -> None:
             await asyncio.sleep(PAUSE_S)
 
 
-async def _reattached(service: Service, record: Record) -> Submissions | None:
+async def _resumed(service: Service, record: Record) -> Submissions | None:
     """Resume the request from the core, if the core retained it."""
     if not record.stream:
         return None
     stream, first_id = StreamId.parse(record.stream), service.sessions.take_ids(1)
     try:
-        reclaimed = await service.queries.reclaim(stream.request_id, stream.key, first_id)
+        resumed = await service.queries.resume(stream.request_id, stream.key, first_id)
     except RequestError:
         return None
-    if reclaimed.admit is None:
+    if resumed.admit is None:
         return None
     submissions = Submissions()
-    submissions.add(service.sessions.reattach(reclaimed, first_id, NOTHING_RECEIVED, submissions.mailbox, 1))
+    submissions.add(service.sessions.resume(resumed, first_id, [(None, False)], submissions.mailbox, 1))
     return submissions
 
 
@@ -222,4 +221,4 @@ async def stop(service: Service, record: Record) -> None:
     elif record.stream and record.is_open:
         stream = StreamId.parse(record.stream)
         with contextlib.suppress(RequestError):  # without a core no request runs
-            await service.queries.reclaim(stream.request_id, stream.key)
+            await service.queries.resume(stream.request_id, stream.key)

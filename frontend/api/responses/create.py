@@ -42,8 +42,7 @@ from quintet.frontend.api.responses.types import InputItem, ResponsesBody
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseFile, ResponseStore
-from quintet.frontend.resume.reattachment import PartialResponse
-from quintet.frontend.resume.stream_cursor import resume_token_for
+from quintet.frontend.resume.stream_state import PartialResponse, resume_token_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32
@@ -255,10 +254,8 @@ async def _answer(service: Service, http_request: HttpRequest, checked: CheckedR
     answer = checked.answer
     resume_token = resume_token_for(answer, service.config) if checked.body.stream else None
     seeds, position, received = resume_state(http_request.partial_response, 1, 1)
-    output = received[0][0] if received else None
-    submissions = _submit(
-        service, checked, http_request, resume_token, pack_i32(output[0]) if output else b"", seeds
-    )
+    replayed_ids = pack_i32(received[0][0][0] or ()) if received else b""
+    submissions = _submit(service, checked, http_request, resume_token, replayed_ids, seeds)
     if checked.body.stream:
         writer = ResponsesWriter(answer, submissions.stream_id, position)
         await stream_answer(

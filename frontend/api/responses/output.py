@@ -20,7 +20,7 @@ from quintet.frontend.api.channels import Channels
 from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
 from quintet.frontend.api.openai.offered_tools import CallKind
 from quintet.frontend.response_store import IN_PROGRESS
-from quintet.frontend.resume.stream_cursor import Answer
+from quintet.frontend.resume.stream_state import Answer
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Finish, FinishReason, Started

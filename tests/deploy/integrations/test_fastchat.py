@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from tests.deploy.router.test_router import Upstream, head, run
 
+from quintet.deploy.http_client.connection import Target
+from quintet.deploy.http_client.pool import ConnectionPool
 from quintet.deploy.integrations.fastchat.app import App
-from quintet.deploy.integrations.fastchat.peer import Peer
 from quintet.deploy.integrations.fastchat.registration import Registration
 from quintet.deploy.integrations.fastchat.request import (
     BEGIN,
@@ -25,7 +26,6 @@ from quintet.deploy.integrations.fastchat.request import (
 )
 from quintet.deploy.integrations.fastchat.response import EventData
 from quintet.deploy.integrations.fastchat.worker import main
-from quintet.deploy.tools.load_client.connection import Target
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.wire.errors import EXIT_CONFIG
 
@@ -128,7 +128,7 @@ async def world(answers: AnswerFor) -> AsyncIterator[World]:
     ups = [Upstream(server_answers), Upstream(controller_answers)]
     listening = [await asyncio.start_server(up.take, "127.0.0.1", 0) for up in ups]
     ports = [item.sockets[0].getsockname()[1] for item in listening]
-    server, controller = (Peer(Target.parse(f"http://127.0.0.1:{port}")) for port in ports)
+    server, controller = (ConnectionPool(Target.parse(f"http://127.0.0.1:{port}")) for port in ports)
     registration = Registration(controller, server, "http://me:1", 0.0)
     w = World(App(server, registration, BodyBuffers(1 << 20)), registration)
     await registration.look()

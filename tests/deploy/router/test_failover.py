@@ -331,7 +331,7 @@ def test_hop_by_hop_headers_are_dropped() -> None:
     run(scenario())
 
 
-def test_reclaimed_stream_resumes_at_another_server() -> None:
+def test_resumed_stream_resumes_at_another_server() -> None:
     """The request carries its outputs; the server sends the token ids of events that another router passed on."""
 
     async def scenario() -> None:

@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 
 from quintet.deploy.cli.route import _check, add_parser
+from quintet.deploy.http_client.connection import Connection, Target
+from quintet.deploy.http_client.pool import ConnectionPool
 from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy, App
 from quintet.deploy.router.attempts import Hedging
-from quintet.deploy.router.connection_pool import ConnectionPool
 from quintet.deploy.router.events import Events
 from quintet.deploy.router.limits import Limits
 from quintet.deploy.router.metrics import RouterMetrics
 from quintet.deploy.router.proxy import ProxyTimeouts
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
-from quintet.deploy.tools.load_client.connection import Connection, Target
 from quintet.frontend.http.auth import Keys
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.wire.errors import ConfigError, RequestError

@@ -1,4 +1,4 @@
-"""Minimal HTTP/1.1 client over asyncio: keep-alive, one request at a time. httptools parses responses.
+"""Connection to an HTTP/1.1 server: keep-alive, one request at a time. httptools parses responses.
 
 A streamed body is passed to a `Sink` in chunks as it arrives.
 """
@@ -40,6 +40,13 @@ class Target:
     tls: bool
     prefix: str
     headers: tuple[tuple[str, str], ...] = ()
+    uds: str = ""
+    """Path of a Unix socket, instead of host and port."""
+    ca_file: str = ""
+    """The only trusted certificates, whatever host they name; empty for those of the system."""
+
+    def __str__(self) -> str:
+        return self.uds or f"{self.host}:{self.port}"
 
     @classmethod
     def parse(
@@ -68,6 +75,14 @@ class Target:
         if body or method == "POST":
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
         return "\r\n".join([*lines, "", ""]).encode() + body
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return the TLS settings; None without TLS."""
+        if not self.tls:
+            return None
+        context = ssl.create_default_context(cafile=self.ca_file or None)
+        context.check_hostname = not self.ca_file
+        return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,89 +269,3 @@ class Connection(asyncio.Protocol):
     def _reset(self) -> None:
         self._parser = None
         self._streaming = self._has_length = self._has_head = self._is_whole = False
-
-
-class Unreachable(ConnectionError):
-    """The connection was refused or timed out."""
-
-
-class Pool:
-    """Connections to one target, reused when idle."""
-
-    def __init__(self, target: Target, connect_timeout_s: float = 10.0) -> None:
-        self.target = target
-        self.round_trip_s = 0.0
-        """Connect time of the newest connection."""
-        self._timeout_s = connect_timeout_s
-        self._idle: list[Connection] = []
-        self._open: set[Connection] = set()
-        self._tls = ssl.create_default_context() if target.tls else None
-
-    async def exchange(self, request: bytes, sink: Sink | None = None) -> HttpAnswer:
-        """Send a request over an idle or new connection and return the response.
-
-        Retries on a new connection if a reused keep-alive connection closes without a response. Raises `ConnectionError` or
-        `OSError`.
-        """
-        while True:
-            connection = await self.take()
-            reused = connection.num_exchanges > 0
-            try:
-                answer = await connection.send(request, sink)
-            except ConnectionError:
-                if reused and not connection.has_received:
-                    continue
-                raise
-            except BaseException:
-                connection.close()
-                raise
-            self.keep(connection)
-            return answer
-
-    async def take(self, is_fresh: bool = False) -> Connection:
-        """Return an idle connection, or a new one; always a new one if ``is_fresh``.
-
-        Raises `Unreachable` after the timeout and for an invalid host name, and `OSError`.
-        """
-        while self._idle and not is_fresh:
-            connection = self._idle.pop()
-            if connection.reusable:
-                return connection
-        return await self._connect()
-
-    def keep(self, connection: Connection) -> None:
-        """Reuse a connection after a complete response, or close it."""
-        if connection.reusable:
-            self._idle.append(connection)
-        else:
-            connection.close()
-
-    def abort(self) -> None:
-        """Close all connections; their requests fail with `ConnectionError`."""
-        for connection in list(self._open):
-            connection.close()
-        self._idle.clear()
-
-    async def close(self) -> None:
-        """Close all connections, and wait for it."""
-        self.abort()
-        if self._open:
-            await asyncio.wait([connection.lost for connection in self._open])
-
-    async def _connect(self) -> Connection:
-        loop, target = asyncio.get_running_loop(), self.target
-        began_s = time.perf_counter()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(loop), target.host, target.port, ssl=self._tls
-                )
-        except TimeoutError:
-            message = f"no connection to {target.host}:{target.port} within {self._timeout_s:g} s"
-            raise Unreachable(message) from None
-        except ValueError as error:  # an invalid host name
-            raise Unreachable(f"no connection to {target.host}: {error}") from None
-        self.round_trip_s = time.perf_counter() - began_s
-        self._open.add(connection)
-        connection.lost.add_done_callback(lambda _: self._open.discard(connection))
-        return connection

@@ -13,7 +13,7 @@ from quintet.wire.messages import (
     FinishReason,
     InFlightReport,
     Live,
-    Reclaimed,
+    Resumed,
     Submit,
     TokenPrompt,
     Unknown,
@@ -66,7 +66,7 @@ def test_engine_with_unready_core_or_executor_gets_no_requests() -> None:
         for role in (Role.EXECUTOR, Role.CORE):  # no engine is complete: the one with a core queues requests
             world.slots[role, 1 if role is Role.EXECUTOR else 0] = (2, SlotState.STARTING)
         world.follow()
-        assert world.sessions.slots.missing() == [Role.EXECUTOR]
+        assert world.sessions.workers.missing() == [Role.EXECUTOR]
         world.sent.clear()
         world.sessions.submit(PROMPT, params())
         assert cores(world.of(Submit)) == [1]
@@ -214,15 +214,15 @@ def test_request_of_lost_tokenizer_goes_to_the_same_engine() -> None:
     run(scenario())
 
 
-def test_reclaimed_request_continues_at_its_core() -> None:
+def test_resumed_request_continues_at_its_core() -> None:
     async def scenario() -> None:
         world = engines(3)
         spec = RequestSpec(params(seed=1), 0, 0)
         for core in (2, 0):
             first = world.sessions.take_ids(1)
-            reclaimed = Reclaimed(1, Admit(7, pack_i32([5]), spec, 0), [(0, b"")], core)
-            world.sessions.reattach(
-                reclaimed, first, [(None, False)], world.sessions.submit(PROMPT, params()).mailbox, 1
+            resumed = Resumed(1, Admit(7, pack_i32([5]), spec, 0), [(0, b"")], core)
+            world.sessions.resume(
+                resumed, first, [(None, False)], world.sessions.submit(PROMPT, params()).mailbox, 1
             )
             assert world.of(Submit)[-1].core == core
         world.slots[Role.CORE, 2] = (1, SlotState.DOWN)
@@ -233,12 +233,12 @@ def test_reclaimed_request_continues_at_its_core() -> None:
     run(scenario())
 
 
-def test_reclaimed_request_counts_as_live() -> None:
+def test_resumed_request_counts_as_live() -> None:
     async def scenario() -> None:
         world = engines(1)
-        reclaimed = Reclaimed(1, Admit(7, pack_i32([5]), RequestSpec(params(), 0, 0), 0), [(0, b"")], 0)
+        resumed = Resumed(1, Admit(7, pack_i32([5]), RequestSpec(params(), 0, 0), 0), [(0, b"")], 0)
         other = world.sessions.submit(PROMPT, params())
-        world.sessions.reattach(reclaimed, world.sessions.take_ids(1), [(None, False)], other.mailbox, 1)
+        world.sessions.resume(resumed, world.sessions.take_ids(1), [(None, False)], other.mailbox, 1)
         assert world.sessions.metrics.live.value == 2
 
     run(scenario())
@@ -266,7 +266,7 @@ LONG = TokenPrompt(pack_i32(list(range(640))))
 
 
 def queued(world: World, index: int) -> int:
-    return world.sessions._dispatcher._engines._load_of(index).num_queued
+    return world.sessions.ledger.engine(index).num_queued
 
 
 def test_requests_without_cache_reads_do_not_change_affinity() -> None:
@@ -281,11 +281,11 @@ def test_requests_without_cache_reads_do_not_change_affinity() -> None:
             streams = [world.sessions.submit(LONG, params(**uncached)) for _ in range(2)]
             assert sorted(stream.submit.core for stream in streams) == [0, 1]
             for stream in streams:
-                assert stream.num_queued == 640
+                assert world.sessions.ledger.of(stream).num_queued == 640
                 request_id = stream.request_id
                 world.text([], started=[request_id], finished=[(request_id, FinishReason.STOP)])
-        engine = world.sessions._dispatcher._engines._load_of(at)
-        assert engine.prefixes.find(hash_prefixes(LONG))[0] == 10
+        history = world.sessions._dispatcher._selector.history(at)
+        assert history.prefixes.find(hash_prefixes(LONG))[0] == 10
 
     run(scenario())
 

@@ -1,6 +1,6 @@
-"""Stream cursor and resume token of a streamed response.
+"""State with which a stream is resumed: id, cursor, resume token, and the output that its client has.
 
-The cursor is the reader's position, as in event ids.
+The cursor is the client's position, as in event ids.
 
     <first request id>-<key>:<choice>,<choice>,…[.note]
 
@@ -15,18 +15,23 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from quintet.frontend.streams import Received
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import Resumed, Submit, TokenPrompt
 from quintet.wire.params import shown
 from quintet.wire.request import ResumeToken
 
 _STREAM = re.compile(r"([0-9a-f]{1,16})-([0-9a-f]{32})")
 _CHOICE = re.compile(r"-|[0-9]{1,9}e?")
+LAST_EVENT = "last-event-id"
+"""Header of a repeated request: id of the last event that its client has."""
 MAX_CHOICES = 32
 """Streams with more choices have no ids: each event would list all choices, so bytes per step would grow quadratically."""
 _NOTE = re.compile(r"[a-z0-9+]{1,32}")
@@ -103,7 +108,7 @@ KEY_BYTES = 16
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """Content of `ResumeToken.answer`: event format of a stream. Each API extends it (`registry.RESUMABLE_APIS`)."""
+    """Content of `ResumeToken.answer`: event format of a stream. Each API extends it (`endpoints.RESUMABLE_APIS`)."""
 
     num_prompts: int
     """Prompts of the HTTP request. Their ids are consecutive, ``num_choices`` for each."""
@@ -121,3 +126,52 @@ def resume_token_for(answer: Answer, config: EngineConfig) -> ResumeToken | None
     if config.scheduler.resume_grace_s <= 0 or answer.num_prompts * answer.num_choices > MAX_CHOICES:
         return None
     return ResumeToken(secrets.token_bytes(KEY_BYTES), encode_answer(answer))
+
+
+@dataclass(frozen=True, slots=True)
+class PartialResponse:
+    """Part of a response that a client received from another server, which failed.
+
+    A proxy such as `quintet route` keeps each choice's token ids. With them any server of the same model resumes the response;
+    the ids are prefilled with the prompt.
+    """
+
+    position: str
+    """Client's cursor, as in the id of the last event."""
+    outputs: Sequence[Sequence[int]]
+    """Token ids of every choice, in order of prompts; at least as many as the cursor counts."""
+    seeds: Sequence[int]
+    """One per prompt."""
+    created: int
+    """Unix time, in seconds."""
+    name: str = ""
+    """Response id, in APIs where the server makes one up; else ""."""
+
+
+def resumed_submit(resumed: Resumed, first_id: int, received: Sequence[Received]) -> Submit:
+    """Return the submission of a request that a core retained, under ids from ``first_id``."""
+    admit = resumed.admit
+    assert admit is not None
+    changes: dict[str, object] = {"n": len(received)}
+    if has_started(received):
+        changes["prompt_logprobs"] = None  # sent with the start
+    return Submit(
+        request_id=first_id,
+        prompt=TokenPrompt(admit.prompt_ids) if admit.embeds is None else admit.embeds,
+        spec=msgspec.structs.replace(
+            admit.spec,
+            params=msgspec.structs.replace(admit.spec.params, **changes),
+            arrival_ns=time.monotonic_ns(),
+            choice=0,
+            output_ids=b"",
+            attempt=0,
+        ),
+        sent_ns=0,
+        core=0,
+        clamp_max_tokens=True,  # the limit was accepted when the request arrived
+    )
+
+
+def has_started(received: Sequence[Received]) -> bool:
+    """True if a client has the start of a response."""
+    return any(ids is not None for ids, _ in received)
