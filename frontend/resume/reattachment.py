@@ -17,6 +17,7 @@ import msgspec
 
 from quintet.frontend.streams import Stream, StreamChoice
 from quintet.wire.codec import unpack_i32
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Admit, Reclaimed, Started, Submit, TokenPrompt
 
@@ -31,7 +32,7 @@ def submission(admit: Admit, first_id: int, received: Sequence[ReceivedCount]) -
         changes["prompt_logprobs"] = None  # sent with the start
     return Submit(
         request_id=first_id,
-        prompt=TokenPrompt(admit.prompt_ids) if admit.embeds is None else admit.embeds,
+        prompt=prompt_of(admit),
         spec=msgspec.structs.replace(
             admit.spec,
             params=msgspec.structs.replace(admit.spec.params, **changes),
@@ -44,6 +45,15 @@ def submission(admit: Admit, first_id: int, received: Sequence[ReceivedCount]) -
         core=0,
         clamp_max_tokens=True,  # the limit was accepted when the request arrived
     )
+
+
+def prompt_of(admit: Admit) -> TokenPrompt | EmbedsPrompt:
+    """Return the prompt of an admitted request."""
+    if not admit.embeds:
+        return TokenPrompt(admit.prompt_ids)
+    span = admit.embeds[0]
+    assert span.end * 4 == len(admit.prompt_ids), "clients send embeddings for the whole prompt"
+    return EmbedsPrompt(span.dtype, span.width, span.values)
 
 
 def skip_received(stream: Stream, reclaimed: Reclaimed, received: Sequence[ReceivedCount]) -> None:
