@@ -23,7 +23,7 @@ from bench.core_step import make_engine
 from quintet.core.poison_isolation.rejections import Rejections
 from quintet.process.frame_hmac import KEY_BYTES, FrameHmac
 from quintet.wire import codec
-from quintet.wire.embeds import EmbedsPrompt, digest_of
+from quintet.wire.embeds import EmbedsSpan, digest_of
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
@@ -34,11 +34,9 @@ WIDTH, TRIES = 4096, 9
 def measure(megabytes: int) -> dict[str, float]:
     """Return the medians for a prompt of so many megabytes of bf16."""
     num_tokens = megabytes * 10**6 // (2 * WIDTH)
-    vectors = EmbedsPrompt("BF16", WIDTH, os.urandom(2 * WIDTH * num_tokens))
-    vectors = msgspec.structs.replace(vectors, digest=digest_of(vectors))
-    admit = Admit(
-        1, bytes(4 * num_tokens), RequestSpec(SamplingParams(max_tokens=1), 0, 0), 0, embeds=vectors
-    )
+    span = EmbedsSpan(0, "BF16", WIDTH, os.urandom(2 * WIDTH * num_tokens))
+    span = msgspec.structs.replace(span, digest=digest_of(span))
+    admit = Admit(1, bytes(4 * num_tokens), RequestSpec(SamplingParams(max_tokens=1), 0, 0), 0, embeds=[span])
     seal, decoder = FrameHmac(os.urandom(KEY_BYTES)), msgspec.msgpack.Decoder(Admit)
     payload = codec.encode(admit)
     frame = seal.sign(payload)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quintet.core.kv.groups import Groups
-from quintet.core.kv.prefix import embeds_digest, salt_digest
+from quintet.core.kv.prefix import salt_digest
 from quintet.core.policy import Policy
 from quintet.core.requests.request import Delivery, Repetition, Request
 from quintet.core.scheduler_state import Limits, SchedulerState
@@ -22,12 +22,6 @@ def _stops_of(params: SamplingParams, eos_token_ids: list[int]) -> dict[int, boo
     for token in params.stop_token_ids:
         stops.setdefault(token, True)
     return stops
-
-
-def _chain_start(admit: Admit) -> bytes:
-    """Return the digest that starts the hash chain of the request's blocks."""
-    start, embeds = salt_digest(admit.spec.cache_salt), admit.embeds
-    return start if embeds is None else embeds_digest(start, embeds.digest)
 
 
 def make_requests(
@@ -49,7 +43,7 @@ def make_requests(
     outputs = list(unpack_i32(spec.output_ids))
     tokens = prompt + outputs
     check_fits(len(prompt), limits)
-    stops, start = _stops_of(params, eos_token_ids), _chain_start(admit)
+    stops, start = _stops_of(params, eos_token_ids), salt_digest(spec.cache_salt)
     seed = admit.request_id if params.seed is None else params.seed
     limit = length_limit(len(prompt), params.max_tokens, limits)
     taken, watched = limits.taken_by(limit), params.repetition_detection

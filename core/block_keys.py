@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from quintet.core.kv.prefix import digest_after, extend_chain, key_of
+from quintet.core.kv.prefix import content_of, digest_after, key_of
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
 
@@ -31,7 +31,9 @@ def keys_after(state: SchedulerState, request: Request, index: int, num_tokens: 
     wanted = digests[first:]
     if length:
         before = digests[-1] if digests else request.salt_digest
-        wanted.append(digest_after(before, request.tokens[num_tokens - length : num_tokens]))
+        begin = num_tokens - length
+        content = content_of(request.tokens, begin, begin, num_tokens, request.embeds)
+        wanted.append(digest_after(before, content))
     elif group.is_state:
         wanted = digests[-1:]
     return [key_of(digest, index) for digest in wanted]
@@ -39,5 +41,4 @@ def keys_after(state: SchedulerState, request: Request, index: int, num_tokens: 
 
 def digests_of(state: SchedulerState, request: Request, num_blocks: int) -> list[bytes]:
     """Return the digests of a request's first full blocks."""
-    extend_chain(request.kv.digests, request.salt_digest, request.tokens, state.limits.block_size, num_blocks)
-    return request.kv.digests[:num_blocks]
+    return request.hash_blocks(state.limits.block_size, num_blocks)[:num_blocks]

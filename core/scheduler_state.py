@@ -15,7 +15,7 @@ from quintet.core.counters import Counters
 from quintet.core.hooks import Hooks
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
-from quintet.core.kv.prefix import extend_chain, key_of
+from quintet.core.kv.prefix import content_of, key_of
 from quintet.core.kv.prefix_tree import PrefixPaths
 from quintet.core.kv_services.kv_events import KvEvents
 from quintet.core.requests.request import Request, RequestStats, Status
@@ -248,7 +248,7 @@ class SchedulerState:
         first.longest = max(first.longest, request.num_outputs)
         if stats.scheduled_ns is not None:
             if self.limits.prefix_caching and request.kv.digests:
-                self.prefix_paths.add(request.kv.digests, request.tokens if request.embeds is None else None)
+                self.prefix_paths.add(request.kv.digests, None if request.embeds else request.tokens)
             self.throughput.outputs.note(request.num_outputs)
             self.endings.append(RequestEnd(stats, None if first.num_open else first.longest))
 
@@ -278,8 +278,7 @@ class SchedulerState:
             request.register_at = request.limit + 1
             return
         num_full = num_tokens // block_size
-        digests = request.kv.digests
-        extend_chain(digests, request.salt_digest, request.tokens, block_size, num_full)
+        digests = request.hash_blocks(block_size, num_full)
         register = self.pool.index.register
         first = request.register_at // block_size - 1
         request.register_at = (num_full + 1) * block_size
@@ -305,14 +304,15 @@ class SchedulerState:
 
         tails: by token group, the partly filled block after the last full one, if there is any.
         """
-        block_size, digests, index = self.limits.block_size, request.kv.digests, self.pool.index
+        block_size, index = self.limits.block_size, self.pool.index
         num_full, length = divmod(num_tokens, block_size)
-        extend_chain(digests, request.salt_digest, request.tokens, block_size, num_full)
+        digests = request.hash_blocks(block_size, num_full)
         before = digests[num_full - 1] if num_full else request.salt_digest
         states = dict(zip(self.limits.groups.states, blocks, strict=True))
         if length:
-            tail = request.tokens[num_tokens - length : num_tokens]
-            index.register_end(before, tail, states, tails or {})
+            begin = num_tokens - length
+            content = content_of(request.tokens, begin, begin, num_tokens, request.embeds)
+            index.register_end(before, content, length, states, tails or {})
             return
         for group, block in states.items():
             index.register(key_of(before, group), block)

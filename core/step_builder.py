@@ -10,6 +10,7 @@ from quintet.core.kv.groups import Groups
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import InFlightPlan, SchedulerState
 from quintet.wire.codec import pack_i32, pack_i64
+from quintet.wire.embeds import num_leading
 from quintet.wire.step import NewRow, StepPlan
 
 
@@ -88,7 +89,7 @@ class StepBuilder:
                 seed=request.seed,
                 stop_ids=request.stop_ids,
                 bad_word_ids=request.bad_word_ids,
-                num_embedded=0 if request.embeds is None else request.num_prompt,
+                num_embedded=num_leading(request.embeds),
             )
         )
         for index, held in enumerate(request.kv.held):

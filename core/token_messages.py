@@ -152,8 +152,8 @@ def opening(request: Request, now_ns: int) -> Open:
     params, tokens, num_prompt = request.spec.params, request.tokens, request.num_prompt
     whole = request.spec.echo or request.spec.return_prompt_ids
     begin = 0 if whole else max(0, num_prompt - PROMPT_TAIL)
-    if request.embeds is not None:
-        begin = num_prompt  # embeddings have no text
+    if request.embeds:
+        begin = max(begin, request.embeds[-1].end)  # embeddings have no text
     return Open(
         request_id=request.request_id,
         num_prompt_tokens=num_prompt,

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 TARGET = "target"
 """Name of the model that the server serves."""
 
-IDLE_TASK_S = 0.003
-"""Target duration of an idle task in seconds: about 1/20 of a step."""
-
 DEFAULT_KV_BYTES = 4 << 30
 """KV memory on a GPU without our kernels, a mode for trial use."""
 
@@ -115,15 +112,9 @@ class WorkerContext:
         return loaded.causal
 
     @property
-    def has_small_pages(self) -> bool:
-        """True while host weights remain on small pages."""
-        return any(each.pages is not None and each.pages.is_fragmented for each in self.models.values())
-
-    def gather_pages(self) -> None:
-        """Move some host weights to huge pages, an idle task; no-op if none remain on small pages."""
-        for each in self.models.values():
-            if each.pages is not None and each.pages.is_fragmented:
-                each.pages.gather(IDLE_TASK_S)
+    def pages(self) -> list[HugePages]:
+        """Host memory of the models' weights, part of which may be on small pages."""
+        return [each.pages for each in self.models.values() if each.pages is not None]
 
     def num_blocks(self) -> int:
         """Return the number of KV blocks that fit into the configured memory. Raises `ConfigError`."""

@@ -12,7 +12,7 @@ import torch
 
 from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
-from quintet.wire.embeds import RowEmbeds
+from quintet.wire.embeds import EmbedsSpan
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -44,19 +44,18 @@ def embeds_of(rows: Rows, dtype: torch.dtype, device: torch.device) -> StepEmbed
         row = at.get(given.slot)
         if row is None:
             continue
-        start, offset = int(rows.starts[row]), int(rows.offsets[row])
-        begin = max(start, given.start)
-        end = min(start + int(rows.counts[row]), given.start + given.num_tokens)
+        span, start, offset = given.span, int(rows.starts[row]), int(rows.offsets[row])
+        begin, end = max(start, span.start), min(start + int(rows.counts[row]), span.end)
         if begin < end:
             tokens.append(np.arange(begin, end) - start + offset)
-            vectors.append(_numbers(given, dtype)[begin - given.start : end - given.start])
+            vectors.append(_numbers(span, dtype)[begin - span.start : end - span.start])
     if not tokens:
         return None
     return StepEmbeds(to_device(np.concatenate(tokens), device), torch.cat(vectors).to(device))
 
 
-def _numbers(given: RowEmbeds, dtype: torch.dtype) -> torch.Tensor:
+def _numbers(span: EmbedsSpan, dtype: torch.dtype) -> torch.Tensor:
     """Return the vectors in ``dtype``, clamped to its finite range."""
-    numbers = torch.frombuffer(bytearray(given.values), dtype=DTYPES[given.dtype]).view(-1, given.width)
+    numbers = torch.frombuffer(bytearray(span.values), dtype=DTYPES[span.dtype]).view(-1, span.width)
     most = torch.finfo(dtype).max
     return numbers.to(dtype) if numbers.dtype is dtype else numbers.clamp(-most, most).to(dtype)

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from quintet.executor.backends.cpu.ops.huge_pages import gather_some, has_small_pages
 from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.batch import Rows
 from quintet.executor.context import WorkerContext
@@ -42,7 +43,7 @@ class Worker:
         self.num_blocks = num_blocks = context.num_blocks()
         self.facts = context.facts(num_blocks)
         self.runner = runner
-        self._context, self._span = context, context.span
+        self._pages, self._span = context.pages, context.span
         self._ranks = ranks = context.ranks
         self._stage = stage
         self.experts = None if stage is None else stage.expert_counts
@@ -107,7 +108,7 @@ class Worker:
         """True if weights of any rank remain on small pages, or experts on overloaded ranks."""
         if self._stage is not None and self._stage.has_idle_tasks:
             return True
-        is_fragmented = self._context.has_small_pages
+        is_fragmented = has_small_pages(self._pages)
         return is_fragmented or (self._ranks is not None and self._ranks.noted(Note.IDLE_TASKS) > 0)
 
     def run_idle_task(self) -> None:
@@ -116,7 +117,7 @@ class Worker:
             self._stage.run_idle_task()
         if self._ranks is not None:
             self._ranks.send_idle_task()
-        self._context.gather_pages()
+        gather_some(self._pages)
 
     @property
     def num_split(self) -> int:

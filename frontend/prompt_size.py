@@ -24,7 +24,7 @@ def num_prompt_tokens(prompt: Prompt) -> int:
         case TokenPrompt():
             return len(prompt.token_ids) // 4
         case EmbedsPrompt():
-            return prompt.num_tokens
+            return prompt.span.num_tokens
     return -(-num_bytes // BYTES_PER_TOKEN)
 
 

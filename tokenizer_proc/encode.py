@@ -91,7 +91,7 @@ class Encoder:
 
     def _placeholder_ids(self, prompt: EmbedsPrompt, max_tokens: int | None) -> Sequence[int]:
         """Return one placeholder id per prompt embedding. Raises `RequestError`."""
-        wrong = first_not_finite(prompt)
+        wrong = first_not_finite(prompt.span)
         if wrong is not None:
             row, column = divmod(wrong, prompt.width)
             raise RequestError(
@@ -99,8 +99,9 @@ class Encoder:
                 f"prompt_embeds has a number that is not finite at [{row}, {column}]; all numbers must be finite.",
                 "prompt_embeds",
             )
-        check_length(prompt.num_tokens, self._max_model_len, "prompt_embeds", max_tokens)
-        return [0] * prompt.num_tokens
+        num_tokens = prompt.span.num_tokens
+        check_length(num_tokens, self._max_model_len, "prompt_embeds", max_tokens)
+        return [0] * num_tokens
 
     def text_of(self, prompt: TextPrompt | ChatPrompt) -> str:
         """Return the prompt's text. Chat messages are rendered by the chat template."""

@@ -296,9 +296,10 @@ class Tokenizer:
                 spec = msgspec.structs.replace(spec, params=params)
         except RequestError as error:
             return Failed(submit.request_id, error.code, error.message, error.param)
+        spans = []
         if embeds is not None:
-            embeds = msgspec.structs.replace(embeds, digest=digest_of(embeds))
-        return Admit(submit.request_id, pack_i32(ids), spec, 0, bad_words, embeds)
+            spans = [msgspec.structs.replace(embeds.span, digest=digest_of(embeds.span))]
+        return Admit(submit.request_id, pack_i32(ids), spec, 0, bad_words, spans)
 
     def _prompt_end(self, ids: Sequence[int], embeds: EmbedsPrompt | None) -> str:
         """Return the text of a prompt's last tokens; empty for prompt embeddings."""

@@ -1,11 +1,11 @@
-"""Embeddings prompts: vectors instead of rows of the model's embedding table.
+"""Prompt embeddings: vectors instead of rows of the model's embedding table, for spans of a prompt.
 
 Numbers remain bytes as received, in the order ``[tokens, width]``, little-endian; there are no tensors here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 import msgspec
@@ -20,9 +20,11 @@ DIGEST_BYTES = sha256().digest_size
 WIDEST_BYTES = max(FLOAT_BYTES.values())
 
 
-class EmbedsPrompt(msgspec.Struct, array_like=True, tag="embeds"):
-    """A prompt as embeddings, one per token."""
+class EmbedsSpan(msgspec.Struct, array_like=True, gc=False):
+    """Embeddings of consecutive tokens of a prompt, one per token. The ids of these tokens are placeholders."""
 
+    start: int
+    """Position of the first token."""
     dtype: str
     width: int
     values: bytes
@@ -40,6 +42,11 @@ class EmbedsPrompt(msgspec.Struct, array_like=True, tag="embeds"):
         return len(self.values) // self.row_bytes
 
     @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.num_tokens
+
+    @property
     def is_whole(self) -> bool:
         """True when the bytes are a positive number of complete embeddings in a known format."""
         return (
@@ -49,52 +56,65 @@ class EmbedsPrompt(msgspec.Struct, array_like=True, tag="embeds"):
             and not len(self.values) % self.row_bytes
         )
 
-    def fits(self, width: int, num_tokens: int) -> bool:
-        """Return True when a model of this width can compute it for this number of tokens."""
-        return (
-            self.is_whole
-            and (self.width, self.num_tokens) == (width, num_tokens)
-            and len(self.digest) == DIGEST_BYTES
-        )
+    def piece(self, begin: int, end: int) -> EmbedsSpan:
+        """Return the embeddings of the positions ``[begin, end)``, which are in the span, without a digest."""
+        size = self.row_bytes
+        values = self.values[(begin - self.start) * size : (end - self.start) * size]
+        return EmbedsSpan(begin, self.dtype, self.width, values)
 
 
-class RowEmbeds(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StepPlan`: embeddings of consecutive positions of a slot's request, computed by the step."""
+class EmbedsPrompt(msgspec.Struct, array_like=True, tag="embeds"):
+    """A prompt as embeddings only, one per token."""
 
-    slot: int
-    start: int
-    """Position of the first."""
     dtype: str
     width: int
     values: bytes
 
     @property
-    def is_whole(self) -> bool:
-        """See `EmbedsPrompt.is_whole`."""
-        return EmbedsPrompt(self.dtype, self.width, self.values).is_whole
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of embeddings."""
-        return len(self.values) // (self.width * FLOAT_BYTES[self.dtype])
+    def span(self) -> EmbedsSpan:
+        """The prompt as a span from position 0."""
+        return EmbedsSpan(0, self.dtype, self.width, self.values)
 
 
-def digest_of(prompt: EmbedsPrompt) -> bytes:
+class RowEmbeds(msgspec.Struct, array_like=True, gc=False):
+    """Inside `StepPlan`: embeddings that the step computes for a slot's request, instead of its token ids."""
+
+    slot: int
+    span: EmbedsSpan
+
+
+def are_ordered(spans: Sequence[EmbedsSpan], width: int, num_tokens: int) -> bool:
+    """Return True when a model of this width can compute the spans of a prompt: in order, disjoint, with digests."""
+    end = 0
+    for span in spans:
+        is_known = span.is_whole and span.width == width and len(span.digest) == DIGEST_BYTES
+        if not is_known or not end <= span.start < span.end <= num_tokens:
+            return False
+        end = span.end
+    return True
+
+
+def num_leading(spans: Sequence[EmbedsSpan]) -> int:
+    """Return the number of tokens given as embeddings from position 0 on."""
+    return spans[0].end if spans and spans[0].start == 0 else 0
+
+
+def digest_of(span: EmbedsSpan) -> bytes:
     """Return the SHA-256 of format, width and bytes. Releases the GIL."""
-    digest = sha256(f"{prompt.dtype}, {prompt.width}\0".encode())
-    digest.update(prompt.values)
+    digest = sha256(f"{span.dtype}, {span.width}\0".encode())
+    digest.update(span.values)
     return digest.digest()
 
 
-def first_not_finite(prompt: EmbedsPrompt) -> int | None:
+def first_not_finite(span: EmbedsSpan) -> int | None:
     """Return the index of the first NaN or infinite number, or None.
 
     Such a number has an exponent of all ones, visible in its two highest bytes. These bytes are compared as long
     integers at once; a gigabyte takes a second or two.
     """
-    size = FLOAT_BYTES[prompt.dtype]
-    high = prompt.values[size - 1 :: size].translate(_ONES_HIGH[prompt.dtype])
-    low = prompt.values[size - 2 :: size].translate(_ONES_LOW[prompt.dtype])
+    size = FLOAT_BYTES[span.dtype]
+    high = span.values[size - 1 :: size].translate(_ONES_HIGH[span.dtype])
+    low = span.values[size - 2 :: size].translate(_ONES_LOW[span.dtype])
     both = int.from_bytes(high, "little") & int.from_bytes(low, "little")
     if not both:
         return None

@@ -11,7 +11,7 @@ from enum import IntEnum
 import msgspec
 
 from quintet.wire.channels import RowSpans, Span
-from quintet.wire.embeds import EmbedsPrompt
+from quintet.wire.embeds import EmbedsPrompt, EmbedsSpan
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Count, Id, SlotIndex, WorkerId
 from quintet.wire.params import StopString
@@ -113,8 +113,8 @@ class Admit(msgspec.Struct, array_like=True, tag="admit"):
     spec: RequestSpec
     sent_ns: int
     bad_word_ids: list[list[int]] = []
-    embeds: EmbedsPrompt | None = None
-    """Embeddings prompt; ``prompt_ids`` then has one zero per embedding."""
+    embeds: list[EmbedsSpan] = []
+    """Tokens given as embeddings, in order of positions; ``prompt_ids`` has any known id for each of them."""
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

@@ -31,7 +31,7 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     """Tokens that end the request; masked until ``min_tokens`` outputs exist."""
     bad_word_ids: list[list[int]] = []
     num_embedded: int = 0
-    """Number of prompt tokens given as embeddings (`StepPlan.embeds`); their ids are placeholders."""
+    """Number of leading prompt tokens given as embeddings; penalties ignore their placeholder ids."""
 
 
 class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):

@@ -18,7 +18,7 @@ from quintet.wire.channels import Channel, RowSpans
 from quintet.wire.codec import UNREADABLE, unpack_i32
 from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans, is_byte_column
 from quintet.wire.config import MAX_DRAFTS, EngineConfig
-from quintet.wire.embeds import EmbedsPrompt, RowEmbeds
+from quintet.wire.embeds import EmbedsPrompt, RowEmbeds, are_ordered
 from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.kv_validate import (
     are_swaps,
@@ -130,7 +130,7 @@ class Validator:
         return (
             self._request(msg.request_id, msg.spec)
             and not (isinstance(prompt, m.TokenPrompt) and len(prompt.token_ids) % ID_BYTES)
-            and not (isinstance(prompt, EmbedsPrompt) and not prompt.is_whole)
+            and not (isinstance(prompt, EmbedsPrompt) and not prompt.span.is_whole)
         )
 
     def _admit(self, msg: m.Admit) -> bool:
@@ -138,17 +138,15 @@ class Validator:
             self._request(msg.request_id, msg.spec)
             and self._are_tokens(msg.prompt_ids)
             and all(word and self._in_vocabulary(word) for word in msg.bad_word_ids)
-            and (
-                msg.embeds is None or msg.embeds.fits(self._embedding_width, len(msg.prompt_ids) // ID_BYTES)
-            )
+            and are_ordered(msg.embeds, self._embedding_width, len(msg.prompt_ids) // ID_BYTES)
         )
 
     def _row_embeds(self, row: RowEmbeds) -> bool:
         return (
-            row.is_whole
-            and row.width == self._embedding_width
+            row.span.is_whole
+            and row.span.width == self._embedding_width
             and 0 <= row.slot < self._num_slots
-            and 0 <= row.start <= row.start + row.num_tokens <= self._max_len
+            and 0 <= row.span.start <= row.span.end <= self._max_len
         )
 
     def _resumed(self, msg: m.Resumed) -> bool:

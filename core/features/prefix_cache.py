@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.groups import GroupBlocks
-from quintet.core.kv.prefix import extend_chain
 from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 
@@ -26,9 +25,8 @@ def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
     block_size = state.limits.block_size
     num_tokens = len(request.tokens)
     max_blocks = (num_tokens - 1) // block_size
-    extend_chain(request.kv.digests, request.salt_digest, request.tokens, block_size, max_blocks)
-    groups = state.limits.groups.all
-    num_blocks, shared = state.pool.index.longest(request.kv.digests, max_blocks, groups, block_size)
+    digests, groups = request.hash_blocks(block_size, max_blocks), state.limits.groups.all
+    num_blocks, shared = state.pool.index.longest(digests, max_blocks, groups, block_size)
     num_found, tails = num_blocks * block_size, list[int | None]()
     end = _longest_end(state, request, num_found)
     if end is not None:
@@ -57,7 +55,8 @@ def _longest_end(
         if before not in index.ends:
             continue
         begin = num_blocks * block_size
-        end = index.longest_end(before, tokens[begin : min(begin + block_size - 1, most)], groups.all)
+        longest = min(block_size - 1, most - begin)
+        end = index.longest_end(before, tokens, begin, longest, groups.all, request.embeds)
         if end is None or begin + end[1] <= least:
             continue
         read = index.read_end(request.kv.digests, num_blocks, end, groups.all, block_size)

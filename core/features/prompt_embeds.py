@@ -10,22 +10,21 @@ from quintet.wire.embeds import RowEmbeds
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the feature; it is always on and only affects requests with an embeddings prompt."""
+    """Return the feature; it is always on and only affects requests with embeddings in their prompt."""
     return Feature("prompt_embeds", claim=claim, attach=attach)
 
 
 def claim(state: SchedulerState, request: Request) -> bool:
-    """Return True for an embeddings prompt."""
-    return request.embeds is not None
+    """Return True for a prompt with embeddings."""
+    return bool(request.embeds)
 
 
 def attach(state: SchedulerState, step: StepBuilder) -> None:
     """Attach the embeddings that rows compute instead of tokens."""
     found = []
     for request, start, count in zip(step.rows, step.starts, step.counts, strict=True):
-        embeds, end = request.embeds, min(start + count, request.num_prompt)
-        if embeds is not None and start < end:
-            size = embeds.row_bytes
-            values = embeds.values[start * size : end * size]
-            found.append(RowEmbeds(request.slot, start, embeds.dtype, embeds.width, values))
+        for span in request.embeds:
+            begin, end = max(start, span.start), min(start + count, span.end)
+            if begin < end:
+                found.append(RowEmbeds(request.slot, span.piece(begin, end)))
     step.columns["embeds"] = found

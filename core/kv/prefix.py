@@ -1,9 +1,9 @@
 """Prefix index: a map from chained block hashes to blocks.
 
-The digest of a block is the SHA-256 of its predecessor's digest and its own tokens. The chain starts with the hash of
-the request's cache salt, and of its embeddings prompt if there is one. So equal digests mean equal tokens from the
-first position on and the same salt, up to a SHA-256 collision. A block belongs to one group of layers: its key is
-digest and group.
+The digest of a block is the SHA-256 of its predecessor's digest, its own tokens, and the digests of spans of
+embeddings in it. The chain starts with the hash of the request's cache salt. So equal digests mean equal tokens and
+embeddings from the first position on and the same salt, up to a SHA-256 collision. A block belongs to one group of
+layers: its key is digest and group.
 
 To start after n blocks, a request needs from each group:
 
@@ -29,6 +29,7 @@ from collections.abc import Callable, Container, Sequence
 from hashlib import sha256
 
 from quintet.core.kv.groups import GroupBlocks
+from quintet.wire.embeds import EmbedsSpan
 from quintet.wire.kv_spec import KvGroup
 
 DIGEST_BYTES = 32
@@ -39,27 +40,46 @@ def salt_digest(salt: str) -> bytes:
     return sha256(b"quintet.kv\0" + salt.encode()).digest()
 
 
-def embeds_digest(start: bytes, vectors: bytes) -> bytes:
-    """Return the chain start for an embeddings prompt with this digest.
+def content_of(
+    tokens: Sequence[int], first: int, begin: int, end: int, embeds: Sequence[EmbedsSpan] = ()
+) -> bytes:
+    """Return the bytes that a digest covers for the tokens ``[begin, end)`` of a block. first: the block's first token.
 
-    Such blocks are shared only with requests of identical embeddings.
+    Ids are int32. A span of embeddings adds its digest before its first token in the block, with -1, which is no id,
+    and that token's offset in the span. So blocks are shared only by requests with identical embeddings there.
     """
-    return sha256(start + b"quintet.embeds\0" + vectors).digest()
+    parts: list[bytes] = []
+    for span in embeds:
+        at = max(first, span.start)
+        if begin <= at < min(end, span.end):
+            parts += (
+                array("i", tokens[begin:at]).tobytes(),
+                array("i", (-1, at - span.start)).tobytes(),
+                span.digest,
+            )
+            begin = at
+    ids = array("i", tokens[begin:end]).tobytes()
+    return b"".join((*parts, ids)) if parts else ids
 
 
 def extend_chain(
-    digests: list[bytes], start: bytes, tokens: list[int], block_size: int, num_blocks: int
+    digests: list[bytes],
+    start: bytes,
+    tokens: list[int],
+    block_size: int,
+    num_blocks: int,
+    embeds: Sequence[EmbedsSpan] = (),
 ) -> None:
     """Extend ``digests`` to ``num_blocks`` entries: the digests of the first full blocks of ``tokens``."""
     for index in range(len(digests), num_blocks):
-        before = digests[-1] if digests else start
-        block = tokens[index * block_size : (index + 1) * block_size]
-        digests.append(sha256(before + array("i", block).tobytes()).digest())
+        before, first = digests[-1] if digests else start, index * block_size
+        content = content_of(tokens, first, first, first + block_size, embeds)
+        digests.append(sha256(before + content).digest())
 
 
-def digest_after(before: bytes, tokens: list[int]) -> bytes:
-    """Return the digest of an end after ``tokens`` that follow the digest ``before``."""
-    return sha256(before + array("i", tokens).tobytes()).digest()
+def digest_after(before: bytes, content: bytes) -> bytes:
+    """Return the digest of an end after this content (`content_of`) that follows the digest ``before``."""
+    return sha256(before + content).digest()
 
 
 def key_of(digest: bytes, group: int) -> bytes:
@@ -153,18 +173,21 @@ class PrefixIndex:
         return key
 
     def register_end(
-        self, before: bytes, tokens: list[int], states: dict[int, int], tails: dict[int, int]
+        self, before: bytes, content: bytes, length: int, states: dict[int, int], tails: dict[int, int]
     ) -> None:
-        """Register an end after ``tokens``, fewer than a block. states, tails: block by group."""
-        digest = digest_after(before, tokens)
+        """Register an end after ``length`` tokens, fewer than a block. content: see `content_of`.
+
+        states, tails: block by group.
+        """
+        digest = digest_after(before, content)
         for group, block in (states | tails).items():
             key = key_of(digest, group)
             if key not in self.block_of and block not in self.key_of:
                 self.block_of[key], self.key_of[block] = block, key
         block = self.block_of[key_of(digest, min(states))]
         if block not in self.end_of:
-            self.end_of[block] = before, len(tokens)
-            self.ends.setdefault(before, Counter())[len(tokens)] += 1
+            self.end_of[block] = before, length
+            self.ends.setdefault(before, Counter())[length] += 1
 
     def blocks_of_ends(self, before: set[bytes]) -> list[int]:
         """Return the blocks of all ends after these digests: states and tails."""
@@ -176,20 +199,26 @@ class PrefixIndex:
         return [block for key, block in self.block_of.items() if key[:DIGEST_BYTES] in digests]
 
     def longest_end(
-        self, before: bytes, tokens: list[int], groups: Sequence[KvGroup]
+        self,
+        before: bytes,
+        tokens: Sequence[int],
+        first: int,
+        most: int,
+        groups: Sequence[KvGroup],
+        embeds: Sequence[EmbedsSpan] = (),
     ) -> tuple[bytes, int] | None:
-        """Return digest and length of the longest end that is a prefix of ``tokens``, fewer than a block.
+        """Return digest and length of the longest end within a block, of at most ``most`` of its tokens.
 
-        before: the digest of the preceding blocks.
+        before: the digest of the preceding blocks. first: the block's first token.
         """
         found, done, digest = None, 0, sha256(before)
-        first = next(index for index, group in enumerate(groups) if group.is_state)
+        group = next(index for index, group in enumerate(groups) if group.is_state)
         for length in sorted(self.ends.get(before, ())):
-            if length > len(tokens):
+            if length > most:
                 break
-            digest.update(array("i", tokens[done:length]).tobytes())
+            digest.update(content_of(tokens, first, first + done, first + length, embeds))
             done = length
-            if key_of(digest.digest(), first) in self.block_of:
+            if key_of(digest.digest(), group) in self.block_of:
                 found = digest.digest(), length
         return found
 

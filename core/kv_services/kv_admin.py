@@ -147,7 +147,7 @@ class KvAdmin:
 
     def _tree(self, state: SchedulerState, now_ns: int) -> PrefixTree:
         return self.prefix_paths.tree(
-            PrefixPath(request.kv.digests, request.tokens if request.embeds is None else None, now_ns)
+            PrefixPath(request.kv.digests, None if request.embeds else request.tokens, now_ns)
             for request in state.live.values()
         )
 

@@ -33,7 +33,7 @@ class KvEvents:
         if not keys or self._reported.issuperset(keys):
             return
         self._reported.update(keys)
-        size, start = self._block_size, request.salt_digest
+        size = self._block_size
         self._events.append(
             BlockStored(
                 block_hashes=[_hash_of(digest) for digest in digests],
@@ -43,7 +43,7 @@ class KvEvents:
                 lora_id=None,
                 medium=MEDIUM,
                 lora_name=None,
-                extra_keys=None if start == _NO_SALT else [[start.hex()] for _ in digests],
+                extra_keys=_extra_keys(request, range(first, first + len(keys)), size),
             )
         )
 
@@ -57,6 +57,21 @@ class KvEvents:
         """Return the events since the last call."""
         events, self._events = self._events, []
         return events
+
+
+def _extra_keys(request: Request, blocks: range, size: int) -> list[list[str]] | None:
+    """Return what identifies each block besides its tokens: the salt, and the spans of embeddings in it."""
+    salt = [] if request.salt_digest == _NO_SALT else [request.salt_digest.hex()]
+    keys = [
+        salt
+        + [
+            span.digest.hex()
+            for span in request.embeds
+            if span.start < (at + 1) * size and at * size < span.end
+        ]
+        for at in blocks
+    ]
+    return keys if any(keys) else None
 
 
 def _hash_of(digest: bytes) -> int:

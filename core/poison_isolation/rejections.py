@@ -7,13 +7,14 @@ The table is bounded and forgets the oldest entry first. Reads no clock.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from hashlib import sha256
 
 import msgspec
 
 from quintet.core.requests.request import Request
 from quintet.wire.codec import encode, pack_i32
-from quintet.wire.embeds import EmbedsPrompt
+from quintet.wire.embeds import EmbedsSpan
 from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Admit, Failed
 from quintet.wire.params import SamplingParams
@@ -24,11 +25,10 @@ REJECTION_TTL_S = 600
 MAX_REJECTIONS = 1024
 
 
-def fingerprint(prompt_ids: bytes, params: SamplingParams, embeds: EmbedsPrompt | None = None) -> bytes:
+def fingerprint(prompt_ids: bytes, params: SamplingParams, embeds: Sequence[EmbedsSpan] = ()) -> bytes:
     """Return the fingerprint of prompt and parameters. ``prompt_ids``: int32."""
     settings = encode(msgspec.structs.replace(params, seed=None, n=1))
-    if embeds is not None:
-        settings += embeds.digest
+    settings += b"".join(span.start.to_bytes(4, "little") + span.digest for span in embeds)
     return sha256(len(prompt_ids).to_bytes(8, "little") + prompt_ids + settings).digest()
 
 

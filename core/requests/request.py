@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from quintet.core.kv.groups import GroupBlocks
-from quintet.wire.embeds import EmbedsPrompt
+from quintet.core.kv.prefix import extend_chain
+from quintet.wire.embeds import EmbedsSpan
 from quintet.wire.messages import Admit
 from quintet.wire.params import RepetitionDetectionParams
 from quintet.wire.request import RequestSpec
@@ -139,8 +140,8 @@ class Request:
     """Maximum number of tokens, prompt included."""
     length: int
     bad_word_ids: list[list[int]] = field(default_factory=list)
-    embeds: EmbedsPrompt | None = None
-    """Embeddings prompt; the prompt entries in ``tokens`` are then placeholders."""
+    embeds: list[EmbedsSpan] = field(default_factory=list)
+    """Prompt tokens given as embeddings; their entries in ``tokens`` are placeholders."""
     parent: Request | None = None
     """First choice, which shares its prompt; None for the first choice itself."""
     choice: int = 0
@@ -179,6 +180,11 @@ class Request:
     def num_outputs(self) -> int:
         """Number of known output tokens."""
         return len(self.tokens) - self.num_prompt
+
+    def hash_blocks(self, block_size: int, num_blocks: int) -> list[bytes]:
+        """Return its block digests, extended to at least the first ``num_blocks`` full blocks."""
+        extend_chain(self.kv.digests, self.salt_digest, self.tokens, block_size, num_blocks, self.embeds)
+        return self.kv.digests
 
     @property
     def stop_ids(self) -> list[int]:

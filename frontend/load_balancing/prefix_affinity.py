@@ -61,10 +61,11 @@ def _texts_of(messages: bytes) -> bytes:
 
 def _last_words_of(prompt: EmbedsPrompt) -> bytes:
     """Return the last four bytes of each embedding; none where its size is no multiple of four."""
-    num_values, rest = divmod(prompt.row_bytes, BYTES_PER_TOKEN)
+    row_bytes = prompt.span.row_bytes
+    num_values, rest = divmod(row_bytes, BYTES_PER_TOKEN)
     if rest:
         return b""
-    most = MAX_PIECES * PIECE_TOKENS * prompt.row_bytes
+    most = MAX_PIECES * PIECE_TOKENS * row_bytes
     return memoryview(prompt.values)[:most].cast("I")[num_values - 1 :: num_values].tobytes()
 
 

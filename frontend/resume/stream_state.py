@@ -23,8 +23,9 @@ import msgspec
 
 from quintet.frontend.streams import Received
 from quintet.wire.config import EngineConfig
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.messages import Resumed, Submit, TokenPrompt
+from quintet.wire.messages import Admit, Resumed, Submit, TokenPrompt
 from quintet.wire.params import shown
 from quintet.wire.request import ResumeToken
 
@@ -157,7 +158,7 @@ def resumed_submit(resumed: Resumed, first_id: int, received: Sequence[Received]
         changes["prompt_logprobs"] = None  # sent with the start
     return Submit(
         request_id=first_id,
-        prompt=TokenPrompt(admit.prompt_ids) if admit.embeds is None else admit.embeds,
+        prompt=_prompt_of(admit),
         spec=msgspec.structs.replace(
             admit.spec,
             params=msgspec.structs.replace(admit.spec.params, **changes),
@@ -170,6 +171,15 @@ def resumed_submit(resumed: Resumed, first_id: int, received: Sequence[Received]
         core=0,
         clamp_max_tokens=True,  # the limit was accepted when the request arrived
     )
+
+
+def _prompt_of(admit: Admit) -> TokenPrompt | EmbedsPrompt:
+    """Return the prompt of an admitted request."""
+    if not admit.embeds:
+        return TokenPrompt(admit.prompt_ids)
+    span = admit.embeds[0]
+    assert span.end * 4 == len(admit.prompt_ids), "clients send embeddings for the whole prompt"
+    return EmbedsPrompt(span.dtype, span.width, span.values)
 
 
 def has_started(received: Sequence[Received]) -> bool:

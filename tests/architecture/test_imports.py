@@ -61,7 +61,7 @@ def test_folder_imports_only_itself_and_lower_layers(folder: str) -> None:
 CHECKPOINTS = "executor.checkpoints"
 CPU_OPS = "executor.backends.cpu.ops"
 INNER = {
-    "core/kv": {"core.kv", "wire.codec", "wire.kv_spec", "wire.kv_tiers"},
+    "core/kv": {"core.kv", "wire.codec", "wire.embeds", "wire.kv_spec", "wire.kv_tiers"},
     "deploy/integrations/fastchat": {
         *("deploy.integrations.fastchat", "deploy.http_client"),
         *("deploy.supervisor.listener", "frontend", "process.log", "wire"),

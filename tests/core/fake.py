@@ -23,6 +23,7 @@ from quintet.core.hooks import FEATURES
 from quintet.core.token_messages import StepMessages
 from quintet.wire import codec
 from quintet.wire.config import ModelConfig, SchedulerConfig
+from quintet.wire.embeds import EmbedsSpan
 from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.messages import Admit, FinishReason
@@ -418,7 +419,9 @@ class World:
         self.now += 1
         return self.now
 
-    def admit(self, request_id: int, prompt: list[int], **options: object) -> None:
+    def admit(
+        self, request_id: int, prompt: list[int], embeds: Sequence[EmbedsSpan] = (), **options: object
+    ) -> None:
         """Send a request; options that are not of `RequestSpec` are sampling parameters."""
         fields = {name: options.pop(name) for name in tuple(options) if name in RequestSpec.__struct_fields__}
         params = SamplingParams(**({"seed": request_id, "max_tokens": 8} | options))
@@ -429,6 +432,7 @@ class World:
             codec.pack_i32(prompt),
             RequestSpec(params, self.tick(), fields.pop("detokenizer", 0), **fields),
             self.now,
+            embeds=list(embeds),
         )
         for choice in range(params.n):
             self.sent[request_id + choice] = changed(

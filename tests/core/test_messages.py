@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quintet.wire import codec
+from quintet.wire.embeds import EmbedsSpan
 from quintet.wire.messages import Tokens
 from quintet.wire.request import Echo, OutputParsing
 from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
@@ -22,10 +23,11 @@ def test_opening_carries_the_tail_of_the_prompt_or_all_of_it() -> None:
     world.admit(1, PROMPT)
     world.admit(2, PROMPT, echo=Echo.PLAIN)
     world.admit(3, PROMPT, return_prompt_ids=True)
+    world.admit(4, PROMPT, [EmbedsSpan(10, "F16", 1, bytes(2 * 8), bytes(32))])
     world.plan()
     [(_, tokens)] = messages_of(world, world.executor.results.popleft())
     prompts = [list(codec.unpack_i32(opened.prompt_ids)) for opened in tokens.opens]
-    assert prompts == [PROMPT[-16:], PROMPT, PROMPT]
+    assert prompts == [PROMPT[-16:], PROMPT, PROMPT, PROMPT[18:]]
     assert all(opened.scheduled_ns >= opened.arrival_ns for opened in tokens.opens)
 
 

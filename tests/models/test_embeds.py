@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import GREEDY, CoreAndWorker, changed, small_kv, without_prefix_cache
 
 from quintet.executor.backends.registry import make_worker
-from quintet.wire.embeds import EmbedsPrompt
+from quintet.wire.embeds import EmbedsPrompt, EmbedsSpan
 from quintet.wire.params import SamplingParams
 
 
@@ -54,8 +55,59 @@ def test_vectors_of_tokens_give_the_results_of_the_tokens(serve: Callable[..., A
         driver.run()
         assert [driver.outputs[i + 1] for i in range(len(prompts))] == expected, name
         state = driver.engine.state
-        assert state is not None and state.num_embedded == 0
+        assert state is not None and state.num_claims["prompt_embeds"] == 0
         assert (state.counters.preemptions > 0) == (name in {"preemption", "swapped"}), name
+
+
+def with_spans(
+    table: torch.Tensor, ids: list[int], spans: Sequence[tuple[int, int]]
+) -> tuple[list[int], list[EmbedsSpan]]:
+    """Return a prompt with some ranges as embeddings, and zeros as their ids."""
+    given = [
+        msgspec.structs.replace(vectors_of(table, ids[begin:end]).span, start=begin) for begin, end in spans
+    ]
+    hidden = {at for begin, end in spans for at in range(begin, end)}
+    return [0 if at in hidden else token for at, token in enumerate(ids)], given
+
+
+@pytest.mark.parametrize("spans", [[(17, 30)], [(0, 3), (16, 32), (35, 50)]], ids=["middle", "several"])
+def test_spans_of_embeddings_give_the_results_of_their_tokens(
+    spans: list[tuple[int, int]], serve: Callable[..., Any]
+) -> None:
+    served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
+    table = served.reference.get_input_embeddings().weight
+    [ids] = prompts_of((50,))
+    outputs = []
+    chunks = changed(served.config, max_num_batched_tokens=13, long_prefill_token_threshold=5)
+    for config in (changed(served.config), chunks):
+        driver = CoreAndWorker(config, served.core.worker)
+        driver.admit(1, with_spans(table, ids, spans), GREEDY)
+        driver.admit(2, ids, GREEDY)
+        driver.run()
+        outputs += [driver.outputs[1], driver.outputs[2]]
+    assert outputs == [outputs[0]] * 4
+
+
+def test_blocks_before_a_span_are_shared(serve: Callable[..., Any]) -> None:
+    """A later block is shared only with requests of the same embeddings at the same positions."""
+    served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
+    table = served.reference.get_input_embeddings().weight
+    first, second = prompts_of((60, 60))
+    driver = CoreAndWorker(changed(served.config), served.core.worker)
+    other = first[:40] + second[40:50] + first[50:]
+    requested: dict[int, Any] = {
+        1: with_spans(table, first, [(40, 50)]),
+        2: with_spans(table, other, [(40, 50)]),
+        3: with_spans(table, first, [(40, 50)]),
+        4: first,
+        5: with_spans(table, first, [(41, 50)]),
+    }
+    for request_id, prompt in requested.items():
+        driver.admit(request_id, prompt, GREEDY)
+        driver.run()
+    before, whole = (n // driver.block_size * driver.block_size for n in (40, 59))
+    assert [driver.cached[request_id] for request_id in requested] == [0, before, whole, before, before]
+    assert driver.outputs[1] == driver.outputs[3] == driver.outputs[4] == driver.outputs[5]
 
 
 @pytest.mark.parametrize("row", [gpt.ROWS["gpt2"], states.ROWS["mamba2"]], ids=["positions", "states"])
@@ -65,13 +117,15 @@ def test_models_of_other_kinds(row: Any, tmp_path: Any) -> None:
     loaded = equality.load(tmp_path)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8]]
     outputs = []
-    for given in (list(prompts), [vectors_of(table, ids, torch.float64) for ids in prompts]):
+    embedded = [vectors_of(table, ids, torch.float64) for ids in prompts]
+    spans = [with_spans(table, ids, [(2, 4), (5, 6)]) for ids in prompts]
+    for given in (list(prompts), embedded, spans):
         driver = CoreAndWorker(changed(loaded.config, max_num_batched_tokens=5, max_num_seqs=4))
         for i, prompt in enumerate(given):
             driver.admit(i + 1, prompt, GREEDY)
         driver.run()
         outputs.append(driver.outputs)
-    assert outputs[0] == outputs[1]
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 def test_embeds_are_shared_by_choices_only(serve: Callable[..., Any]) -> None:

@@ -17,7 +17,7 @@ from quintet.executor.backends.registry import make_worker
 from quintet.executor.interface import Pending, StepWorker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
-from quintet.wire.embeds import EmbedsPrompt, digest_of
+from quintet.wire.embeds import EmbedsPrompt, EmbedsSpan, digest_of
 from quintet.wire.kv_tiers import StoredBlocks
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
@@ -52,15 +52,16 @@ class CoreAndWorker:
     def admit(
         self,
         request_id: int,
-        prompt: list[int] | EmbedsPrompt,
+        prompt: list[int] | EmbedsPrompt | tuple[list[int], list[EmbedsSpan]],
         params: SamplingParams,
         priority: int = 0,
         kv_transfer: KvTransfer | None = None,
     ) -> None:
-        embeds = None
+        """prompt: ids, embeddings, or ids with spans of embeddings."""
         if isinstance(prompt, EmbedsPrompt):
-            embeds = msgspec.structs.replace(prompt, digest=digest_of(prompt))
-        ids = prompt if isinstance(prompt, list) else [0] * prompt.num_tokens
+            prompt = [0] * prompt.span.num_tokens, [prompt.span]
+        ids, spans = (prompt, []) if isinstance(prompt, list) else prompt
+        embeds = [msgspec.structs.replace(span, digest=digest_of(span)) for span in spans]
         spec = RequestSpec(params, 0, 0, priority=priority, kv_transfer=kv_transfer)
         admit = Admit(request_id, pack_i32(ids), spec, 0, embeds=embeds)
         self._apply(self.engine.admit(admit, 0))

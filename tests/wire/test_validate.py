@@ -13,7 +13,7 @@ from quintet.wire import step as s
 from quintet.wire import supervision
 from quintet.wire.codec import encode, pack_f32, pack_i32, pack_i64, pack_u8
 from quintet.wire.columns import all_below, are_spans
-from quintet.wire.embeds import EmbedsPrompt, digest_of
+from quintet.wire.embeds import EmbedsSpan, digest_of
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.params import SamplingParams
@@ -63,10 +63,24 @@ def test_embeddings_need_a_digest(tmp_path: Path) -> None:
     validator = Validator(
         msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, embedding_width=4))
     )
-    vectors = EmbedsPrompt("F32", 4, bytes(32))
-    whole = msgspec.structs.replace(vectors, digest=digest_of(vectors))
-    assert validator.accepts(msgspec.structs.replace(admit(), embeds=whole))
-    assert not validator.accepts(msgspec.structs.replace(admit(), embeds=vectors))
+    span = EmbedsSpan(0, "F32", 4, bytes(32))
+    whole = msgspec.structs.replace(span, digest=digest_of(span))
+    assert validator.accepts(msgspec.structs.replace(admit(), embeds=[whole]))
+    assert not validator.accepts(msgspec.structs.replace(admit(), embeds=[span]))
+
+
+@pytest.mark.parametrize(
+    ("starts", "accepted"),
+    [([1], True), ([0, 1], True), ([1, 0], False), ([0, 0], False), ([2], False), ([-1], False)],
+)
+def test_spans_of_embeddings_are_ordered_and_inside_the_prompt(
+    starts: list[int], accepted: bool, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path)
+    model = msgspec.structs.replace(config.model, embedding_width=4)
+    validator = Validator(msgspec.structs.replace(config, model=model))
+    spans = [EmbedsSpan(start, "F32", 4, bytes(16), bytes(32)) for start in starts]
+    assert validator.accepts(msgspec.structs.replace(admit(), embeds=spans)) == accepted
 
 
 def submit(**change: Any) -> m.Submit:

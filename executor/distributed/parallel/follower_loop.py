@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from quintet.executor.backends.cpu.backend import open_stage
+from quintet.executor.backends.cpu.ops.huge_pages import gather_some, has_small_pages
 from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.context import WorkerContext
@@ -88,8 +89,8 @@ def _run_rank(context: WorkerContext) -> Iterator[OrderKind | None]:
                 pass
         ranks.done()
         if kind is OrderKind.IDLE_TASK:
-            context.gather_pages()  # after `done`: the leader runs its task meanwhile
-            ranks.note(Note.IDLE_TASKS, context.has_small_pages)
+            gather_some(context.pages)  # after `done`: the leader runs its task meanwhile
+            ranks.note(Note.IDLE_TASKS, has_small_pages(context.pages))
         span("layers" if kind is OrderKind.RUN else "orders")
         yield kind
 
@@ -140,7 +141,7 @@ def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
                     raise AssertionError(f"{kind.name}: only sent within a stage")
             preceding.done()
             if kind is OrderKind.IDLE_TASK:
-                context.gather_pages()
+                gather_some(context.pages)
             span("layers" if kind is OrderKind.RUN else "orders")
             yield kind
     finally:
@@ -197,7 +198,7 @@ def _open_parts(context: WorkerContext, stage: Stage) -> PartBlocks | None:
 
 def _report_loaded(ranks: Ranks, context: WorkerContext) -> None:
     trim_memory()
-    ranks.note(Note.IDLE_TASKS, context.has_small_pages)
+    ranks.note(Note.IDLE_TASKS, has_small_pages(context.pages))
 
 
 def _report_progress(
@@ -206,5 +207,5 @@ def _report_progress(
     """Report progress and idle tasks of this stage and of the following ones."""
     while not is_over.wait(PROGRESS_EVERY_S):
         preceding.note(Note.PROGRESS, stage.work_done + sum(each.noted(Note.PROGRESS) for each in groups))
-        own = context.has_small_pages or stage.has_idle_tasks
+        own = has_small_pages(context.pages) or stage.has_idle_tasks
         preceding.note(Note.IDLE_TASKS, own + sum(each.noted(Note.IDLE_TASKS) for each in groups))

@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from quintet.executor.backends.cpu.ops.huge_pages import gather_some, has_small_pages
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.batch import Int, Rows
 from quintet.executor.context import WorkerContext
@@ -92,7 +93,7 @@ class PipelineWorker:
         """Build the worker of the first stage."""
         self.num_blocks = context.num_blocks()
         self.facts = context.facts(self.num_blocks)
-        self._context, self._span = context, context.span
+        self._pages, self._span = context.pages, context.span
         self._pipeline, self._group, config = pipeline, context.ranks, context.config
         self.experts = pipeline.expert_counts
         self._num_started = 0
@@ -133,7 +134,7 @@ class PipelineWorker:
     @property
     def has_idle_tasks(self) -> bool:
         """True if weights of any process remain on small pages, or experts on overloaded ranks."""
-        is_fragmented = self._context.has_small_pages
+        is_fragmented = has_small_pages(self._pages)
         of_ranks = self._group is not None and self._group.noted(Note.IDLE_TASKS) > 0
         return is_fragmented or of_ranks or self._pipeline.has_idle_tasks
 
@@ -142,7 +143,7 @@ class PipelineWorker:
         self._pipeline.run_idle_task()
         if self._group is not None:
             self._group.send_idle_task()
-        self._context.gather_pages()
+        gather_some(self._pages)
 
     def reset(self) -> None:
         """Reset every table; wait for steps in flight and discard their logits."""

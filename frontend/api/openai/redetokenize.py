@@ -77,7 +77,7 @@ async def _count(service: Service, stream: Stream, ended: list[tuple[StreamChoic
         return  # the engine prefills its prompt and reports the length
     prompt = submit.prompt
     if isinstance(prompt, EmbedsPrompt):
-        prompt_ids, num_prompt_tokens = b"", prompt.num_tokens
+        prompt_ids, num_prompt_tokens = b"", prompt.span.num_tokens
     else:
         encoded = prompt if isinstance(prompt, TokenPrompt) else await service.queries.tokenize(prompt)
         prompt_ids = encoded.token_ids

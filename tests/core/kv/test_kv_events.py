@@ -9,6 +9,7 @@ import pytest
 from quintet.core.kv.prefix import salt_digest
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.config import KvEventsConfig
+from quintet.wire.embeds import EmbedsSpan
 from quintet.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from quintet.wire.kv_spec import KvGroup
 from tests.core.fake import World
@@ -69,6 +70,16 @@ def test_salts_are_sent_as_digests() -> None:
     assert isinstance(plain, BlockStored) and isinstance(salted, BlockStored)
     assert plain.token_ids == salted.token_ids and plain.block_hashes != salted.block_hashes
     assert plain.extra_keys is None and salted.extra_keys == [[salt_digest("mine").hex()]] * 2
+
+
+def test_spans_of_embeddings_are_sent_as_digests() -> None:
+    world = World(events=KvEventsConfig())
+    span = EmbedsSpan(5, "F16", 1, bytes(2 * 2), bytes(32))
+    world.admit(1, [*range(10, 23)], [span], max_tokens=1)
+    world.run()
+    _, stored = take_events(world)
+    assert isinstance(stored, BlockStored)
+    assert stored.extra_keys == [[], [bytes(32).hex()], []]
 
 
 def test_no_events_without_configuration() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quintet.core.kv.pool import BlockPool
-from quintet.core.kv.prefix import extend_chain, salt_digest
+from quintet.core.kv.prefix import content_of, extend_chain, salt_digest
+from quintet.wire.embeds import EmbedsSpan
 from quintet.wire.kv_spec import KvGroup
 from tests.core.fake import World, expected
 
@@ -107,6 +108,30 @@ def test_key_depends_on_everything_before() -> None:
     assert same_block != extended([1, 2, 3, 5, 9, 9, 9, 9])[1]
     assert same_block != extended([9, 9, 9, 9])[0]
     assert salt_digest("") != salt_digest("\0")
+
+
+def test_a_span_changes_the_keys_from_its_first_block_on() -> None:
+    prompt = [0] * 16
+
+    def with_span(start: int, num_tokens: int, content: bytes) -> list[bytes]:
+        span = EmbedsSpan(start, "F16", 1, bytes(2 * num_tokens), content.ljust(32))
+        chain: list[bytes] = []
+        extend_chain(chain, salt_digest(""), prompt, 4, 4, [span])
+        return chain
+
+    chains = [extended(prompt), with_span(6, 4, b"a"), with_span(6, 4, b"b"), with_span(7, 4, b"a")]
+    assert len({chain[0] for chain in chains}) == 1
+    for position in range(1, 4):
+        assert len({chain[position] for chain in chains}) == len(chains)
+    assert chains[1] == with_span(6, 4, b"a")
+
+
+def test_content_of_a_block_continues_that_of_its_first_tokens() -> None:
+    """Ends inside a block are hashed piece by piece."""
+    tokens, span = [*range(16)], EmbedsSpan(6, "F16", 1, bytes(2 * 3), bytes(32))
+    whole = content_of(tokens, 4, 4, 12, [span])
+    for end in range(4, 12):
+        assert content_of(tokens, 4, 4, end, [span]) + content_of(tokens, 4, end, 12, [span]) == whole
 
 
 def test_same_content_twice_is_registered_once() -> None:

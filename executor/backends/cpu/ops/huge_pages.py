@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -22,6 +23,9 @@ from quintet.executor.backends.cpu.ops.huge_memory import PAGE_BYTES, HugeMemory
 
 MADV_COLLAPSE = 25
 """Since Linux 6.1; Python's mmap does not define it."""
+
+IDLE_TASK_S = 0.003
+"""Target duration of an idle task in seconds: about 1/20 of a step."""
 
 
 class HugePages:
@@ -56,3 +60,15 @@ class HugePages:
                 self._map.madvise(MADV_COLLAPSE, begin, PAGE_BYTES)
             if time.perf_counter() > deadline:
                 break
+
+
+def has_small_pages(memories: Sequence[HugePages]) -> bool:
+    """Return whether small pages are left for `gather_some`."""
+    return any(memory.is_fragmented for memory in memories)
+
+
+def gather_some(memories: Sequence[HugePages]) -> None:
+    """Run one idle task: collapse small pages, if there are any."""
+    for memory in memories:
+        if memory.is_fragmented:
+            memory.gather(IDLE_TASK_S)

@@ -5,6 +5,8 @@ The references are `quintet.executor.backends.cpu.ops.rms_norm` and ``F.layer_no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from quintet.executor.backends.cuda.device import Device, Kernel
@@ -39,7 +41,8 @@ def rms_norm(
     x: ``[num_rows, width]`` in bf16, fp16 or fp32, rows contiguous; weight: ``[width]``, the same dtype; out: like ``x``,
     contiguous; may be ``x``. A row's bits depend only on that row.
     """
-    return _rms_norm(device, x, None, None, weight, eps, out, offset, rounds_once)
+    scalars = (eps, offset, int(rounds_once or offset != 0.0))
+    return _norm(device, _RMS_NORMS, x, None, None, out, {"weight": weight}, *scalars)
 
 
 def add_rms_norm(
@@ -59,7 +62,8 @@ def add_rms_norm(
     total: contiguous output for the sum; it may be ``x`` or ``residual``. ``out`` may be ``x``, unless that is ``total``.
     """
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if total is None else total
-    return total, _rms_norm(device, x, residual, total, weight, eps, out, offset, rounds_once)
+    scalars = (eps, offset, int(rounds_once or offset != 0.0))
+    return total, _norm(device, _RMS_NORMS, x, residual, total, out, {"weight": weight}, *scalars)
 
 
 def layer_norm(
@@ -74,7 +78,7 @@ def layer_norm(
 
     Shapes as in `rms_norm`; bias: like ``weight``. A row's bits depend only on that row.
     """
-    return _layer_norm(device, x, None, None, weight, bias, eps, out)
+    return _norm(device, _LAYER_NORMS, x, None, None, out, {"weight": weight, "bias": bias}, eps)
 
 
 def add_layer_norm(
@@ -89,70 +93,31 @@ def add_layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``residual + x``, rounded to the dtype, and `layer_norm` of it; ``total`` as in `add_rms_norm`."""
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if total is None else total
-    return total, _layer_norm(device, x, residual, total, weight, bias, eps, out)
+    vectors = {"weight": weight, "bias": bias}
+    return total, _norm(device, _LAYER_NORMS, x, residual, total, out, vectors, eps)
 
 
-def _rms_norm(
+def _norm(
     device: Device,
+    kernels: Mapping[tuple[str, torch.dtype], Kernel],
     x: torch.Tensor,
     residual: torch.Tensor | None,
     total: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    eps: float,
     out: torch.Tensor | None,
-    offset: float,
-    rounds_once: bool,
+    vectors: Mapping[str, torch.Tensor | None],
+    *scalars: float,
 ) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if device.checks_arguments:
-        _check(x, residual, total, out, weight=weight)
-    variant = _variant(x)
-    stride = 0 if residual is None else residual.stride(0)
-    num_rows = x.shape[0]
+        _check(x, residual, total, out, vectors)
+    variant, stride = _variant(x), 0 if residual is None else residual.stride(0)
+    num_rows, width = x.shape
     if num_rows:
         device.launch(
-            _RMS_NORMS[variant, x.dtype],
+            kernels[variant, x.dtype],
             (num_rows, 1, 1),
             (_THREADS[variant], 1, 1),
-            (
-                x,
-                x.stride(0),
-                residual,
-                stride,
-                total,
-                weight,
-                out,
-                x.shape[1],
-                eps,
-                offset,
-                int(rounds_once or offset != 0.0),
-            ),
-        )
-    return out
-
-
-def _layer_norm(
-    device: Device,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    total: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    if device.checks_arguments:
-        _check(x, residual, total, out, weight=weight, bias=bias)
-    variant = _variant(x)
-    stride = 0 if residual is None else residual.stride(0)
-    num_rows = x.shape[0]
-    if num_rows:
-        device.launch(
-            _LAYER_NORMS[variant, x.dtype],
-            (num_rows, 1, 1),
-            (_THREADS[variant], 1, 1),
-            (x, x.stride(0), residual, stride, total, weight, bias, out, x.shape[1], eps),
+            (x, x.stride(0), residual, stride, total, *vectors.values(), out, width, *scalars),
         )
     return out
 
@@ -162,7 +127,7 @@ def _check(
     residual: torch.Tensor | None,
     total: torch.Tensor | None,
     out: torch.Tensor,
-    **vectors: torch.Tensor | None,
+    vectors: Mapping[str, torch.Tensor | None],
 ) -> None:
     check_rows("x", x, x)
     for name, vector in vectors.items():
