@@ -51,8 +51,8 @@ class DiskPool(Tier):
             del self.free[place]
             self.place_of[key] = place
 
-    def queue(self, keys: list[bytes]) -> None:
-        """See `Tier.queue`."""
+    def store(self, keys: list[bytes]) -> None:
+        """See `Tier.store`."""
         (key,) = keys
         self._unwanted.discard(key)
         if key not in self.place_of and key not in self.storing:

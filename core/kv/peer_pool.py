@@ -29,12 +29,6 @@ class PeerPool(Tier):
         self._next: tuple[tuple[int, int], int] | None = None
         """Rank and id of the request that gets the next free host blocks."""
 
-    def completed(self, digests: Sequence[bytes], first: int, end: int) -> None:
-        """Ignore blocks of running requests: `offer` names the blocks of ended ones."""
-
-    def completed_state(self, digests: Sequence[bytes], num_blocks: int) -> None:
-        """See `completed`."""
-
     def offer(self, keys: Iterable[bytes]) -> None:
         """Offer these contents: copy them from their device blocks before the next plan."""
         self.due |= {key: [key] for key in keys}
@@ -53,14 +47,14 @@ class PeerPool(Tier):
         """Return True: computing here would defeat the purpose of a prefill server."""
         return True
 
-    def ask(self, wanted: Wanted, sources: Mapping[bytes, Source], num_tokens: int, *, whole: bool) -> bool:
-        """See `Tier.ask`. A request waits behind the first one by rank; otherwise small requests would starve large ones.
+    def fetch(self, wanted: Wanted, sources: Mapping[bytes, Source], num_tokens: int, *, whole: bool) -> bool:
+        """See `Tier.fetch`. A request waits behind the first one by rank; otherwise small requests would starve large ones.
 
         When host blocks are short, the request gets the next free ones.
         """
         if self._next is not None and wanted.rank > self._next[0]:
             return False
-        is_asked = super().ask(wanted, sources, num_tokens, whole=whole or self.fetches.frees_host_blocks)
+        is_asked = super().fetch(wanted, sources, num_tokens, whole=whole or self.fetches.frees_host_blocks)
         self._next = None if is_asked else (wanted.rank, wanted.request_id)
         return is_asked
 
