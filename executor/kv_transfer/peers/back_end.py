@@ -95,9 +95,10 @@ class PeerBackEnd(BackEnd):
                     self.report_fetch(task, [host_block], [])
             is_whole = not left
         except PeerLost as lost:
-            log.warning("KV peer %s %s: %d blocks will be computed instead", peer, lost, len(left))
-            with self.changed:
-                self._backoff_until[peer] = time.monotonic() + lost.backoff_s
+            if left:
+                log.warning("KV peer %s %s: %d blocks will be computed instead", peer, lost, len(left))
+                with self.changed:
+                    self._backoff_until[peer] = time.monotonic() + lost.backoff_s
         finally:
             if link is not None:
                 self._put_link(peer, link, is_usable=is_whole)
