@@ -92,7 +92,7 @@ def _ask(state: SchedulerState, tier: Tier, request: Request) -> bool:
     ):
         tier.fetches.note_no_fetch(request.request_id)
         return True
-    if tier.ask(wanted, found, num_reachable * size, whole=not limits.groups.is_plain):
+    if tier.fetch(wanted, found, num_reachable * size, whole=not limits.groups.is_plain):
         return not tier.fetches.requests[request.request_id].pending
     return not (tier.does_wait and tier.fetches.frees_host_blocks)
 

@@ -14,7 +14,7 @@ all servers agree on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quintet.core.kv.groups import Groups
@@ -57,6 +57,10 @@ class Chunks:
             [key_of(digest, group) for digest in digests[self.length(group) - 1 :: self.length(group)]]
             for group in range(len(self.groups.all))
         ]
+
+    def all_keys(self, digests: Sequence[bytes]) -> Iterator[bytes]:
+        """Return the keys of these blocks in all groups."""
+        return (key_of(digest, group) for digest in digests for group in range(len(self.groups.all)))
 
     def keys(self, digests: Sequence[bytes], group: int, index: int) -> list[bytes]:
         """Return the keys of the blocks of a group's object; the last one is its name."""

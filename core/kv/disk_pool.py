@@ -10,7 +10,7 @@ blocks. The least recently used unpinned block is evicted.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.tier import Source, Tier, Wanted
@@ -51,8 +51,8 @@ class DiskPool(Tier):
             del self.free[place]
             self.place_of[key] = place
 
-    def queue(self, keys: list[bytes]) -> None:
-        """See `Tier.queue`."""
+    def store(self, keys: list[bytes]) -> None:
+        """See `Tier.store`."""
         (key,) = keys
         self._unwanted.discard(key)
         if key not in self.place_of and key not in self.storing:
@@ -118,7 +118,8 @@ class DiskPool(Tier):
         self, wanted: Wanted, digests: Sequence[bytes], computing_ns: int | None
     ) -> Mapping[bytes, Source]:
         """See `Tier.look_up`."""
-        return _Places(self.place_of, self.num_places)
+        keys = filter(self.place_of.__contains__, self.chunks.all_keys(digests))
+        return {key: (b"", self.place_of[key], self.num_places) for key in keys}
 
     def use(self, keys: Sequence[bytes]) -> None:
         """See `Tier.use`: the tail is evicted before the head."""
@@ -160,22 +161,3 @@ class DiskPool(Tier):
         assert sorted(places) == list(range(self.num_places)), len(places)
         assert self.place_of.keys().isdisjoint(self.storing), "on disk and being written"
         super().check(waiting)
-
-
-class _Places(Mapping[bytes, Source]):
-    """Locations of the blocks on disk."""
-
-    def __init__(self, place_of: Mapping[bytes, int], num_places: int) -> None:
-        self._place_of, self._num_places = place_of, num_places
-
-    def __getitem__(self, key: bytes) -> Source:
-        return b"", self._place_of[key], self._num_places
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._place_of
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._place_of)
-
-    def __len__(self) -> int:
-        return len(self._place_of)

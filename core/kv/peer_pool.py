@@ -8,7 +8,7 @@ The sender of a request names the peer and its number of blocks; there is no loo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.tier import Source, Tier, Wanted
@@ -29,12 +29,6 @@ class PeerPool(Tier):
         self._next: tuple[tuple[int, int], int] | None = None
         """Rank and id of the request that gets the next free host blocks."""
 
-    def completed(self, digests: Sequence[bytes], first: int, end: int) -> None:
-        """Ignore blocks of running requests: `offer` names the blocks of ended ones."""
-
-    def completed_state(self, digests: Sequence[bytes], num_blocks: int) -> None:
-        """See `completed`."""
-
     def offer(self, keys: Iterable[bytes]) -> None:
         """Offer these contents: copy them from their device blocks before the next plan."""
         self.due |= {key: [key] for key in keys}
@@ -47,20 +41,20 @@ class PeerPool(Tier):
         self, wanted: Wanted, digests: Sequence[bytes], computing_ns: int | None
     ) -> Mapping[bytes, Source]:
         """See `Tier.look_up`: the sender says that the peer has all blocks."""
-        return _AtPeer(wanted.peer.encode())
+        return dict.fromkeys(self.chunks.all_keys(digests), (wanted.peer.encode(), 0, 1))
 
     def is_cheaper(self, sources: Sequence[Source], computing_ns: int | None) -> bool:
         """Return True: computing here would defeat the purpose of a prefill server."""
         return True
 
-    def ask(self, wanted: Wanted, sources: Mapping[bytes, Source], num_tokens: int, *, whole: bool) -> bool:
-        """See `Tier.ask`. A request waits behind the first one by rank; otherwise small requests would starve large ones.
+    def fetch(self, wanted: Wanted, sources: Mapping[bytes, Source], num_tokens: int, *, whole: bool) -> bool:
+        """See `Tier.fetch`. A request waits behind the first one by rank; otherwise small requests would starve large ones.
 
         When host blocks are short, the request gets the next free ones.
         """
         if self._next is not None and wanted.rank > self._next[0]:
             return False
-        is_asked = super().ask(wanted, sources, num_tokens, whole=whole or self.fetches.frees_host_blocks)
+        is_asked = super().fetch(wanted, sources, num_tokens, whole=whole or self.fetches.frees_host_blocks)
         self._next = None if is_asked else (wanted.rank, wanted.request_id)
         return is_asked
 
@@ -74,22 +68,3 @@ class PeerPool(Tier):
         """See `Tier.check`."""
         assert self._next is None or self._next[1] in waiting, self._next
         super().check(waiting)
-
-
-class _AtPeer(Mapping[bytes, Source]):
-    """The location of every block: a peer."""
-
-    def __init__(self, peer: bytes) -> None:
-        self._peer = peer
-
-    def __getitem__(self, key: bytes) -> Source:
-        return self._peer, 0, 1
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0

@@ -70,8 +70,8 @@ class StorePool(Tier):
 
     # --- storing ---
 
-    def queue(self, keys: list[bytes]) -> None:
-        """See `Tier.queue`."""
+    def store(self, keys: list[bytes]) -> None:
+        """See `Tier.store`."""
         name = keys[-1]
         if name in self.known:
             self.mark_present(name)

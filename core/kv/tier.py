@@ -77,16 +77,16 @@ class Tier:
         length = self.chunks.num_blocks
         for index in range(first // length, end // length):
             for group in self.chunks.groups.tokens:
-                self.queue(self.chunks.keys(digests, group, index))
+                self.store(self.chunks.keys(digests, group, index))
 
     def completed_state(self, digests: Sequence[bytes], num_blocks: int) -> None:
         """Queue the states after the first ``num_blocks`` blocks of a request."""
         index, rest = divmod(num_blocks, self.chunks.every)
         if index and not rest:
             for group in self.chunks.groups.states:
-                self.queue(self.chunks.keys(digests, group, index - 1))
+                self.store(self.chunks.keys(digests, group, index - 1))
 
-    def queue(self, keys: list[bytes]) -> None:
+    def store(self, keys: list[bytes]) -> None:
         """Queue an object with these blocks, unless the back end has it. Stored if no block is evicted before."""
 
     def take_stores(self, block_of: Mapping[bytes, int]) -> list[Store]:
@@ -119,7 +119,7 @@ class Tier:
         """Return True when fetching these blocks takes less time than computing, or nothing is measured yet."""
         return self.fetch_cost.is_cheaper(len(sources), computing_ns)
 
-    def ask(
+    def fetch(
         self,
         wanted: Wanted,
         sources: Mapping[bytes, Source],

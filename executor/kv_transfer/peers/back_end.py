@@ -18,9 +18,8 @@ from quintet.executor.kv_transfer.back_end import BackEnd, Task
 from quintet.executor.kv_transfer.block_bytes import WholeBlocks
 from quintet.executor.kv_transfer.kv_identity import parts_of, whole_of
 from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, PeerKey, read_key
-from quintet.executor.kv_transfer.peers.kv_server import KvServer
+from quintet.executor.kv_transfer.peers.kv_server import KvServer, OfferedBlocks
 from quintet.executor.kv_transfer.peers.link import Link, PeerLost
-from quintet.executor.kv_transfer.peers.offered_blocks import OfferedBlocks
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
@@ -96,9 +95,10 @@ class PeerBackEnd(BackEnd):
                     self.report_fetch(task, [host_block], [])
             is_whole = not left
         except PeerLost as lost:
-            log.warning("KV peer %s %s: %d blocks will be computed instead", peer, lost, len(left))
-            with self.changed:
-                self._backoff_until[peer] = time.monotonic() + lost.backoff_s
+            if left:
+                log.warning("KV peer %s %s: %d blocks will be computed instead", peer, lost, len(left))
+                with self.changed:
+                    self._backoff_until[peer] = time.monotonic() + lost.backoff_s
         finally:
             if link is not None:
                 self._put_link(peer, link, is_usable=is_whole)

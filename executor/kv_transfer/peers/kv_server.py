@@ -1,14 +1,18 @@
-"""Server for peers' block requests: answers one request at a time in the socket thread."""
+"""Server for peers' block requests, and the blocks that it offers: copies in host memory by key, with LRU eviction."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
+import torch
 import zmq
 
+from quintet.executor.kv_transfer.block_bytes import Bytes, Int, WholeBlocks
 from quintet.executor.kv_transfer.kv_identity import digest_of
 from quintet.executor.kv_transfer.peers.keys import Context, PeerKey
 from quintet.executor.kv_transfer.peers.messages import (
@@ -21,7 +25,7 @@ from quintet.executor.kv_transfer.peers.messages import (
     max_unread_replies,
     window_of,
 )
-from quintet.executor.kv_transfer.peers.offered_blocks import OfferedBlocks
+from quintet.executor.memory import lazy_zeros
 from quintet.wire.codec import UNREADABLE, encode
 from quintet.wire.errors import ConfigError
 
@@ -32,8 +36,60 @@ LOG_INTERVAL_S = 60.0
 _decoder = msgspec.msgpack.Decoder(Ask)
 
 
+class OfferedBlocks:
+    """Used by the executor's loop, which copies blocks in, and by the serving thread."""
+
+    def __init__(self, blocks: WholeBlocks, num_rows: int) -> None:
+        self._blocks = blocks
+        shape = (num_rows, blocks.block_bytes)
+        self._memory: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
+        self._lock = threading.Lock()
+        """Guards the fields below and the memory."""
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._row_of: dict[bytes, int] = {}
+        """Rows by key, least recently used first."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a block."""
+        return self._blocks.block_bytes
+
+    def put(self, keys: Sequence[bytes], blocks: Int) -> None:
+        """Copy blocks of KV memory that are not offered yet; if they exceed the capacity, the first ones."""
+        with self._lock:
+            new, rows = list[int](), list[int]()
+            num_rows = len(self._memory)
+            for index in range(
+                min(len(keys), num_rows) - 1, -1, -1
+            ):  # the first blocks become the most recent
+                key = keys[index]
+                row = self._row_of.pop(key, None)
+                if row is None:
+                    row = self._take_row()
+                    new.append(index)
+                    rows.append(row)
+                self._row_of[key] = row
+            if new:
+                wait = self._blocks.take_into(blocks[new], self._memory, np.array(rows, np.int32))
+                wait()  # so the serving thread reads complete blocks
+
+    def _take_row(self) -> int:
+        if self._free:
+            return self._free.pop()
+        return self._row_of.pop(next(iter(self._row_of)))
+
+    def get(self, key: bytes) -> bytes | None:
+        """Return the block of this key, or None."""
+        with self._lock:
+            row = self._row_of.pop(key, None)
+            if row is None:
+                return None
+            self._row_of[key] = row
+            return bytes(self._memory[row].data)
+
+
 class KvServer:
-    """The listening socket and its request handler."""
+    """The listening socket and its request handler, which answers one request at a time."""
 
     def __init__(
         self,

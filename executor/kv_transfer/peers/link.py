@@ -113,14 +113,11 @@ class Link:
             while waiting and len(outstanding) < MAX_REQUESTS:
                 number = self._ask(keys, outstanding, waiting)
                 until_s[number] = time.monotonic() + REQUEST_TIMEOUT_S
-            frames = self._receive()
-            now_s = time.monotonic()
-            answer, wanted = None, None
-            if frames is not None:
-                answer = _decode(frames[0])
-                wanted = outstanding.get(answer.number)  # None: cancelled
-            if frames is not None and answer is not None and wanted is not None:
+            received, now_s = self._receive(), time.monotonic()
+            wanted = None if received is None else outstanding.get(received[0].number)
+            if received is not None and wanted is not None:  # otherwise nothing, or a cancelled request
                 last_reply_s = now_s
+                answer, frames = received
                 if isinstance(answer, BlocksMissing):
                     del outstanding[answer.number], until_s[answer.number]
                     yield from ((index, None) for index in wanted.values())
@@ -144,14 +141,21 @@ class Link:
             raise PeerLost("closed the connection") from None
         return self._last_number
 
-    def _receive(self) -> list[zmq.Frame] | None:
-        """Return the next message, after at most `POLL_MS`. A connection event ends the link, after all messages."""
+    def _receive(self) -> tuple[Answer, list[zmq.Frame]] | None:
+        """Return the next message and its frames, if there is one within `POLL_MS`.
+
+        A connection event ends the link, after all messages. Raises `PeerLost`.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         ready = {source for source, _ in poller.poll(POLL_MS)}
         if self._socket in ready:
-            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            try:
+                return _decoder.decode(frames[0].buffer), frames
+            except UNREADABLE:
+                raise PeerLost("sent an invalid message") from None
         if self._monitor not in ready:
             return None
         event: Any = recv_monitor_message(self._monitor)["event"]
@@ -181,10 +185,3 @@ class Link:
         if len(block) != self._block_bytes or digest_of(self._identity, keys[index], block) != answer.digest:
             raise PeerLost("sent a block with a wrong hash", MISMATCH_BACKOFF_S)
         return index, block
-
-
-def _decode(frame: zmq.Frame) -> Answer:
-    try:
-        return _decoder.decode(frame.buffer)
-    except UNREADABLE:
-        raise PeerLost("sent an invalid message") from None

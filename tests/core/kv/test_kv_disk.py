@@ -107,7 +107,7 @@ def requests_of(pool: DiskPool, now_ns: int = 0, *keys: bytes) -> KvTierRequests
 
 def store(pool: DiskPool, *keys: bytes) -> None:
     for key in keys:
-        pool.queue([key])
+        pool.store([key])
     stored = [key for each in requests_of(pool, 0, *keys).stores for key in each.keys]
     pool.apply(KvTierResults(1, 0, "disk", stored=stored))
     pool.check(set())
@@ -116,7 +116,7 @@ def store(pool: DiskPool, *keys: bytes) -> None:
 def ask(pool: DiskPool, request_id: int, *keys: bytes) -> None:
     wanted = Wanted(request_id, (0, request_id), len(keys))
     places = pool.look_up(wanted, keys, None)
-    assert pool.ask(wanted, {key: places[key] for key in keys}, 4, whole=False)
+    assert pool.fetch(wanted, {key: places[key] for key in keys}, 4, whole=False)
 
 
 def fetched(*host_blocks: int, fetch_ns: int = 8) -> KvTierResults:
@@ -163,7 +163,7 @@ def test_one_slow_read_does_not_stop_reads() -> None:
 
 def test_unstored_block_is_a_miss() -> None:
     pool = pool_of(2, 2)
-    pool.queue([A])
+    pool.store([A])
     assert requests_of(pool, 0, A).stores
     pool.apply(KvTierResults(1, 0, "disk", unstored=[A]))
     pool.check(set())
@@ -172,7 +172,7 @@ def test_unstored_block_is_a_miss() -> None:
 
 def test_evicted_block_is_not_stored() -> None:
     pool = pool_of(2, 2)
-    pool.queue([A])
+    pool.store([A])
     assert not requests_of(pool).stores and len(pool.free) == 2
 
 

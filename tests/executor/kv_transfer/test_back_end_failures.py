@@ -23,7 +23,7 @@ from quintet.executor.kv_transfer.disk.back_end import DiskBackEnd
 from quintet.executor.kv_transfer.disk.block_file import BlockFile
 from quintet.executor.kv_transfer.peers import kv_server
 from quintet.executor.kv_transfer.peers.back_end import PeerBackEnd
-from quintet.executor.kv_transfer.peers.offered_blocks import OfferedBlocks
+from quintet.executor.kv_transfer.peers.kv_server import OfferedBlocks
 from quintet.executor.kv_transfer.store.back_end import StoreBackEnd
 from quintet.executor.kv_transfer.store.connector import KvConnector, open_connector
 from quintet.executor.kv_transfer.store.folder import FolderStore

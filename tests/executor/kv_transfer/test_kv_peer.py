@@ -36,12 +36,19 @@ def fetch(peer: str, host_blocks: list[int], keys: list[bytes], tables: int = 0)
 class Side:
     """Two layers of KV memory with a peer connection, and the loop that waits for results."""
 
-    def __init__(self, shade: int, key: str = "", identity: bytes = b"w" * 32, num_offered: int = 8) -> None:
+    def __init__(
+        self,
+        shade: int,
+        key: str = "",
+        identity: bytes = b"w" * 32,
+        num_offered: int = 8,
+        address: str = "",
+    ) -> None:
         self.layers = [
             torch.arange(NUM_BLOCKS * LAYER_BYTES).reshape(NUM_BLOCKS, -1).to(torch.uint8) + layer + shade
             for layer in range(2)
         ]
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = address or f"127.0.0.1:{free_port()}"
         parts = PARTS | {"weights": identity.hex()}
         pair = read_key(key, "--kv-peer-key", b"quintet peers") if key else None
         self.peers = PeerBackEnd(
@@ -279,3 +286,18 @@ def test_an_address_of_another_machine_is_rejected(closed: ExitStack) -> None:
     gives, _ = sides(closed)
     with pytest.raises(ConfigError, match=r"--kv-peer-listen 192\.0\.2\.1:7"):
         PeerBackEnd(BlockBytes(gives.layers), PARTS, b"w" * 32, "192.0.2.1:7", None, 1, 1, FIRST)
+
+
+def test_a_restarted_peer_is_used_again(closed: ExitStack) -> None:
+    """The idle connection to its previous process is not reused."""
+    gives, takes = sides(closed)
+    gives.offer([0], KEYS[:1])
+    assert takes.pull(gives.address, [FIRST], KEYS[:1]) == ([FIRST], [])
+    gives.peers.close()
+    (_, idle), until_s = takes.peers._idle[0], time.monotonic() + 30.0
+    while idle.is_alive:
+        assert time.monotonic() < until_s
+    gives = Side(0, address=gives.address)
+    closed.callback(gives.peers.close)
+    gives.offer([1], KEYS[1:2])
+    assert takes.pull(gives.address, [FIRST], KEYS[1:2]) == ([FIRST], [])
