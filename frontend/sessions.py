@@ -32,7 +32,6 @@ from quintet.process.trace import Span, no_span
 from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.columns import ID_BYTES
 from quintet.wire.config import EngineConfig
-from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.messages import (
@@ -44,12 +43,11 @@ from quintet.wire.messages import (
     Started,
     Submit,
     Text,
-    TokenPrompt,
     Unknown,
 )
 from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams, shown
-from quintet.wire.request import Echo, KvTransfer, OutputParsing, RequestSpec, ResumeToken
+from quintet.wire.request import RequestSpec
 from quintet.wire.supervision import Topology
 
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
@@ -95,61 +93,39 @@ class Sessions:
 
     # --- in ---------------------------------------------------------------------------------------------------
 
+    def checked(self, params: SamplingParams) -> SamplingParams:
+        """Return valid parameters with defaults resolved. Raises `RequestError`."""
+        return params.checked(self._max_logprobs, self._vocab_size)
+
     def submit(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        spec: RequestSpec,
         *,
-        priority: int = 0,
-        cache_salt: str = "",
-        echo: bool = False,
-        return_prompt_ids: bool = False,
-        arrival_ns: int | None = None,
         mailbox: Mailbox | None = None,
         final_only: bool = False,
         interval: int = 1,
-        are_checked: bool = False,
-        resume_token: ResumeToken | None = None,
-        deadline_ns: int = 0,
         clamp_max_tokens: bool = False,
-        parsing: OutputParsing | None = None,
-        replayed_ids: bytes = b"",
         session: str = "",
         received: Sequence[Received] = (),
-        kv_transfer: KvTransfer | None = None,
     ) -> Stream:
         """Submit a request and return its output stream; park it while a required worker is missing.
 
-        ``params`` are checked (`RequestError`) unless ``are_checked``; a missing seed is drawn. ``mailbox``: shared by streams
-        of one reader. ``final_only``: wake the reader only at the end; else at each choice's first token, every ``interval``
-        tokens, and end. ``deadline_ns``: monotonic time at which the request fails; 0 for none. ``clamp_max_tokens``,
-        ``session``: see `Submit`. ``parsing``: output parsers. ``replayed_ids``: output ids (int32) generated earlier, to
-        deliver again. ``received``: output of each choice that the client has from another server, to resume after it.
-        ``kv_transfer``: KV transfer with other servers.
+        The parameters of ``spec`` are `checked`; a missing seed is drawn, and a missing arrival is now. ``mailbox``: shared by
+        streams of one reader. ``final_only``: wake the reader only at the end; else at each choice's first token, every
+        ``interval`` tokens, and end. ``clamp_max_tokens``, ``session``: see `Submit`. ``received``: output of each choice that
+        the client has from another server, to resume after it.
         """
-        if not are_checked:
-            params = params.checked(self._max_logprobs, self._vocab_size)
-        _check_priority(priority)
+        _check_priority(spec.priority)
+        spec = msgspec.structs.replace(
+            spec, params=_seeded(spec.params), arrival_ns=spec.arrival_ns or time.monotonic_ns()
+        )
         submit = Submit(
-            request_id=self._ids.take(params.n),
-            prompt=prompt,
-            spec=RequestSpec(
-                params=_seeded(params),
-                arrival_ns=time.monotonic_ns() if arrival_ns is None else arrival_ns,
-                detokenizer=0,
-                priority=priority,
-                cache_salt=cache_salt,
-                echo=_echo_of(prompt) if echo else Echo.NONE,
-                return_prompt_ids=return_prompt_ids,
-                deadline_ns=deadline_ns,
-                resume_token=resume_token,
-                parsing=parsing,
-                output_ids=replayed_ids,
-                replays=bool(replayed_ids),
-                kv_transfer=kv_transfer,
-            ),
-            sent_ns=0,
-            core=0,
+            self._ids.take(spec.params.n),
+            prompt,
+            spec,
+            0,
+            0,
             clamp_max_tokens=clamp_max_tokens,
             session=session,
         )
@@ -423,11 +399,6 @@ class Sessions:
         """Fail every live request: the process is about to exit."""
         for stream in list(self._streams.values()):
             self._fail(stream, error)
-
-
-def _echo_of(prompt: Prompt) -> Echo:
-    is_client_ids = isinstance(prompt, TokenPrompt | EmbedsPrompt) or not prompt.add_special_tokens
-    return Echo.WHOLE if is_client_ids else Echo.PLAIN
 
 
 def _seeded(params: SamplingParams) -> SamplingParams:

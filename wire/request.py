@@ -74,9 +74,9 @@ class RequestSpec(msgspec.Struct, array_like=True):
     """
 
     params: SamplingParams
-    """Checked, and with a seed."""
-    arrival_ns: int
-    detokenizer: SlotIndex
+    """Checked. `Sessions.submit` adds a seed."""
+    arrival_ns: int = 0
+    detokenizer: SlotIndex = 0
     """Index of the request's detokenizer."""
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = 0
     """Lower runs first, under the priority policy."""

@@ -27,6 +27,7 @@ from quintet.frontend.sessions import Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import TextPrompt
 from quintet.wire.params import OutputKind, SamplingParams
+from quintet.wire.request import RequestSpec
 
 
 class AsyncLLM:
@@ -144,10 +145,12 @@ class AsyncLLM:
         )
         stream = self._engine.sessions.submit(
             read.prompt,
-            read_params(chosen),
-            priority=read_priority(priority),
-            cache_salt=read.cache_salt,
-            return_prompt_ids=True,
+            RequestSpec(
+                self._engine.sessions.checked(read_params(chosen)),
+                priority=read_priority(priority),
+                cache_salt=read.cache_salt,
+                return_prompt_ids=True,
+            ),
             final_only=chosen.output_kind is OutputKind.FINAL_ONLY,
             clamp_max_tokens=params is None,
         )

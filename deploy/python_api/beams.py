@@ -17,6 +17,7 @@ from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import PositionLogprobs, Prompt, TokenPrompt
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,11 +111,12 @@ class _NextTokens:
                 streams.append(
                     self._server.sessions.submit(
                         prompt,
-                        params,
-                        cache_salt=self._cache_salt,
+                        RequestSpec(
+                            params,
+                            cache_salt=self._cache_salt,
+                        ),
                         mailbox=mailbox,
                         final_only=True,
-                        are_checked=True,
                     )
                 )
             while len(found) < len(streams):

@@ -22,6 +22,7 @@ from quintet.deploy.python_api.outputs import Assembler, RequestMetrics, Request
 from quintet.frontend.sessions import Mailbox, Stream
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 
 LOOK_S = 1.0
 """Interval at which a waiting thread checks that the loop is running."""
@@ -153,10 +154,12 @@ class Gather:
         read = prompt.prompt
         stream = self._engine.sessions.submit(
             read.prompt,
-            prompt.params,
-            priority=prompt.priority,
-            cache_salt=read.cache_salt,
-            return_prompt_ids=True,
+            RequestSpec(
+                self._engine.sessions.checked(prompt.params),
+                priority=prompt.priority,
+                cache_salt=read.cache_salt,
+                return_prompt_ids=True,
+            ),
             mailbox=self._mailbox,
             final_only=True,
             clamp_max_tokens=prompt.clamp_max_tokens,

@@ -23,6 +23,7 @@ from quintet.deploy.python_api.inputs import (
 from quintet.deploy.python_api.outputs import Assembler, RequestOutput
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.params import OutputKind, SamplingParams
+from quintet.wire.request import RequestSpec
 
 
 class LLMEngine:
@@ -67,10 +68,12 @@ class LLMEngine:
             self._server.attach(self._loop)
             return self._server.sessions.submit(
                 read.prompt,
-                read_params(chosen),
-                priority=read_priority(priority),
-                cache_salt=read.cache_salt,
-                return_prompt_ids=True,
+                RequestSpec(
+                    self._server.sessions.checked(read_params(chosen)),
+                    priority=read_priority(priority),
+                    cache_salt=read.cache_salt,
+                    return_prompt_ids=True,
+                ),
                 mailbox=self._mailbox,
                 final_only=chosen.output_kind is OutputKind.FINAL_ONLY,
                 clamp_max_tokens=params is None,

@@ -20,10 +20,10 @@ from quintet.frontend.resume.stream_state import StreamId
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Batch, Mailbox, Received, Stream
 from quintet.wire.channels import Span
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import RequestError
-from quintet.wire.messages import Finish, PositionLogprobs, Prompt
-from quintet.wire.params import SamplingParams
-from quintet.wire.request import KvTransfer, OutputParsing, ResumeToken
+from quintet.wire.messages import Finish, PositionLogprobs, Prompt, TokenPrompt
+from quintet.wire.request import Echo, RequestSpec
 
 
 class AnswerWriter(Protocol):
@@ -102,59 +102,50 @@ class Submissions:
         return stream.take()
 
 
+def echo_of(prompt: Prompt, is_asked: bool) -> Echo:
+    """Return how the prompt is echoed: whole where the client sent all its tokens."""
+    if not is_asked:
+        return Echo.NONE
+    is_client_ids = isinstance(prompt, TokenPrompt | EmbedsPrompt) or not prompt.add_special_tokens
+    return Echo.WHOLE if is_client_ids else Echo.PLAIN
+
+
 def submit_all(
     service: Service,
     body: Body,
     prompts: Sequence[Prompt],
-    params: SamplingParams,
+    spec: RequestSpec,
     *,
-    arrival_ns: int,
-    deadline_ns: int,
     clamp_max_tokens: bool,
-    resume_token: ResumeToken | None = None,
-    parsing: OutputParsing | None = None,
     interval: int = 1,
     echo: bool = False,
-    return_prompt_ids: bool = False,
     session: str = "",
     received: Sequence[Sequence[Received]] = (),
-    replayed_ids: bytes = b"",
     seeds: Sequence[int] = (),
-    kv_transfer: KvTransfer | None = None,
 ) -> Submissions:
-    """Pass admission and submit one request per prompt, with these checked parameters.
+    """Pass admission and submit one request per prompt; priority and cache salt are the body's.
 
     Raises `RequestError`, and then cancels those already submitted. For the parameters see `Sessions.submit`.
 
     - ``received``: per prompt, output of its choices received from another server.
-    - ``replayed_ids``: output (int32) of the only prompt, for writers that need the output from its start.
     - ``seeds``: seed of each prompt at that server.
     """
-    service.admission.enter(prompts, params)
+    service.admission.enter(prompts, spec.params)
     submissions = Submissions()
+    spec = msgspec.structs.replace(spec, priority=body.priority or 0, cache_salt=body.cache_salt or "")
     try:
         for index, prompt in enumerate(prompts):
+            params = msgspec.structs.replace(spec.params, seed=seeds[index]) if seeds else spec.params
             submissions.add(
                 service.sessions.submit(
                     prompt,
-                    msgspec.structs.replace(params, seed=seeds[index]) if seeds else params,
-                    priority=body.priority or 0,
-                    cache_salt=body.cache_salt or "",
-                    echo=echo,
-                    return_prompt_ids=return_prompt_ids,
-                    arrival_ns=arrival_ns,
+                    msgspec.structs.replace(spec, params=params, echo=echo_of(prompt, echo)),
                     mailbox=submissions.mailbox,
                     final_only=not body.stream,
                     interval=interval,
-                    are_checked=True,
-                    resume_token=resume_token,
-                    deadline_ns=deadline_ns,
                     clamp_max_tokens=clamp_max_tokens,
-                    parsing=parsing,
                     session=session,
                     received=received[index] if received else (),
-                    replayed_ids=replayed_ids,
-                    kv_transfer=kv_transfer,
                 )
             )
     except BaseException:

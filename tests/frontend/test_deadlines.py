@@ -17,7 +17,7 @@ from quintet.wire.messages import Cancel, Finish, FinishReason, Submit, Text, Te
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
 from tests.frontend.configs import make_config
-from tests.frontend.test_sessions import PROMPT, World, params, rest, run
+from tests.frontend.test_sessions import PROMPT, World, rest, run, spec_of
 
 
 class Clock:
@@ -93,7 +93,7 @@ def test_finished_request_is_removed_without_expiry(monkeypatch: pytest.MonkeyPa
 
 def expired_world(deadline_ns: int) -> tuple[World, Stream]:
     world = World().follow()
-    return world, world.sessions.submit(PROMPT, params(), arrival_ns=0, deadline_ns=deadline_ns)
+    return world, world.sessions.submit(PROMPT, spec_of(arrival_ns=1, deadline_ns=deadline_ns))
 
 
 def test_an_expired_request_is_cancelled_and_fails_once() -> None:
@@ -126,7 +126,7 @@ def test_cancelled_request_ends_as_aborted_after_its_deadline() -> None:
 def test_request_without_a_worker_expires() -> None:
     async def scenario() -> None:
         sessions = Sessions(WorkerId(Role.FRONTEND, 0, 1), lambda *_: False, make_config())
-        stream = sessions.submit(PROMPT, params(), arrival_ns=0, deadline_ns=1)
+        stream = sessions.submit(PROMPT, spec_of(arrival_ns=1, deadline_ns=1))
         with pytest.raises(RequestError) as caught:
             await rest(stream)
         assert caught.value.code is ErrorCode.DEADLINE

@@ -16,6 +16,7 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Cancel, FinishReason, Submit, TextPrompt, TokenizeQuery
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 from tests.frontend.configs import make_config
 
@@ -53,7 +54,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 def test_requests_and_queries_to_a_lost_worker_are_resent() -> None:
     async def scenario() -> None:
         world = World()
-        world.dispatch.sessions.submit(PROMPT, SamplingParams())
+        world.dispatch.sessions.submit(PROMPT, RequestSpec(SamplingParams()))
         query = asyncio.ensure_future(world.dispatch.queries.tokenize(PROMPT))
         await asyncio.sleep(0)
         world.publish(2, 2)
@@ -75,7 +76,7 @@ def test_oversized_message_is_rejected_at_once() -> None:
         for part in (world.dispatch.sessions._dispatcher, world.dispatch.queries):
             part._send = send  # type: ignore[attr-defined]
         for query_worker in (
-            lambda: world.dispatch.sessions.submit(PROMPT, SamplingParams()).next_batch(),
+            lambda: world.dispatch.sessions.submit(PROMPT, RequestSpec(SamplingParams())).next_batch(),
             lambda: world.dispatch.queries.tokenize(PROMPT),
         ):
             with pytest.raises(RequestError, match=r"takes 900 bytes .* the limit is 100") as caught:
@@ -109,7 +110,7 @@ def test_dropped_message_ends_its_requests_and_queries() -> None:
     async def scenario() -> None:
         world = World()
         sessions = world.dispatch.sessions
-        streams = [sessions.submit(PROMPT, SamplingParams(n=2)) for _ in range(3)]
+        streams = [sessions.submit(PROMPT, RequestSpec(SamplingParams(n=2))) for _ in range(3)]
         streams[1].cancel()
         query = asyncio.ensure_future(world.dispatch.queries.tokenize(PROMPT))
         await asyncio.sleep(0)

@@ -30,6 +30,7 @@ from quintet.wire.messages import (
     Unknown,
 )
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 from tests.frontend.configs import make_config
 from tests.wire.respec import changed
@@ -103,8 +104,10 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 10))
 
 
-def params(**fields: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=8, **fields)
+def spec_of(**fields: Any) -> RequestSpec:
+    """Return a specification with these sampling parameters and other fields."""
+    params = {name: fields.pop(name) for name in list(fields) if name in SamplingParams.__struct_fields__}
+    return RequestSpec(SamplingParams(max_tokens=8, **params), **fields)
 
 
 async def rest(stream: Stream) -> list[Batch]:
@@ -114,7 +117,7 @@ async def rest(stream: Stream) -> list[Batch]:
 def test_a_request_from_submit_to_end() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params(), priority=2, cache_salt="s")
+        stream = world.sessions.submit(PROMPT, spec_of(priority=2, cache_salt="s"))
         (submit,) = world.of(Submit)
         spec = submit.spec
         assert (spec.priority, spec.cache_salt, submit.core, spec.detokenizer) == (2, "s", 0, 0)
@@ -139,7 +142,7 @@ def test_a_request_from_submit_to_end() -> None:
 def test_a_slow_reader_gets_one_batch_for_many_steps() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params(n=2))
+        stream = world.sessions.submit(PROMPT, spec_of(n=2))
         a, b = stream.request_id, stream.request_id + 1
         for i in range(100):
             world.text([(a, "x", i, i, [i]), (b, "yy", 2 * i, i, [i])], started=[a, b] if i == 0 else [])
@@ -154,7 +157,7 @@ def test_a_slow_reader_gets_one_batch_for_many_steps() -> None:
 def test_final_only_wakes_once() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params(), final_only=True)
+        stream = world.sessions.submit(PROMPT, spec_of(), final_only=True)
         reader = asyncio.ensure_future(rest(stream))
         for i in range(3):
             world.text([(stream.request_id, "x", i, i, [i])])
@@ -171,7 +174,7 @@ def test_final_only_wakes_once() -> None:
 def test_repeated_tokens_are_dropped() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params(logprobs=0))
+        stream = world.sessions.submit(PROMPT, spec_of(logprobs=0))
         rid = stream.request_id
 
         def at(token: int) -> PositionLogprobs:
@@ -195,7 +198,7 @@ def test_repeated_tokens_are_dropped() -> None:
 def test_held_back_text_may_arrive_without_a_token() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params())
+        stream = world.sessions.submit(PROMPT, spec_of())
         rid = stream.request_id
         world.text([(rid, "", 0, 0, [1])])
         world.text([(rid, "ab", 0, 1, [])], finished=[(rid, FinishReason.STOP)])
@@ -209,7 +212,7 @@ def test_held_back_text_may_arrive_without_a_token() -> None:
 def test_missing_output_is_an_error_not_a_gap(row: tuple[str, int, int]) -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params())
+        stream = world.sessions.submit(PROMPT, spec_of())
         world.text([(stream.request_id, *row, [1])])
         with pytest.raises(RequestError, match="was lost"):
             await stream.next_batch()
@@ -221,7 +224,7 @@ def test_missing_output_is_an_error_not_a_gap(row: tuple[str, int, int]) -> None
 def test_a_failure_ends_every_choice_once() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params(n=3))
+        stream = world.sessions.submit(PROMPT, spec_of(n=3))
         world.text([(stream.request_id, "a", 0, 0, [1])])
         failed = Failed(stream.request_id, ErrorCode.TOO_LONG, "too long", "prompt")
         world.sessions.apply_failed(failed)
@@ -242,7 +245,7 @@ def test_a_failure_ends_every_choice_once() -> None:
 def test_cancel_waits_for_the_engines_answer() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params(n=2))
+        stream = world.sessions.submit(PROMPT, spec_of(n=2))
         a, b = stream.request_id, stream.request_id + 1
         world.text([(a, "x", 0, 0, [1])], finished=[(a, FinishReason.STOP)])
         stream.cancel()
@@ -266,7 +269,7 @@ def test_cancelled_request_ends_as_aborted_for_any_answer(answer: str) -> None:
 
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params(n=2))
+        stream = world.sessions.submit(PROMPT, spec_of(n=2))
         first = stream.request_id
         stream.cancel()
         if answer == "failed":
@@ -284,7 +287,7 @@ def test_cancelled_request_ends_as_aborted_for_any_answer(answer: str) -> None:
 def test_closed_stream_buffers_nothing() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params())
+        stream = world.sessions.submit(PROMPT, spec_of())
         rid = stream.request_id
         stream.close()
         assert len(world.of(Cancel)) == 1
@@ -299,8 +302,8 @@ def test_closed_stream_buffers_nothing() -> None:
 def test_requests_wait_for_workers_that_are_not_ready() -> None:
     async def scenario() -> None:
         world = World()
-        first_cancelled = world.sessions.submit(PROMPT, params())
-        cancelled = world.sessions.submit(PROMPT, params())
+        first_cancelled = world.sessions.submit(PROMPT, spec_of())
+        cancelled = world.sessions.submit(PROMPT, spec_of())
         assert world.sent == []
         cancelled.cancel()
         assert cancelled.ended
@@ -324,7 +327,7 @@ def test_requests_go_to_the_least_loaded_worker() -> None:
             world.slots[Role.DETOKENIZER, index] = (1, SlotState.READY)
         world.slots[Role.TOKENIZER, 1] = (1, SlotState.STALLED)
         world.follow()
-        streams = [world.sessions.submit(PROMPT, params()) for _ in range(6)]
+        streams = [world.sessions.submit(PROMPT, spec_of()) for _ in range(6)]
         assert sorted(world.targets(Submit)) == [0, 0, 0, 2, 2, 2]
         assert sorted(submit.spec.detokenizer for submit in world.of(Submit)) == [0, 0, 1, 1, 2, 2]
         for stream in streams[:3]:
@@ -342,8 +345,8 @@ def test_requests_go_to_the_least_loaded_worker() -> None:
 def test_request_to_lost_tokenizer_is_resent(state: SlotState) -> None:
     async def scenario() -> None:
         world = World().follow()
-        waiting = world.sessions.submit(PROMPT, params(seed=5))
-        started = world.sessions.submit(PROMPT, params())
+        waiting = world.sessions.submit(PROMPT, spec_of(seed=5))
+        started = world.sessions.submit(PROMPT, spec_of())
         world.text([], started=[started.request_id])
         world.slots[Role.TOKENIZER, 0] = (2, state)
         world.follow()
@@ -368,7 +371,7 @@ def test_request_to_lost_tokenizer_is_resent(state: SlotState) -> None:
 def test_cancel_with_lost_tokenizer_ends_the_request() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params())
+        stream = world.sessions.submit(PROMPT, spec_of())
         stream.cancel()
         world.slots[Role.TOKENIZER, 0] = (2, SlotState.READY)
         world.follow()
@@ -389,7 +392,7 @@ def test_requests_of_lost_core_or_detokenizer_are_resent(role: Role, down: bool)
         world = World()
         world.slots[role, 1] = (1, SlotState.READY)
         world.follow()
-        fresh, running, other = (world.sessions.submit(PROMPT, params(n=2)) for _ in range(3))
+        fresh, running, other = (world.sessions.submit(PROMPT, spec_of(n=2)) for _ in range(3))
         index = 0 if role is Role.CORE else fresh.submit.spec.detokenizer
         held = [
             s
@@ -425,7 +428,7 @@ def test_requests_of_lost_core_or_detokenizer_are_resent(role: Role, down: bool)
 def test_resumed_outputs_are_sent_until_acknowledged(has_text: bool) -> None:
     async def scenario() -> None:
         world = World().follow()
-        rid = world.sessions.submit(PROMPT, params(), replayed_ids=pack_i32([1, 2])).request_id
+        rid = world.sessions.submit(PROMPT, spec_of(output_ids=pack_i32([1, 2]), replays=True)).request_id
         if has_text:
             world.text([(rid, "abc", 0, 0, [1, 2, 3])], started=[rid])
         world.slots[Role.DETOKENIZER, 0] = (2, SlotState.READY)
@@ -441,7 +444,7 @@ def test_resumed_outputs_are_sent_until_acknowledged(has_text: bool) -> None:
 def test_text_of_a_lost_detokenizer_is_dropped() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params())
+        stream = world.sessions.submit(PROMPT, spec_of())
         rid = stream.request_id
         world.slots[Role.DETOKENIZER, 0] = (2, SlotState.READY)
         world.follow()
@@ -456,7 +459,7 @@ def test_text_of_a_lost_detokenizer_is_dropped() -> None:
 def test_requests_leave_a_retiring_detokenizer() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params())
+        stream = world.sessions.submit(PROMPT, spec_of())
         world.slots[Role.DETOKENIZER, 0] = (1, SlotState.RETIRING)
         world.follow()
         assert len(world.of(Submit)) == 1  # there is no other detokenizer
@@ -474,7 +477,7 @@ def test_requests_leave_a_retiring_detokenizer() -> None:
 def test_cancelled_request_ends_without_live_workers(role: Role) -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, params())
+        stream = world.sessions.submit(PROMPT, spec_of())
         world.text([(stream.request_id, "a", 0, 0, [1])], started=[stream.request_id])
         stream.cancel()
         world.slots[role, 0] = (2, SlotState.STARTING)
@@ -488,7 +491,7 @@ def test_cancelled_request_ends_without_live_workers(role: Role) -> None:
 def test_old_topology_is_ignored() -> None:
     async def scenario() -> None:
         world = World().follow()
-        world.sessions.submit(PROMPT, params())
+        world.sessions.submit(PROMPT, spec_of())
         world.sessions.follow(Topology(0, []))
         assert world.sessions.num_live == 1
         assert world.sessions.workers.missing() == []
@@ -499,7 +502,7 @@ def test_old_topology_is_ignored() -> None:
 def test_invalid_parameters_are_rejected_before_sending() -> None:
     world = World().follow()
     with pytest.raises(RequestError, match="temperature is 9"):
-        world.sessions.submit(PROMPT, params(temperature=9.0))
+        world.sessions.checked(SamplingParams(temperature=9.0))
     assert world.sent == []
     assert world.sessions.num_live == 0
 
@@ -508,7 +511,7 @@ def test_request_waits_for_an_unconnected_peer() -> None:
     async def scenario() -> None:
         world = World().follow()
         world.unreachable = True
-        stream = world.sessions.submit(PROMPT, params())
+        stream = world.sessions.submit(PROMPT, spec_of())
         assert stream.tokenizer is None
         world.unreachable = False
         world.follow()
@@ -522,7 +525,7 @@ def test_fail_all_ends_all_requests_and_reports_idle() -> None:
         world = World().follow()
         idle: list[int] = []
         world.sessions.when_idle(lambda: idle.append(world.sessions.num_live))
-        streams = [world.sessions.submit(PROMPT, params(n=2)) for _ in range(3)]
+        streams = [world.sessions.submit(PROMPT, spec_of(n=2)) for _ in range(3)]
         world.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, "going down"))
         assert idle == [0]
         for stream in streams:
@@ -541,9 +544,9 @@ def test_unencodable_request_is_rejected_without_state(late: bool, salt: Any) ->
         world.sessions._dispatcher._send = lambda role, index, message: (
             bool(codec.encode(message)) and send(role, index, message)
         )
-        good = world.sessions.submit(PROMPT, params())
+        good = world.sessions.submit(PROMPT, spec_of())
         with pytest.raises(RequestError) as caught:
-            stream = world.sessions.submit(PROMPT, params(n=2), cache_salt=salt)
+            stream = world.sessions.submit(PROMPT, spec_of(n=2, cache_salt=salt))
             world.follow()
             await stream.next_batch()
         assert caught.value.code is ErrorCode.INVALID
@@ -559,5 +562,5 @@ def test_unencodable_request_is_rejected_without_state(late: bool, salt: Any) ->
 def test_a_priority_has_64_bits(priority: int) -> None:
     world = World().follow()
     with pytest.raises(RequestError, match="64-bit"):
-        world.sessions.submit(PROMPT, params(), priority=priority)
+        world.sessions.submit(PROMPT, spec_of(priority=priority))
     assert world.sessions.num_live == 0

@@ -12,6 +12,7 @@ from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Alternative, PositionLogprobs, RowLogprobs, Text, TextPrompt
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 from tests.frontend.configs import make_config
 
 NUM_STEPS = 400
@@ -36,7 +37,9 @@ def frames(request_id: int, num_top: int) -> list[bytes]:
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
 def test_estimate_covers_allocated_memory_closely(num_top: int) -> None:
     sessions = Sessions(WorkerId(Role.FRONTEND, 0, 1), lambda *_: True, make_config())
-    stream = sessions.submit(TextPrompt("x"), SamplingParams(max_tokens=None, logprobs=num_top or None))
+    stream = sessions.submit(
+        TextPrompt("x"), RequestSpec(SamplingParams(max_tokens=None, logprobs=num_top or None))
+    )
     decoder = msgspec.msgpack.Decoder(Text)
     received = frames(stream.request_id, num_top)
     tracemalloc.start()

@@ -26,7 +26,7 @@ from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import OutputParsing
+from quintet.wire.request import OutputParsing, RequestSpec
 
 _decoder = msgspec.json.Decoder(MessagesBody)
 _count_decoder = msgspec.json.Decoder(CountTokensBody)
@@ -47,12 +47,14 @@ async def messages(service: Service, http_request: HttpRequest) -> None:
         service,
         body,
         [conversation.prompt],
-        params,
-        arrival_ns=http_request.arrival_ns,
-        deadline_ns=deadline_ns,
+        RequestSpec(
+            params,
+            http_request.arrival_ns,
+            deadline_ns=deadline_ns,
+            resume_token=resume_token,
+            parsing=parsing,
+        ),
         clamp_max_tokens=True,  # max_tokens is required by the API; the context length limits too
-        resume_token=resume_token,
-        parsing=parsing,
         session=session_of(http_request),
         received=received,
         seeds=seeds,

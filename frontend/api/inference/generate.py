@@ -26,6 +26,7 @@ from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import RequestSpec
 
 _decoder = msgspec.json.Decoder(GenerateBody)
 _fields_decoder = msgspec.json.Decoder(CompletionBody)
@@ -60,11 +61,13 @@ async def generate(service: Service, http_request: HttpRequest) -> None:
         service,
         body,
         [prompt],
-        params,
-        arrival_ns=http_request.arrival_ns,
-        deadline_ns=deadline_ns,
+        RequestSpec(
+            params,
+            http_request.arrival_ns,
+            deadline_ns=deadline_ns,
+            resume_token=resume_token,
+        ),
         clamp_max_tokens=fields.max_tokens is None,
-        resume_token=resume_token,
         interval=interval,
         session=session_of(http_request),
         received=received,

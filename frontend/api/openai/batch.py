@@ -24,6 +24,7 @@ from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
+from quintet.wire.request import RequestSpec
 
 _decoder = msgspec.json.Decoder(ChatBody)
 
@@ -47,12 +48,14 @@ async def batch(service: Service, http_request: HttpRequest) -> None:
         service,
         body,
         [each.prompt for each in conversations],
-        params,
-        arrival_ns=http_request.arrival_ns,
-        deadline_ns=deadline_ns,
+        RequestSpec(
+            params,
+            http_request.arrival_ns,
+            deadline_ns=deadline_ns,
+            parsing=parsing,
+            return_prompt_ids=options.return_token_ids,
+        ),
         clamp_max_tokens=parse.chat_max_tokens(body) is None,
-        parsing=parsing,
-        return_prompt_ids=options.return_token_ids,
         session=session_of(http_request, body.user),
     )
     outputs = await collect_outputs(http_request, submissions)

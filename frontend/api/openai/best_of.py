@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, Submissions, collect_outputs, stream_answer
+from quintet.frontend.api.answer import Output, Submissions, collect_outputs, echo_of, stream_answer
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, ChunkWriter
 from quintet.frontend.api.openai.structured import form_field
@@ -27,7 +27,7 @@ from quintet.wire.config import ModelConfig
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import PositionLogprobs, Prompt, TokenPrompt
 from quintet.wire.params import GREEDY_VALUES, SamplingParams, shown
-from quintet.wire.request import OutputParsing
+from quintet.wire.request import OutputParsing, RequestSpec
 
 WITH_BEAMS = frozenset(
     {
@@ -191,24 +191,25 @@ def _submit(
     request: BeamRequest,
     each: Sequence[tuple[TokenPrompt, SamplingParams, bytes]],
 ) -> None:
+    has_echo = request.answer.echo and isinstance(request.body, CompletionBody)
     try:
         for prompt, params, replayed_ids in each:
             submissions.add(
                 service.sessions.submit(
                     prompt,
-                    params,
-                    priority=request.body.priority or 0,
-                    cache_salt=request.body.cache_salt or "",
-                    echo=request.answer.echo
-                    and isinstance(request.body, CompletionBody)
-                    and bool(replayed_ids),
-                    return_prompt_ids=request.answer.return_token_ids and bool(replayed_ids),
+                    RequestSpec(
+                        params,
+                        priority=request.body.priority or 0,
+                        cache_salt=request.body.cache_salt or "",
+                        echo=echo_of(prompt, has_echo and bool(replayed_ids)),
+                        return_prompt_ids=request.answer.return_token_ids and bool(replayed_ids),
+                        deadline_ns=request.deadline_ns,
+                        parsing=request.parsing if replayed_ids else None,
+                        output_ids=replayed_ids,
+                        replays=bool(replayed_ids),
+                    ),
                     mailbox=submissions.mailbox,
                     final_only=True,
-                    are_checked=True,
-                    deadline_ns=request.deadline_ns,
-                    parsing=request.parsing if replayed_ids else None,
-                    replayed_ids=replayed_ids,
                     session=request.session,
                 )
             )

@@ -46,7 +46,7 @@ from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.messages import ChatPrompt, Started, TokenPrompt
 from quintet.wire.params import SamplingParams, shown
-from quintet.wire.request import OutputParsing
+from quintet.wire.request import OutputParsing, RequestSpec
 
 _decoder = msgspec.json.Decoder(ChatBody)
 _mapping_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -114,18 +114,20 @@ async def chat_completions(service: Service, http_request: HttpRequest) -> None:
         service,
         body,
         [prompt],
-        rankable(params, body),
-        arrival_ns=http_request.arrival_ns,
-        deadline_ns=deadline_ns,
+        RequestSpec(
+            rankable(params, body),
+            http_request.arrival_ns,
+            deadline_ns=deadline_ns,
+            resume_token=resume_token,
+            parsing=parsing,
+            return_prompt_ids=options.return_token_ids,
+            kv_transfer=kv_transfer,
+        ),
         clamp_max_tokens=parse.chat_max_tokens(body) is None,
-        resume_token=resume_token,
-        parsing=parsing,
         interval=interval,
-        return_prompt_ids=options.return_token_ids,
         session=session,
         received=received,
         seeds=seeds,
-        kv_transfer=kv_transfer,
     )
     if http_request.partial_response is not None and options.include_usage:
         await replay_usage(service, submissions)

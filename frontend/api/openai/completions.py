@@ -40,7 +40,7 @@ from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.messages import Prompt, Started, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams, check_token_ids
-from quintet.wire.request import check_length
+from quintet.wire.request import RequestSpec, check_length
 
 DEFAULT_MAX_TOKENS = 16
 _decoder = msgspec.json.Decoder(CompletionBody)
@@ -82,18 +82,20 @@ async def completions(service: Service, http_request: HttpRequest) -> None:
         service,
         body,
         prompts,
-        rankable(params, body),
-        arrival_ns=http_request.arrival_ns,
-        deadline_ns=deadline_ns,
+        RequestSpec(
+            rankable(params, body),
+            http_request.arrival_ns,
+            deadline_ns=deadline_ns,
+            resume_token=resume_token,
+            return_prompt_ids=options.return_token_ids,
+            kv_transfer=kv_transfer,
+        ),
         clamp_max_tokens=body.max_tokens is None,
-        resume_token=resume_token,
         interval=interval,
         echo=options.echo,
-        return_prompt_ids=options.return_token_ids,
         session=session,
         received=received,
         seeds=seeds,
-        kv_transfer=kv_transfer,
     )
     if http_request.partial_response is not None and options.include_usage:
         await replay_usage(service, submissions)

@@ -23,6 +23,7 @@ from quintet.frontend.resume.stream_state import StreamCursor, StreamId, resume_
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Submit
+from quintet.wire.request import RequestSpec
 
 PAUSE_S = 0.5
 MAX_OWNERS = 6
@@ -178,15 +179,16 @@ def _resubmitted(service: Service, record: Record, answer: ResponsesAnswer) -> S
     submissions.add(
         service.sessions.submit(
             submit.prompt,
-            spec.params,
-            priority=spec.priority,
-            cache_salt=spec.cache_salt,
+            RequestSpec(
+                spec.params,
+                priority=spec.priority,
+                cache_salt=spec.cache_salt,
+                resume_token=resume_token_for(answer, service.config),
+                deadline_ns=spec.deadline_ns,
+                parsing=spec.parsing,
+            ),
             mailbox=submissions.mailbox,
-            are_checked=True,
-            resume_token=resume_token_for(answer, service.config),
-            deadline_ns=spec.deadline_ns,
             clamp_max_tokens=submit.clamp_max_tokens,
-            parsing=spec.parsing,
             session=submit.session,
         )
     )

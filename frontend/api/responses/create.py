@@ -49,7 +49,7 @@ from quintet.wire.codec import pack_i32
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import ChatPrompt
 from quintet.wire.params import SamplingParams, shown
-from quintet.wire.request import OutputParsing, ResumeToken
+from quintet.wire.request import OutputParsing, RequestSpec, ResumeToken
 
 ID_BYTES = 24
 RESPONSE_ID = re.compile(r"resp_[0-9a-f]{48}")
@@ -237,14 +237,17 @@ def _submit(
         service,
         body,
         [checked.prompt],
-        checked.params,
-        arrival_ns=http_request.arrival_ns,
-        deadline_ns=checked.deadline_ns,
+        RequestSpec(
+            checked.params,
+            http_request.arrival_ns,
+            deadline_ns=checked.deadline_ns,
+            resume_token=resume_token,
+            parsing=checked.parsing,
+            output_ids=replayed_ids,
+            replays=bool(replayed_ids),
+        ),
         clamp_max_tokens=True,  # max_output_tokens is an upper bound
-        resume_token=resume_token,
-        parsing=checked.parsing,
         session=session_of(http_request, body.prompt_cache_key, body.user),
-        replayed_ids=replayed_ids,
         seeds=seeds,
     )
 
