@@ -28,7 +28,7 @@ from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
-from quintet.executor.speculation import Speculation
+from quintet.executor.speculation.verify import Speculation
 from quintet.wire.step import StepPlan, StepResult
 
 STEPS_PER_IDLE_TASK = 4

@@ -18,7 +18,7 @@ from tests.models.test_engine import CoreAndWorker, changed, small_kv
 from quintet.core.token_messages import StepMessages
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
-from quintet.executor.speculation import NgramDrafter, Tokens
+from quintet.executor.speculation.drafters import NgramDrafter, Tokens
 from quintet.executor.worker import Worker
 from quintet.wire.codec import unpack_i64
 from quintet.wire.config import EngineConfig, SpeculativeConfig

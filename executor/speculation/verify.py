@@ -1,4 +1,4 @@
-"""Speculative decoding: choose draft tokens, and verify them in the step that computes them.
+"""Verification of draft tokens in the step that computes them.
 
 The drafts are appended to the row, which then draws after each of its tokens, with the position of the draw, as it
 would alone. Draws are accepted up to the first that differs from the draft after it: the tokens are those without
@@ -13,8 +13,8 @@ Rejected drafts leave keys and values after the newest token. Later steps overwr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -22,44 +22,10 @@ from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int
 from quintet.executor.slots import SlotTables
+from quintet.executor.speculation.drafters import Drafter, NgramDrafter, Tokens
+from quintet.executor.speculation.lengths import DraftLengths
 from quintet.wire.config import SpeculativeConfig
 from quintet.wire.step import StepPlan, StepResult, TokenLogprobs
-
-Tokens = NDArray[np.int32]
-
-
-class Drafter(Protocol):
-    """Source of draft tokens."""
-
-    def propose(self, tokens: Tokens, most: int) -> Tokens:
-        """Return at most ``most`` tokens that may follow ``tokens``, the prompt and outputs of a request."""
-
-
-class NgramDrafter:
-    """Prompt lookup: the tokens that followed the last earlier occurrence of the newest tokens.
-
-    The longest suffix of ``longest`` to ``shortest`` tokens that occurs earlier is used. The search takes one pass over
-    the tokens of the request.
-    """
-
-    def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest, self._longest = shortest, longest
-
-    def propose(self, tokens: Tokens, most: int) -> Tokens:
-        """See `Drafter.propose`."""
-        ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # last positions of occurrences of the newest token
-        length = 1
-        found = ends if length >= self._shortest else ends[:0]
-        while len(ends) and length < self._longest:
-            ends = ends[ends >= length]
-            ends = ends[tokens[ends - length] == tokens[-1 - length]] if length < len(tokens) else ends[:0]
-            length += 1
-            if len(ends) and length >= self._shortest:
-                found = ends
-        if not len(found):
-            return tokens[:0]
-        begin = int(found[-1]) + 1
-        return tokens[begin + np.arange(most) % (len(tokens) - begin)]  # an overlapping copy repeats the text
 
 
 class Speculation:
@@ -73,12 +39,14 @@ class Speculation:
         self._drafter: Drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
         self._num_tokens: Int = np.zeros(len(self._token_ids), np.int64)
         """Known tokens of each slot."""
+        self._lengths = DraftLengths(len(self._token_ids))
 
     def compute(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
         """Return the result of a plan, with drafts where it allows them. ``compute`` computes and draws rows."""
         slots = np.frombuffer(plan.slots, np.int32)
         for new in plan.new_rows:
             self._num_tokens[new.slot] = len(new.token_ids) // 4
+            self._lengths.begin(new.slot)
         most = np.frombuffer(plan.drafts, np.uint8)
         starts = np.where(most > 0, self._num_tokens[slots] - 1, np.frombuffer(plan.starts, np.int32))
         drafts = self._propose(plan, starts, most)
@@ -89,16 +57,18 @@ class Speculation:
         for row, proposed in drafts:
             counts[row] += len(proposed)
             samples[row] += len(proposed)
-        result = compute(
-            msgspec.structs.replace(
-                plan,
-                starts=starts.astype(np.int32).tobytes(),
-                counts=counts.tobytes(),
-                samples=samples.tobytes(),
-                drafts=b"",
-            )
-        )
+        columns = {
+            "starts": starts.astype(np.int32).tobytes(),
+            "counts": counts.tobytes(),
+            "samples": samples.tobytes(),
+        }
+        began_s = time.perf_counter()
+        result = compute(msgspec.structs.replace(plan, **columns, drafts=b""))
+        if len(plan.samples) == plan.samples.count(1):  # no prefill
+            self._lengths.time.note(int(counts.sum()), time.perf_counter() - began_s)
         num_tokens = self._accept(result, samples, drafts)
+        for row, proposed in drafts:
+            self._lengths.note(slots[row], int(num_tokens[row]) - 1, len(proposed))
         sampling = np.flatnonzero(samples)
         result.num_tokens = num_tokens[sampling].tobytes()
         result.num_drafts = (samples[sampling] - 1).astype(np.uint8).tobytes()
@@ -107,18 +77,22 @@ class Speculation:
 
     def _propose(self, plan: StepPlan, starts: Int, most: NDArray[np.uint8]) -> list[tuple[int, Tokens]]:
         """Return the drafts by row, and write them into the token table. starts: int64[R], of the executor."""
-        slots = np.frombuffer(plan.slots, np.int32)
-        num_free = self._max_tokens - int(np.frombuffer(plan.counts, np.int32).sum())
-        num_free = min(num_free, self._max_rows - plan.samples.count(1))
+        slots, num_planned = (
+            np.frombuffer(plan.slots, np.int32),
+            int(np.frombuffer(plan.counts, np.int32).sum()),
+        )
+        num_free = min(self._max_tokens - num_planned, self._max_rows - plan.samples.count(1))
+        rows = np.flatnonzero(most > 1)
+        wanted = self._lengths.choose(
+            slots[rows], most[rows].astype(np.int64) - 1, num_planned, plan.samples.count(1)
+        )
         drafts: list[tuple[int, Tokens]] = []
-        for row in np.flatnonzero(most > 1).tolist():
-            if num_free <= 0:
-                break
+        for row, count in zip(rows[wanted > 0].tolist(), wanted[wanted > 0].tolist(), strict=True):
             line, begin = self._token_ids[slots[row]], int(starts[row]) + 1
-            proposed = self._drafter.propose(line[:begin], min(int(most[row]) - 1, num_free))
+            proposed = self._drafter.propose(line[:begin], min(count, num_free)).copy()
             if len(proposed):
-                drafts.append((row, proposed.copy()))
-                line[begin : begin + len(proposed)] = drafts[-1][1]
+                line[begin : begin + len(proposed)] = proposed
+                drafts.append((row, proposed))
                 num_free -= len(proposed)
         return drafts
 

@@ -1,0 +1,1 @@
+"""Speculative decoding: draft tokens, their number, and their verification."""

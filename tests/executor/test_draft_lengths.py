@@ -1,0 +1,55 @@
+"""The number of drafts that pays, from measured step times and acceptance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quintet.executor.speculation.lengths import TRIAL_EVERY, DraftLengths, StepTime
+
+MOST = 8
+
+
+def lengths_of(shares: list[float], base: float, each: float) -> DraftLengths:
+    """Return lengths after many drafts of one slot per share, and steps with these costs."""
+    lengths = DraftLengths(len(shares))
+    for slot, share in enumerate(shares):
+        lengths.begin(slot)
+        rng = np.random.default_rng(slot)
+        for _ in range(400):
+            lengths.note(slot, int(rng.random() < share), 1)
+    for num_tokens in range(1, 60):
+        lengths.time.note(num_tokens, base + each * num_tokens)
+    return lengths
+
+
+def chosen(lengths: DraftLengths, num_slots: int) -> list[int]:
+    slots = np.arange(num_slots, dtype=np.int32)
+    return lengths.choose(slots, np.full(num_slots, MOST), num_slots, num_slots).tolist()
+
+
+def test_fit_finds_base_and_time_per_token() -> None:
+    time = StepTime()
+    for num_tokens in (1, 5, 2, 9, 1, 4):
+        time.note(num_tokens, 0.01 + 0.002 * num_tokens)
+    assert time.fit() == pytest.approx((0.01, 0.002))
+
+
+def test_useful_drafts_are_many_and_useless_ones_none() -> None:
+    many, none = chosen(lengths_of([0.99, 0.02], base=0.01, each=0.001), 2)
+    assert many == MOST and none == 0
+
+
+def test_no_drafts_where_tokens_cost_as_much_as_steps() -> None:
+    assert chosen(lengths_of([0.7], base=0.0, each=0.001), 1) == [0]
+
+
+def test_drafts_of_a_small_batch_are_longer_than_of_a_large_one() -> None:
+    lengths = lengths_of([0.8] * 32, base=0.01, each=0.001)
+    assert chosen(lengths, 1)[0] > chosen(lengths, 32)[0]
+
+
+def test_request_without_useful_drafts_tries_one_sometimes() -> None:
+    lengths = lengths_of([0.02], base=0.001, each=0.001)
+    found = [chosen(lengths, 1)[0] for _ in range(3 * TRIAL_EVERY)]
+    assert found.count(1) == 3 and set(found) == {0, 1}
