@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quintet.detokenizer_proc.cores import Cores
 from quintet.detokenizer_proc.incremental import PieceTable
-from quintet.detokenizer_proc.rows import Steps
+from quintet.detokenizer_proc.rows import Cores, Steps
 from quintet.detokenizer_proc.text_state import TextState
 from quintet.detokenizer_proc.vocabulary import load_vocabulary
 from quintet.process.pending_topology import PendingTopology
