@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,7 +10,7 @@ from quintet.executor.expert_metrics import ExpertCounts
 from quintet.wire.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from quintet.executor.kv_transfer.back_end import BackEnd  # imports torch
+    from quintet.executor.kv_transfer.connector import KvConnector
 
 
 class Pending(Protocol):
@@ -67,8 +67,8 @@ class StepWorker(Protocol):
         """Measured copy rate between device and host, the slower direction; 0 if not measured."""
 
     @property
-    def kv_back_ends(self) -> Sequence[BackEnd]:
-        """KV back ends: disk, peer servers, shared store."""
+    def kv(self) -> KvConnector | None:
+        """KV back ends: disk, peer servers, shared store. None if the worker supports none."""
 
     @property
     def facts(self) -> Mapping[str, str]:

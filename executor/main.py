@@ -23,7 +23,7 @@ from quintet.executor.distributed.parallel.follower_processes import FollowerPro
 from quintet.executor.expert_metrics import ExpertMetrics
 from quintet.executor.in_flight import InFlight, StartedStep
 from quintet.executor.interface import Finished, StepWorker
-from quintet.executor.kv_transfer.loop import open_kv_loop, with_engine_paths
+from quintet.executor.kv_transfer.connector import with_engine_paths
 from quintet.executor.model_config.share import share_of
 from quintet.process.runtime import Process, child_main
 from quintet.process.trace import Span
@@ -104,7 +104,9 @@ class Executor:
         self._worker = worker
         self._span = process.span
         self._in_flight = InFlight(process.inbox)
-        self._kv_loop = open_kv_loop(process, worker)
+        self._kv = worker.kv
+        if self._kv is not None:
+            self._kv.begin(process)
         self._core_epoch: int | None = None
         self._last_step: int | None = None
         """The newest plan received from this core, dropped plans included."""
@@ -175,8 +177,8 @@ class Executor:
                 plans.append(message)
             elif isinstance(message, KvPins):
                 self._pins = message
-            elif isinstance(message, TierResultsReady) and self._kv_loop is not None:
-                self._kv_loop.send_results()
+            elif isinstance(message, TierResultsReady) and self._kv is not None:
+                self._kv.send_results()
             elif isinstance(message, StepsEnded):
                 for started in self._in_flight.ended(message.count):
                     self._end(started)
@@ -186,8 +188,8 @@ class Executor:
         self._process.pending += sum(not isinstance(plan, KvTierRequests) for plan in plans)
         for plan in plans:
             if isinstance(plan, KvTierRequests):
-                if self._kv_loop is not None and plan.tables == self._num_emptied:
-                    self._kv_loop.order(plan)
+                if self._kv is not None and plan.tables == self._num_emptied:
+                    self._kv.order(plan)
             elif plan.tables != self._num_emptied:
                 self._process.pending -= 1
             elif isinstance(plan, Dropped):
@@ -212,8 +214,8 @@ class Executor:
     def close(self) -> None:
         """Stop waiting for the device, the disk, and other servers."""
         self._in_flight.close()
-        if self._kv_loop is not None:
-            self._kv_loop.close()
+        if self._kv is not None:
+            self._kv.close()
 
     def _begin(self, plan: StepPlan) -> None:
         """Start a plan. A step that ends immediately is settled immediately, unless older steps are in flight."""
@@ -309,8 +311,8 @@ class Executor:
         self._worker.reset()
         self._process.pending -= 1
         self._num_emptied += 1
-        if self._kv_loop is not None:
-            self._kv_loop.reset()
+        if self._kv is not None:
+            self._kv.reset()
 
     def _follow_core(self) -> bool:
         """Send `Capacity` to a core with a new epoch. Return whether the core is new."""
@@ -337,8 +339,8 @@ class Executor:
             num_host_blocks=self._worker.num_host_blocks,
             swap_bytes_per_s=self._worker.swap_bytes_per_s,
         )
-        if self._kv_loop is not None:
-            self._kv_loop.add_capacity(capacity)
+        if self._kv is not None:
+            self._kv.add_capacity(capacity)
         if self._pins.pins:
             self._process.peers.send(Role.CORE, self._process.me.index, self._pins)
         self._process.peers.send(Role.CORE, self._process.me.index, capacity)

@@ -34,7 +34,7 @@ class MockWorker:
     num_split = num_host_blocks = swap_bytes_per_s = 0
     experts = None
     has_idle_tasks = False
-    kv_back_ends = ()
+    kv = None
 
     def __init__(
         self,

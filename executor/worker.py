@@ -19,8 +19,8 @@ from quintet.executor.distributed.parallel.library import Note, OrderKind
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves, open_whole_blocks
 from quintet.executor.interface import Finished
 from quintet.executor.kv_transfer.block_bytes import BlockBytes, WholeBlocks
+from quintet.executor.kv_transfer.connector import KvConnector
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
-from quintet.executor.kv_transfer.tiers import KvTiers
 from quintet.executor.model_config.share import most_outputs
 from quintet.executor.oom_split import OomSplit
 from quintet.executor.runner import Runner
@@ -64,8 +64,7 @@ class Worker:
         blocks: Callable[[], WholeBlocks] = partial(BlockBytes, layers)
         if ranks is not None:
             blocks = partial(open_whole_blocks, config, context.memory.gather, layers, share, moves)
-        self._kv_tiers = KvTiers(blocks, config, type(runner).__name__, self._host_blocks)
-        self.kv_back_ends = self._kv_tiers.back_ends
+        self.kv = KvConnector(blocks, config, type(runner).__name__, self._host_blocks)
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         speculative, limits = config.scheduler.speculative, config.scheduler
@@ -145,7 +144,7 @@ class Worker:
         if plan.swaps_out:
             self._host_blocks.copy_out(plan.swaps_out)
         if plan.swaps_in:
-            self._kv_tiers.copy_in(plan.swaps_in)
+            self.kv.copy_in(plan.swaps_in)
         if plan.copies:
             self.copy_blocks(plan.copies)
         self._span("tables", plan.step)

@@ -13,7 +13,7 @@ from quintet.core.kv.tier import Tier
 from quintet.wire.kv_tiers import TierName
 
 BACK_ENDS: dict[TierName, type[Tier]] = {"peer": PeerPool, "disk": DiskPool, "store": StorePool}
-"""Core half of each back end, cheapest first. `quintet.executor.kv_transfer.tiers` has the device halves."""
+"""Core half of each back end, cheapest first. `quintet.executor.kv_transfer.connector` has the device halves."""
 
 TierT = TypeVar("TierT", bound=Tier)
 

@@ -66,7 +66,7 @@ class Device:
     at_once: bool = False
     num_blocks: int = 12
     num_host_blocks: int = 0
-    kv_back_ends: tuple[()] = ()
+    kv: None = None
     swap_bytes_per_s: int = 0
     num_split: int = 0
     experts: None = None

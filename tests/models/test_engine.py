@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from quintet.core.engine import Engine
 from quintet.core.token_messages import StepMessages
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.interface import Pending, StepWorker
+from quintet.executor.kv_transfer.back_end import BackEnd
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt, EmbedsSpan, digest_of
@@ -75,7 +76,7 @@ class CoreAndWorker:
                 plans.append(plan)
                 self._order(plans)
             self._order(plans)
-            if self.worker.kv_back_ends and not (plans or self._pending):
+            if self._back_ends and not (plans or self._pending):
                 self.receive_disk_answer()
                 continue
             assert plans or self._pending, "requests are unfinished and no plan was made"
@@ -85,8 +86,12 @@ class CoreAndWorker:
         while self._pending:
             self._apply(self.engine.commit(self._pending.popleft().result(), 0))
 
+    @property
+    def _back_ends(self) -> Sequence[BackEnd]:
+        return () if self.worker.kv is None else self.worker.kv.back_ends
+
     def _introduce_back_ends(self, capacity: Capacity) -> None:
-        for each in self.worker.kv_back_ends:
+        for each in self._back_ends:
             each.begin(self._rung.set)
             capacity.tiers.append(each.capacity)
             stored = each.stored()
@@ -97,9 +102,8 @@ class CoreAndWorker:
         """Send the worker the transfers that follow the previous plans."""
         for requests in self.engine.kv_requests(0):
             self._begin(plans)
-            for each in self.worker.kv_back_ends:
-                if each.tier == requests.tier:
-                    each.order(requests)
+            assert self.worker.kv is not None
+            self.worker.kv.order(requests)
 
     def run_disk_operations(self) -> None:
         """Run the disk operations that follow the last plan."""
@@ -109,7 +113,7 @@ class CoreAndWorker:
         """Wait for an answer of the disk."""
         assert self._rung.wait(60.0), "no answer"
         self._rung.clear()
-        for each in self.worker.kv_back_ends:
+        for each in self._back_ends:
             results = each.take_results()
             if results is not None:
                 results.executor_epoch = 1

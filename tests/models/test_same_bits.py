@@ -48,7 +48,7 @@ class LogitRecorder:
         self.inner = worker
         self.num_blocks = worker.num_blocks
         self.num_host_blocks = worker.num_host_blocks
-        self.kv_back_ends = ()
+        self.kv = None
         self.seen: dict[tuple[int, int], bytes] = {}
         self._tenants: dict[int, int] = {}
         self._rows: Rows | None = None

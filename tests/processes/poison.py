@@ -52,7 +52,7 @@ class PoisonedWorker:
         self._all_fail = False
         self.num_blocks = worker.num_blocks
         self.num_host_blocks = worker.num_host_blocks
-        self.kv_back_ends = worker.kv_back_ends
+        self.kv = worker.kv
         self.swap_bytes_per_s = worker.swap_bytes_per_s
 
     @property

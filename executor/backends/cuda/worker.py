@@ -159,7 +159,7 @@ class DeviceWorker:
         is_gpu = device.torch_device.type == "cuda"
         pool = steps.host_pool
         self.num_host_blocks = 0 if pool is None else pool.num_blocks
-        self.kv_back_ends = ()
+        self.kv = None
         self._layout = StagingLayout.of(on_device, num_blocks, self.num_host_blocks)
         self.swap_bytes_per_s = 0
         if pool is not None:

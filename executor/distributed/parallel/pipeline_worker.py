@@ -27,8 +27,8 @@ from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipelin
 from quintet.executor.distributed.parallel.rank_views import Links
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves, open_whole_blocks
 from quintet.executor.interface import Finished, Pending
+from quintet.executor.kv_transfer.connector import KvConnector
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
-from quintet.executor.kv_transfer.tiers import KvTiers
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import sampling_ops_of
@@ -112,8 +112,7 @@ class PipelineWorker:
         self.num_host_blocks = own.num_blocks
         gather = context.memory.gather
         blocks = partial(open_whole_blocks, config, gather, layers, pipeline.share, moves)
-        self._kv_tiers = KvTiers(blocks, config, ProgramRunner.__name__, host_blocks)
-        self.kv_back_ends = self._kv_tiers.back_ends
+        self.kv = KvConnector(blocks, config, ProgramRunner.__name__, host_blocks)
         self.swap_bytes_per_s = own.measure()
 
     @property
@@ -181,7 +180,7 @@ class PipelineWorker:
         if plan.swaps_out:
             self._host_blocks.copy_out(plan.swaps_out)
         if plan.swaps_in:
-            self._kv_tiers.copy_in(plan.swaps_in)
+            self.kv.copy_in(plan.swaps_in)
         if plan.copies:
             self._moves.move(OrderKind.COPY_BLOCKS, plan.copies, self._kv.copy)
         self._span("tables", plan.step)

@@ -196,7 +196,7 @@ class DiskBackEnd(BackEnd):
 def open_disk(
     blocks: WholeBlocks, config: EngineConfig, runner: str, first_host_block: int
 ) -> DiskBackEnd | None:
-    """Return the back end, if it is configured. See `quintet.executor.kv_transfer.tiers.BACK_ENDS`."""
+    """Return the back end, if it is configured. See `quintet.executor.kv_transfer.connector.BACK_ENDS`."""
     disk = config.cache.disk
     if disk is None:
         return None

@@ -181,7 +181,7 @@ class PeerBackEnd(BackEnd):
 def open_peers(
     blocks: WholeBlocks, config: EngineConfig, runner: str, first_host_block: int
 ) -> PeerBackEnd | None:
-    """Return the back end, if it is configured. See `quintet.executor.kv_transfer.tiers.BACK_ENDS`."""
+    """Return the back end, if it is configured. See `quintet.executor.kv_transfer.connector.BACK_ENDS`."""
     peers = config.cache.peers
     if peers is None:
         return None

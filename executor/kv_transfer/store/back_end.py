@@ -195,7 +195,7 @@ class StoreBackEnd(BackEnd):
 def open_store(
     blocks: WholeBlocks, config: EngineConfig, runner: str, first_host_block: int
 ) -> StoreBackEnd | None:
-    """Return the back end, if it is configured. See `quintet.executor.kv_transfer.tiers.BACK_ENDS`."""
+    """Return the back end, if it is configured. See `quintet.executor.kv_transfer.connector.BACK_ENDS`."""
     store = config.cache.store
     if store is None:
         return None

@@ -176,6 +176,14 @@ def test_evicted_block_is_not_stored() -> None:
     assert not requests_of(pool).stores and len(pool.free) == 2
 
 
+def test_deleted_block_is_dropped_alone() -> None:
+    pool = pool_of(2, 2)
+    store(pool, A)
+    place = pool.place_of[A]
+    pool.drop(A)
+    assert requests_of(pool) == KvTierRequests(0, "disk", drops=pack_i32([place]), drop_keys=[A])
+
+
 def test_block_being_written_is_not_reused() -> None:
     """Neither when its request was cancelled, nor when another request wants the same content."""
     pool = pool_of(2, 2, first=5)

@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from quintet.executor.kv_transfer.block_bytes import BlockBytes
 from quintet.executor.kv_transfer.disk import back_end
 from quintet.executor.kv_transfer.disk.back_end import DiskBackEnd
 from quintet.executor.kv_transfer.disk.block_file import NOTHING, BlockFile
-from quintet.executor.kv_transfer.loop import KvConnectorLoop
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_tiers import Fetch, FileRequest, KvTierRequests, KvTierResults, Store
 
@@ -198,16 +196,6 @@ def test_a_full_disk_is_logged_once(
         assert not any(file.write(place, KEYS[place], memoryview(bytes(80))) for place in range(4))
     assert len([line for line in caplog.messages if "No space left" in line]) == 1
     file.close()
-
-
-def test_requests_that_only_drop_reach_the_disk() -> None:
-    received: list[KvTierRequests] = []
-    disk = SimpleNamespace(tier="disk", begin=lambda ring: None, order=received.append)
-    process = SimpleNamespace(inbox=SimpleNamespace(hang=lambda bell: None))
-    talk = KvConnectorLoop(process, [disk])  # type: ignore[arg-type, list-item]
-    orders = KvTierRequests(0, "disk", drops=pack_i32([5]), drop_keys=KEYS[:1])
-    talk.order(orders)
-    assert received == [orders]
 
 
 def test_a_prefix_is_exported_and_imported(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def answers(config: EngineConfig) -> tuple[list[int], list[int], int]:
         for one in (with_peers(config), with_peers(config)):
             worker = make_worker(one)
             assert one.cache.peers is not None
-            (peers,) = worker.kv_back_ends
-            closed.callback(peers.close)
+            assert worker.kv is not None and worker.kv.back_ends
+            closed.callback(worker.kv.close)
             houses.append((CoreAndWorker(one, worker), one.cache.peers.listen))
         (gives, address), (takes, _) = houses
         gives.admit(1, PROMPT, GREEDY, kv_transfer=KvTransfer(offers=True))

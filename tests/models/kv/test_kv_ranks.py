@@ -40,8 +40,8 @@ def answer(
         driver.run()
         driver.run_disk_operations()
         check_bytes(driver, loaded.config)
-        for each in loaded.worker.kv_back_ends:
-            each.close()
+        assert loaded.worker.kv is not None
+        loaded.worker.kv.close()
     return driver.outputs[1], driver.cached[1]
 
 
@@ -153,8 +153,8 @@ def test_ranks_fetch_offered_blocks(layout: Layout, tmp_path: Path) -> None:
             loaded = closed.enter_context(
                 in_ranks(tmp_path, size, stages=stages, context=context, change=offering)
             )
-            (peers,) = loaded.worker.kv_back_ends
-            closed.callback(peers.close)
+            assert loaded.worker.kv is not None and loaded.worker.kv.back_ends
+            closed.callback(loaded.worker.kv.close)
             houses.append(CoreAndWorker(changed(loaded.config), loaded.worker))
         gives, takes = houses
         gives.admit(1, PROMPT, GREEDY, kv_transfer=KvTransfer(offers=True))

@@ -50,8 +50,8 @@ def answer(config: EngineConfig) -> tuple[list[int], int]:
     engine.admit(1, PROMPT, GREEDY)
     engine.run()
     engine.run_disk_operations()
-    for each in worker.kv_back_ends:
-        each.close()
+    assert worker.kv is not None
+    worker.kv.close()
     return engine.outputs[1], engine.cached[1]
 
 

@@ -1,0 +1,150 @@
+"""KV connector, device half: the configured back ends of a worker, and their staging blocks in host memory.
+
+Host blocks are numbered consecutively: first those of swap space, then the staging blocks of each back end.
+
+The executor's loop imports this module before torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from quintet.process.kv_publisher import address_for
+from quintet.process.runtime import Process
+from quintet.process.wakeup import Wakeup
+from quintet.wire.codec import pack_i32
+from quintet.wire.config import EngineConfig
+from quintet.wire.ids import Role
+from quintet.wire.kv_admin import KvPins
+from quintet.wire.kv_tiers import MAX_KEPT, KvTierRequests, StoredBlocks, TierName, TierResultsReady
+from quintet.wire.step import Capacity, StepPlan
+
+if TYPE_CHECKING:
+    from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks
+    from quintet.executor.kv_transfer.back_end import BackEnd
+    from quintet.executor.kv_transfer.block_bytes import WholeBlocks
+    from quintet.executor.kv_transfer.host_blocks import HostBlocks
+
+OpenBackEnd = Callable[["WholeBlocks", EngineConfig, str, int], "BackEnd | None"]
+"""Open a back end for these blocks, a model runner's name and the number of its first staging block.
+
+None if it is not configured. Raises `ConfigError` if it cannot be opened.
+"""
+
+BACK_ENDS: dict[TierName, str] = {
+    "disk": "quintet.executor.kv_transfer.disk.back_end:open_disk",
+    "peer": "quintet.executor.kv_transfer.peers.back_end:open_peers",
+    "store": "quintet.executor.kv_transfer.store.back_end:open_store",
+}
+"""Import string of each back end's `OpenBackEnd`. `quintet.core.kv.tiers` has the core halves."""
+
+
+def with_engine_paths(index: int, config: EngineConfig) -> EngineConfig:
+    """Return the configuration with this engine's own disk folder and peer port."""
+    disk, peers = config.cache.disk, config.cache.peers
+    if disk is not None:
+        disk = msgspec.structs.replace(disk, folder=str(Path(disk.folder) / f"engine-{index}"))
+    if peers is not None and peers.listen:
+        peers = msgspec.structs.replace(peers, listen=address_for(peers.listen, index))
+    return msgspec.structs.replace(
+        config, cache=msgspec.structs.replace(config.cache, disk=disk, peers=peers)
+    )
+
+
+class KvConnector:
+    """Copies fetched blocks for the worker, and passes requests and results between core and back ends for the loop."""
+
+    def __init__(
+        self,
+        open_blocks: Callable[[], WholeBlocks],
+        config: EngineConfig,
+        runner: str,
+        host_blocks: HostBlocks | HostBlocksOfAllRanks,
+    ) -> None:
+        """open_blocks: called if a back end is configured. runner: name of the model runner. host_blocks: swap space.
+
+        Raises `ConfigError` if a back end cannot be opened.
+        """
+        self._host_blocks = host_blocks
+        self.back_ends: list[BackEnd] = []
+        self._process: Process[StepPlan | KvTierRequests | KvPins] | None = None
+        if not config.cache.leaves:
+            return
+        blocks, first = open_blocks(), host_blocks.num_blocks
+        for path in BACK_ENDS.values():
+            module, _, name = path.partition(":")
+            open_back_end: OpenBackEnd = getattr(import_module(module), name)
+            opened = open_back_end(blocks, config, runner, first)
+            if opened is not None:
+                self.back_ends.append(opened)
+                first += opened.capacity.num_staging_blocks
+
+    def copy_in(self, swaps: bytes) -> None:
+        """Copy from host blocks, of swap space or staging; see `StepPlan.swaps_in`."""
+        if not self.back_ends:
+            self._host_blocks.copy_in(swaps)
+            return
+        pairs = np.frombuffer(swaps, np.int32).reshape(-1, 2)
+        host = pairs[:, 1]
+        from_host = host < self._host_blocks.num_blocks
+        if from_host.any():
+            self._host_blocks.copy_in(pairs[from_host].tobytes())
+        for each in self.back_ends:
+            is_own = (each.first <= host) & (host < each.first + len(each.staging))
+            if is_own.any():
+                each.copy_in(pairs[is_own, 0], host[is_own])
+
+    # --- the loop's side ---
+
+    def begin(self, process: Process[StepPlan | KvTierRequests | KvPins]) -> None:
+        """Start the back ends. Their results wake the process with `TierResultsReady`."""
+        self._process = process
+        if self.back_ends:
+            wakeup = Wakeup(TierResultsReady)
+            process.inbox.hang(wakeup)
+            for each in self.back_ends:
+                each.begin(wakeup.ring)
+
+    def add_capacity(self, capacity: Capacity) -> None:
+        """Send the stored blocks to the core, and set the back ends' sizes in ``capacity``."""
+        for each in self.back_ends:
+            capacity.tiers.append(each.capacity)
+            stored = each.stored()
+            for begin in range(0, len(stored), MAX_KEPT):
+                some = stored[begin : begin + MAX_KEPT]
+                places, keys = pack_i32(place for place, _ in some), [key for _, key in some]
+                self._send(StoredBlocks(capacity.executor_epoch, capacity.tables, places, keys))
+
+    def order(self, requests: KvTierRequests) -> None:
+        """Pass requests to their back end."""
+        for each in self.back_ends:
+            if each.tier == requests.tier:
+                each.order(requests)
+
+    def send_results(self) -> None:
+        """Send the back ends' results to the core."""
+        for each in self.back_ends:
+            results = each.take_results()
+            if results is not None and self._process is not None:
+                results.executor_epoch = self._process.me.epoch
+                self._send(results)
+
+    def reset(self) -> None:
+        """Cancel requests after a reset of the tables."""
+        for each in self.back_ends:
+            each.reset()
+
+    def close(self) -> None:
+        """Finish queued writes within the shutdown limit, then close the back ends."""
+        for each in self.back_ends:
+            each.close()
+
+    def _send(self, message: msgspec.Struct) -> None:
+        assert self._process is not None, "not started"
+        self._process.peers.send(Role.CORE, self._process.me.index, message)
