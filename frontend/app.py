@@ -22,7 +22,7 @@ from quintet.frontend.http.auth import Keys, operator_keys
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path
 from quintet.frontend.http.openapi import RouteSpec
-from quintet.frontend.load_balancing.load_report import FORMAT_HEADER, LoadReport
+from quintet.frontend.metrics import FORMAT_HEADER, LoadReport
 from quintet.frontend.resume.endpoints import resume_repeated
 from quintet.frontend.resume.stream_state import LAST_EVENT
 from quintet.frontend.routes import ROUTES

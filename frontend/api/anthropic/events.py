@@ -27,7 +27,6 @@ from quintet.frontend.streams import Batch, Delta, Stream, text_spans
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Finish, FinishReason, Started
-from quintet.wire.params import shown
 
 _NOTE = re.compile(r"(\d{1,6})([trscn])(?:\+(\d{1,9}))?")
 SIGNATURE_CHARS = 24
@@ -179,7 +178,7 @@ class MessagesWriter:
         self._answer = answer
         self._position = position or StreamCursor(1)
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
-        num_blocks, kind, self._num_skipped = _state_of(self._position.note)
+        num_blocks, kind, self._num_skipped = _state_of(self._position)
         self._set_open(num_blocks, kind)
         self._num_ahead = self._num_skipped
         """Characters sent of the text after the cursor's tokens."""
@@ -355,15 +354,9 @@ class MessagesWriter:
         return b"%b%b\n%b" % (self._event_id, str(self._position).encode(), event)
 
 
-def _state_of(note: str) -> tuple[int, str, int]:
+def _state_of(position: StreamCursor) -> tuple[int, str, int]:
     """Parse a cursor's note: number of blocks, kind of the open block, characters sent after the tokens."""
-    if not note:
-        return 0, NO_BLOCK, 0
-    match = _NOTE.fullmatch(note)
+    match = position.read_note(_NOTE)
     if match is None:
-        raise RequestError(
-            ErrorCode.INVALID,
-            f"The position ends with {shown(note)}; send the id of the last event that was received.",
-            "from",
-        )
+        return 0, NO_BLOCK, 0
     return int(match[1]), match[2], int(match[3] or 0)

@@ -43,7 +43,6 @@ from quintet.frontend.streams import Batch, Delta, Stream, text_spans
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Finish, PositionLogprobs, Started
-from quintet.wire.params import shown
 
 _NOTE = re.compile(r"(\d{1,9})\+(\d{1,9})\+(\d{1,3})")
 
@@ -146,7 +145,7 @@ class ResponsesWriter:
         self._num_known = self._position.counts[0] or 0
         """Tokens for which the client needs no comment."""
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
-        self._number, *seen = _state_of(self._position.note)
+        self._number, *seen = _state_of(self._position)
         self._seen = (seen[0], seen[1])
         self._num_chars = self._num_events_after = 0
         """Characters so far, and events after the last of them."""
@@ -377,15 +376,9 @@ def _delta_head(item: Item) -> bytes:
     return b'event: %b\ndata: %b,"sequence_number":' % (name.encode(), fields[:-1])
 
 
-def _state_of(note: str) -> tuple[int, int, int]:
+def _state_of(position: StreamCursor) -> tuple[int, int, int]:
     """Parse a cursor's note: number of the next event, characters sent, events after them."""
-    if not note:
-        return 0, 0, 0
-    match = _NOTE.fullmatch(note)
+    match = position.read_note(_NOTE)
     if match is None:
-        raise RequestError(
-            ErrorCode.INVALID,
-            f"The position ends with {shown(note)}; send the id of the last event that was received.",
-            "from",
-        )
+        return 0, 0, 0
     return int(match[1]), int(match[2]), int(match[3])
