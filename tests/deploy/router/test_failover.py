@@ -100,7 +100,7 @@ def test_only_immediate_break_of_reused_connection_is_retried(is_at_once: bool) 
             prefer(w, 1, 0)
             await w.request(C, {"prompt": "x"})
             for server in w.servers:
-                server.pool.connections.round_trip_s = 10.0 if is_at_once else -10.0
+                server.pool.round_trip_s = 10.0 if is_at_once else -10.0
             assert (await w.request(C, {"prompt": "x"})).status == 200
             assert [len(up.received) for up in w.ups] == ([0, 3] if is_at_once else [1, 2])
 
@@ -114,7 +114,7 @@ def test_non_idempotent_request_uses_a_new_connection() -> None:
             prefer(w, 1, 0)
             await w.request(C, {"prompt": "x"})
             for server in w.servers:
-                server.pool.connections.round_trip_s = 10.0
+                server.pool.round_trip_s = 10.0
             response = await w.request("/v1/conversations", {})
             assert response.status == 503 and [len(up.received) for up in w.ups] == [0, 2]
 

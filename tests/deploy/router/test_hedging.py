@@ -235,7 +235,7 @@ def test_lost_copy_counts_when_the_first_answers() -> None:
             up: Upstream, received: dict[str, Any], writer: asyncio.StreamWriter
         ) -> None:
             await slow.may_answer.wait()
-            while copied.pool.connections._open:
+            while copied.pool._open:
                 await asyncio.sleep(0.005)
             await respond(head(200), b": keep-alive\n", cut=True)(up, received, writer)
 
