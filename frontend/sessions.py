@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -80,16 +80,11 @@ class Sessions:
         self._ids = RequestIds(me.index, me.epoch)
         self._live: dict[int, StreamChoice] = {}
         self._streams: dict[int, Stream] = {}
-        self._on_idle: Callable[[], None] | None = None
 
     @property
     def num_live(self) -> int:
         """Requests that have not ended. A cancelled request counts until the engine confirms."""
         return len(self._streams)
-
-    def when_idle(self, callback: Callable[[], None] | None) -> None:
-        """Set the callback for the end of the last live request; None removes it."""
-        self._on_idle = callback
 
     # --- in ---------------------------------------------------------------------------------------------------
 
@@ -337,8 +332,6 @@ class Sessions:
         self._dispatcher.release(stream)
         self.ledger.close(stream)
         self.metrics.live.set(len(self._streams))
-        if not self._streams and self._on_idle is not None:
-            self._on_idle()
 
     def _post(self, stream: Stream) -> None:
         if stream.is_closed:
