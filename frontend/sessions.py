@@ -27,7 +27,7 @@ from quintet.frontend.reconcile import (
 )
 from quintet.frontend.resume.stream_state import has_started, resumed_submit
 from quintet.frontend.session_metrics import SessionMetrics
-from quintet.frontend.streams import Batch, Delta, Mailbox, Received, Stream, StreamChoice
+from quintet.frontend.streams import Mailbox, Received, Stream, StreamChoice
 from quintet.process.trace import Span, no_span
 from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.columns import ID_BYTES
@@ -49,8 +49,6 @@ from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams, shown
 from quintet.wire.request import RequestSpec
 from quintet.wire.supervision import Topology
-
-__all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
 
 
 class Sessions:
@@ -111,7 +109,9 @@ class Sessions:
         ``interval`` tokens, and end. ``clamp_max_tokens``, ``session``: see `Submit`. ``received``: output of each choice that
         the client has from another server, to resume after it.
         """
-        _check_priority(spec.priority)
+        if not -(1 << 63) <= spec.priority < 1 << 63:
+            message = f"priority is {shown(spec.priority)}; it must be a 64-bit integer."
+            raise RequestError(ErrorCode.INVALID, message, "priority")
         spec = msgspec.structs.replace(
             spec, params=_seeded(spec.params), arrival_ns=spec.arrival_ns or time.monotonic_ns()
         )
@@ -396,10 +396,3 @@ class Sessions:
 
 def _seeded(params: SamplingParams) -> SamplingParams:
     return params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(63))
-
-
-def _check_priority(priority: int) -> None:
-    if not -(1 << 63) <= priority < 1 << 63:
-        raise RequestError(
-            ErrorCode.INVALID, f"priority is {shown(priority)}; it must be a 64-bit integer.", "priority"
-        )

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.frontend.sessions import Batch, Sessions, Stream
+from quintet.frontend.sessions import Sessions
+from quintet.frontend.streams import Batch, Stream
 from quintet.wire import codec
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32
 from quintet.wire.errors import ErrorCode, RequestError
