@@ -22,7 +22,7 @@ from quintet.frontend.http.auth import Keys, operator_keys
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path
 from quintet.frontend.http.openapi import RouteSpec
-from quintet.frontend.load_balancing.load_report import FORMAT_HEADER, LoadReport
+from quintet.frontend.metrics import FORMAT_HEADER, LoadReport
 from quintet.frontend.resume.endpoints import resume_repeated
 from quintet.frontend.resume.stream_state import LAST_EVENT
 from quintet.frontend.routes import ROUTES
@@ -52,6 +52,7 @@ class Endpoint:
 
     row: RouteSpec
     service: Service
+    methods: tuple[str, ...]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http_request: HttpRequest = scope["http_request"]
@@ -59,8 +60,8 @@ class Endpoint:
         http_request.route = row.path
         http_request.path_params = scope["path_params"]
         method = "GET" if http_request.method == "HEAD" else http_request.method
-        if method not in row.methods:
-            allowed = ", ".join(row.methods)
+        if method not in self.methods:
+            allowed = ", ".join(self.methods)
             http_request.headers_out.append((b"allow", allowed.encode()))
             raise RequestError(
                 ErrorCode.METHOD_NOT_ALLOWED,
@@ -86,7 +87,7 @@ class App:
         service.on_topology = partial(resume_lost, service)
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
-            routes=[Route(row.path, Endpoint(row, service)) for row in ROUTES],
+            routes=[Route(row.path, Endpoint(row, service, row.methods)) for row in ROUTES],
             redirect_slashes=False,
             default=_not_found,
         )

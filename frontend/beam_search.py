@@ -1,4 +1,7 @@
-"""Beam search over one prompt, without computing: takes log-probabilities, returns the next beams.
+"""Beam search: each round sends one single-token request per running beam.
+
+Shared prefixes hit the prefix cache, so a round computes little more than the new tokens. The requests are ordinary ones
+and survive process losses; the result depends only on tokens.
 
 Equal to ``generate(num_beams=…)`` of transformers 5. Of the ``width * max(2, 1 + ends)`` best continuations, an end among the
 ``width`` best finishes a beam, and the others without an end continue. A finished beam's score is its log-probability
@@ -8,19 +11,23 @@ divided by length to the power of ``length_penalty``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.limits import MAX_BEAM_CANDIDATES
-from quintet.wire.messages import Alternative, PositionLogprobs
-from quintet.wire.params import shown
+from quintet.wire.messages import Alternative, PositionLogprobs, TokenPrompt
+from quintet.wire.params import SamplingParams, shown
+from quintet.wire.request import check_length
 
 MAX_WIDTH = 32
 MAX_LENGTH_PENALTY = 10.0
 
 EarlyStopping = bool | Literal["never"]
+Ask = Callable[[Sequence[TokenPrompt], SamplingParams], Awaitable[Sequence[PositionLogprobs]]]
+"""Samples one token after each prompt, and returns its log-probabilities with the most likely alternatives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +145,48 @@ class BeamSearch:
 
 def _bad(field: str, value: object, allowed: str) -> RequestError:
     return RequestError(ErrorCode.INVALID, f"{field} is {shown(value)}; it must be {allowed}.", field)
+
+
+def output_limit(num_prompt: int, max_tokens: int | None, max_model_len: int, field: str) -> int:
+    """Return the output limit: ``max_tokens``, or the rest of the context. Raises `RequestError` if it does not fit."""
+    check_length(num_prompt, max_model_len, field, max_tokens)
+    return max_model_len - num_prompt if max_tokens is None else max_tokens
+
+
+async def search(
+    prompts: Sequence[Sequence[int]], options: Sequence[BeamOptions], ask: Ask
+) -> list[list[Beam]]:
+    """Return the finished beams of each prompt, best first; as many as its width. Raises what ``ask`` raises."""
+    searches = [BeamSearch(each) for each in options]
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        seed=0,
+        ignore_eos=True,
+        logprobs=max(each.num_candidates for each in options),
+    )
+    while running := [
+        (prompt, each) for prompt, each in zip(prompts, searches, strict=True) if not each.is_over
+    ]:
+        extended = [
+            TokenPrompt(pack_i32([*prompt, *beam.token_ids]))
+            for prompt, each in running
+            for beam in each.running
+        ]
+        found = iter(await ask(extended, params))
+        for _, each in running:
+            each.advance([next(found) for _ in each.running])
+    return [each.finished for each in searches]
+
+
+def replay_params(beam: Beam, params: SamplingParams) -> SamplingParams:
+    """Return parameters that generate a found beam's tokens and end where it ends."""
+    return SamplingParams(
+        max_tokens=len(beam.token_ids),
+        temperature=0.0,
+        seed=0,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )

@@ -7,6 +7,8 @@ former processes, and remains when a slot is retired: it never decreases while t
 
 from __future__ import annotations
 
+import json
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from quintet.frontend.http.http_request import HttpRequest
+from quintet.frontend.http.http_request import Header, HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role
@@ -57,6 +59,15 @@ ENGINE_ROLES = frozenset({Role.CORE, Role.EXECUTOR})
 
 MAX_GAUGES = frozenset({"kv_cache_usage_perc", "cache_config_info"})
 """Gauges aggregated over processes by maximum, not by sum."""
+
+FORMAT_HEADER = "endpoint-load-metrics-format"
+LOAD_HEADER = b"endpoint-load-metrics"
+LOAD_AGE_S = 0.2
+"""Cache lifetime: each read asks all processes."""
+LOAD_WAIT_S = 0.5
+"""Timeout of the supervisor; on timeout the header is omitted."""
+LOAD_GAUGES = ("kv_cache_usage_perc", "num_requests_waiting")
+"""The first is the maximum over engines, the second the sum."""
 
 Series = CounterSeries | GaugeSeries | HistogramSeries
 
@@ -194,3 +205,42 @@ def add_samples(family: Metric, series: Series, labels: Labels) -> None:
             family.add_sample(f"{family.name}_bucket", {**named, "le": le}, cumulative)
         family.add_sample(f"{family.name}_count", named, cumulative)
         family.add_sample(f"{family.name}_sum", named, series.total)
+
+
+class LoadReport:
+    """Cached load metrics in response headers for external load balancers (ORCA; same headers as vLLM and Triton).
+
+    A request with ``endpoint-load-metrics-format: TEXT`` or ``JSON`` gets the header ``endpoint-load-metrics``.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._gauges: dict[str, float] = {}
+        self._read_s = float("-inf")
+
+    async def headers(self, format_name: str) -> list[Header]:
+        """Return the header in the requested format; empty for another format or without metrics."""
+        kind = format_name.strip().upper()
+        if kind not in {"TEXT", "JSON"}:
+            return []
+        if time.monotonic() - self._read_s > LOAD_AGE_S:
+            try:
+                self._gauges = await self._read()
+            except RequestError:
+                return []
+            self._read_s = time.monotonic()
+        if kind == "JSON":
+            values = json.dumps({"named_metrics": self._gauges})
+        else:
+            values = ", ".join(f"named_metrics.{name}={value}" for name, value in self._gauges.items())
+        return [(LOAD_HEADER, f"{kind} {values}".encode())]
+
+    async def _read(self) -> dict[str, float]:
+        report = await self._service.queries.metrics(LOAD_WAIT_S, self._service.metrics.encoded())
+        found: dict[str, list[float]] = {name: [] for name in LOAD_GAUGES}
+        for source in collect(report):
+            for series in source.snapshot.gauges if source.role is Role.CORE else ():
+                if series.name in found:
+                    found[series.name].append(float(series.value))
+        usage, waiting = (found[name] for name in LOAD_GAUGES)
+        return dict(zip(LOAD_GAUGES, (max(usage, default=0.0), sum(waiting, start=0.0)), strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -27,7 +27,7 @@ from quintet.frontend.reconcile import (
 )
 from quintet.frontend.resume.stream_state import has_started, resumed_submit
 from quintet.frontend.session_metrics import SessionMetrics
-from quintet.frontend.streams import Batch, Delta, Mailbox, Received, Stream, StreamChoice
+from quintet.frontend.streams import Mailbox, Received, Stream, StreamChoice
 from quintet.process.trace import Span, no_span
 from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.columns import ID_BYTES
@@ -49,8 +49,6 @@ from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams, shown
 from quintet.wire.request import RequestSpec
 from quintet.wire.supervision import Topology
-
-__all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
 
 
 class Sessions:
@@ -80,16 +78,11 @@ class Sessions:
         self._ids = RequestIds(me.index, me.epoch)
         self._live: dict[int, StreamChoice] = {}
         self._streams: dict[int, Stream] = {}
-        self._on_idle: Callable[[], None] | None = None
 
     @property
     def num_live(self) -> int:
         """Requests that have not ended. A cancelled request counts until the engine confirms."""
         return len(self._streams)
-
-    def when_idle(self, callback: Callable[[], None] | None) -> None:
-        """Set the callback for the end of the last live request; None removes it."""
-        self._on_idle = callback
 
     # --- in ---------------------------------------------------------------------------------------------------
 
@@ -116,7 +109,9 @@ class Sessions:
         ``interval`` tokens, and end. ``clamp_max_tokens``, ``session``: see `Submit`. ``received``: output of each choice that
         the client has from another server, to resume after it.
         """
-        _check_priority(spec.priority)
+        if not -(1 << 63) <= spec.priority < 1 << 63:
+            message = f"priority is {shown(spec.priority)}; it must be a 64-bit integer."
+            raise RequestError(ErrorCode.INVALID, message, "priority")
         spec = msgspec.structs.replace(
             spec, params=_seeded(spec.params), arrival_ns=spec.arrival_ns or time.monotonic_ns()
         )
@@ -337,8 +332,6 @@ class Sessions:
         self._dispatcher.release(stream)
         self.ledger.close(stream)
         self.metrics.live.set(len(self._streams))
-        if not self._streams and self._on_idle is not None:
-            self._on_idle()
 
     def _post(self, stream: Stream) -> None:
         if stream.is_closed:
@@ -403,10 +396,3 @@ class Sessions:
 
 def _seeded(params: SamplingParams) -> SamplingParams:
     return params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(63))
-
-
-def _check_priority(priority: int) -> None:
-    if not -(1 << 63) <= priority < 1 << 63:
-        raise RequestError(
-            ErrorCode.INVALID, f"priority is {shown(priority)}; it must be a 64-bit integer.", "priority"
-        )

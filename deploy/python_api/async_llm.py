@@ -23,7 +23,7 @@ from quintet.deploy.python_api.inputs import (
     read_token_ids,
 )
 from quintet.deploy.python_api.outputs import Assembler, RequestOutput
-from quintet.frontend.sessions import Stream
+from quintet.frontend.streams import Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import TextPrompt
 from quintet.wire.params import OutputKind, SamplingParams

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from quintet.deploy.python_api.engine import LocalServer
 from quintet.deploy.python_api.inputs import ReadPrompt
 from quintet.deploy.python_api.outputs import Position, read_position
-from quintet.frontend.beam_rounds import output_limit, search
-from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping
+from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping, output_limit, search
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.embeds import EmbedsPrompt

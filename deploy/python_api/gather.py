@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from quintet.deploy.python_api.engine import EngineError, LocalServer
 from quintet.deploy.python_api.inputs import ReadPrompt
 from quintet.deploy.python_api.outputs import Assembler, RequestMetrics, RequestOutput
-from quintet.frontend.sessions import Mailbox, Stream
+from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quintet.frontend.sessions import Delta, Stream
+from quintet.frontend.streams import Delta, Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started

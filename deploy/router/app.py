@@ -15,9 +15,9 @@ from quintet.deploy.router.proxy import ProxiedRequest, ProxyTimeouts
 from quintet.deploy.router.request_summary import RequestSummary, read
 from quintet.deploy.router.servers import Server, Servers
 from quintet.deploy.router.upstream import RELAY, Outgoing
+from quintet.frontend.api.answer import SESSION_HEADER
 from quintet.frontend.api.anthropic import errors as anthropic_errors
 from quintet.frontend.api.openai import errors as openai_errors
-from quintet.frontend.api.routing import SESSION_HEADER
 from quintet.frontend.http.auth import Keys
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.error_shape import ErrorShape

@@ -16,7 +16,7 @@ from quintet.deploy.router.dns_servers import parsed
 from quintet.deploy.router.metrics import RouterMetrics
 from quintet.deploy.router.request_summary import RequestSummary, read
 from quintet.deploy.router.servers import HeldPrefixes, Server, Servers
-from quintet.frontend.api.routing import SESSION_HEADER
+from quintet.frontend.api.answer import SESSION_HEADER
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 

@@ -97,6 +97,17 @@ class StreamCursor:
                 position.ended[index] = choice.endswith("e")
         return position
 
+    def read_note(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Parse the note; None without one. Raises `RequestError` for a note of another API."""
+        match = pattern.fullmatch(self.note)
+        if self.note and match is None:
+            raise RequestError(
+                ErrorCode.INVALID,
+                f"The position ends with {shown(self.note)}; send the id of the last event that was received.",
+                "from",
+            )
+        return match
+
     def __str__(self) -> str:
         choices = [
             "-" if count is None else f"{count}e" if ended else str(count)

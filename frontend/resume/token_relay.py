@@ -9,13 +9,15 @@ the proxy has.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import msgspec
 
+from quintet.frontend.api import sse
 from quintet.frontend.api.answer import Submissions
 from quintet.frontend.api.openai import parse
-from quintet.frontend.http.http_request import HttpRequest
+from quintet.frontend.http.http_request import Header, HttpRequest
 from quintet.frontend.resume.stream_state import PartialResponse, StreamCursor, StreamId
 from quintet.frontend.streams import Received
 
@@ -27,20 +29,45 @@ WITHDRAWN = b": withdrawn\n"
 _encode = msgspec.json.Encoder().encode
 
 
-class RelayedWriter(Protocol):
-    """Writer of the events of a stream that a proxy may continue elsewhere."""
+@dataclass(slots=True, eq=False)
+class StreamState:
+    """Id and cursor of a stream that is written, and what a proxy needs to resume it elsewhere. Owned by its writer."""
 
     stream_id: StreamId | None
-    sends_ids: bool
-    """True if a comment with token ids precedes each event."""
-    prior_comments: list[bytes]
-    """Such comments for tokens sent before this writer's first event."""
-    created: int | None
+    """None without event ids."""
+    cursor: StreamCursor
+    created: int | None = None
     """Unix time of the response's start, in seconds; None where the events do not have it."""
-    name: str
+    name: str = ""
     """Response id, where the server makes one up; else ""."""
-    can_continue: bool
-    """True if token ids are enough for another server to continue."""
+    is_relayable: bool = True
+    """True if token ids are enough for another server to resume it."""
+    sends_ids: bool = False
+    """True if a comment with token ids precedes each event."""
+    prior_comments: list[bytes] = field(default_factory=list)
+    """Such comments for tokens sent before the writer's first event."""
+
+    @property
+    def event_id(self) -> bytes:
+        """Field of an event id up to the cursor; empty without ids."""
+        return b"" if self.stream_id is None else b"id: %b:" % str(self.stream_id).encode()
+
+    def take_comments(self) -> list[bytes]:
+        """Return the comments before the first event, and forget them."""
+        comments, self.prior_comments = self.prior_comments, []
+        return comments
+
+    def headers(self) -> tuple[Header, ...]:
+        """Return the headers of the response."""
+        if self.stream_id is None:
+            return sse.HEADERS
+        return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))
+
+
+class RelayedWriter(Protocol):
+    """Writer of the events of a stream that a proxy may resume elsewhere."""
+
+    state: StreamState
 
 
 WriterT = TypeVar("WriterT", bound=RelayedWriter)
@@ -72,12 +99,13 @@ def with_relay(
     The header has the seed of each prompt, the start time, and the response id if the server made it up.
     ``received``: choices and their token ids before the cursor.
     """
-    if http_request.header(RELAY_HEADER) is not None and writer.stream_id is not None and writer.can_continue:
-        writer.sends_ids = True
-        writer.prior_comments = [note for index, ids in received for note in replayed_comments(index, ids)]
+    state = writer.state
+    if http_request.header(RELAY_HEADER) is not None and state.stream_id is not None and state.is_relayable:
+        state.sends_ids = True
+        state.prior_comments = [note for index, ids in received for note in replayed_comments(index, ids)]
         seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
-        name = f".{writer.name}" if writer.name else ""
-        ticket = f"{seeds}.{writer.created or 0}{name}"
+        name = f".{state.name}" if state.name else ""
+        ticket = f"{seeds}.{state.created or 0}{name}"
         http_request.headers_out.append((RELAY_HEADER.encode(), ticket.encode()))
     return writer
 

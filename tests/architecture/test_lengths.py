@@ -40,7 +40,6 @@ LONG_FILES = {
     "executor/backends/cpu/program/graph_builder.py": (500, "every operation of a pass in order"),
     "process/runtime.py": (440, "one loop and everything in an iteration"),
     "wire/config.py": (480, "the configuration, section by section"),
-    "frontend/sessions.py": (445, "a session from submission to its end"),
 }
 LONG_FUNCTIONS = {
     "deploy/config/build.py: resolve": (131, "fills the whole configuration, section by section"),

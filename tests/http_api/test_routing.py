@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quintet.frontend.api.routing import MAX_EXPLAINED
+from quintet.frontend.api.answer import MAX_EXPLAINED
 from quintet.wire.messages import Submit
 
 C, H = "/v1/completions", "/v1/chat/completions"

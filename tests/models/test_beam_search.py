@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quintet.frontend.beam_rounds import output_limit, search
-from quintet.frontend.beam_search import MAX_WIDTH, Beam, BeamOptions, EarlyStopping
+from quintet.frontend.beam_search import MAX_WIDTH, Beam, BeamOptions, EarlyStopping, output_limit, search
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Alternative, PositionLogprobs, TokenPrompt

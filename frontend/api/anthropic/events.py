@@ -22,12 +22,11 @@ from quintet.frontend.api.channels import Channels
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.http.http_request import Header
 from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import ids_comment
+from quintet.frontend.resume.token_relay import StreamState, ids_comment
 from quintet.frontend.streams import Batch, Delta, Stream, text_spans
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Finish, FinishReason, Started
-from quintet.wire.params import shown
 
 _NOTE = re.compile(r"(\d{1,6})([trscn])(?:\+(\d{1,9}))?")
 SIGNATURE_CHARS = 24
@@ -162,24 +161,15 @@ def _input_of(arguments: str) -> dict[str, object] | None:
 class MessagesWriter:
     """Writer of the events of one response (an `AnswerWriter`)."""
 
-    name, can_continue = "", True
-    """See `quintet.frontend.resume.token_relay.RelayedWriter`."""
-
     def __init__(
         self, answer: MessagesAnswer, stream_id: StreamId | None = None, position: StreamCursor | None = None
     ) -> None:
         """``stream_id``: events have ids and start after ``position``. Raises `RequestError` for a cursor of another API."""
-        self.stream_id = stream_id
-        self.sends_ids = False
-        """True if token id comments precede events: see `quintet.frontend.resume.token_relay`."""
-        self.prior_comments: list[bytes] = []
-        """Such comments for tokens sent before this writer's first event."""
-        self.created: int | None = None
-        """No event has the start time."""
         self._answer = answer
         self._position = position or StreamCursor(1)
-        self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
-        num_blocks, kind, self._num_skipped = _state_of(self._position.note)
+        self.state = StreamState(stream_id, self._position)
+        self._event_id = self.state.event_id
+        num_blocks, kind, self._num_skipped = _state_of(self._position)
         self._set_open(num_blocks, kind)
         self._num_ahead = self._num_skipped
         """Characters sent of the text after the cursor's tokens."""
@@ -190,9 +180,8 @@ class MessagesWriter:
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """See `AnswerWriter.write`. There is one prompt with one choice."""
         cursor = self._position
-        if self.prior_comments:
-            frames += self.prior_comments
-            self.prior_comments = []
+        if self.state.prior_comments:
+            frames += self.state.take_comments()
         if batch.started is not None and cursor.counts[0] is None:
             cursor.counts[0] = 0
             usage = usage_of(batch.started, 0)
@@ -202,7 +191,7 @@ class MessagesWriter:
             frames.append(PING)
         num_taken = stream.choices[0].num_taken
         for delta in batch.deltas:
-            if self.sends_ids and delta.token_ids:
+            if self.state.sends_ids and delta.token_ids:
                 frames.append(ids_comment(0, delta.token_ids))
             if not self._is_more(delta):
                 self._write_delta(frames, delta, num_taken)
@@ -335,9 +324,7 @@ class MessagesWriter:
 
     def headers(self) -> tuple[Header, ...]:
         """See `AnswerWriter.headers`."""
-        if self.stream_id is None:
-            return sse.HEADERS
-        return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))
+        return self.state.headers()
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
@@ -355,15 +342,9 @@ class MessagesWriter:
         return b"%b%b\n%b" % (self._event_id, str(self._position).encode(), event)
 
 
-def _state_of(note: str) -> tuple[int, str, int]:
+def _state_of(position: StreamCursor) -> tuple[int, str, int]:
     """Parse a cursor's note: number of blocks, kind of the open block, characters sent after the tokens."""
-    if not note:
-        return 0, NO_BLOCK, 0
-    match = _NOTE.fullmatch(note)
+    match = position.read_note(_NOTE)
     if match is None:
-        raise RequestError(
-            ErrorCode.INVALID,
-            f"The position ends with {shown(note)}; send the id of the last event that was received.",
-            "from",
-        )
+        return 0, NO_BLOCK, 0
     return int(match[1]), match[2], int(match[3] or 0)

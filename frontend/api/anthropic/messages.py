@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.api.answer import collect_outputs, stream_answer, submit_all
+from quintet.frontend.api.answer import collect_outputs, session_of, stream_answer, submit_all
 from quintet.frontend.api.anthropic.events import MessagesAnswer, MessagesWriter, message_of
 from quintet.frontend.api.anthropic.parse import CLIENT_NAMES, chat_body
 from quintet.frontend.api.anthropic.types import CountTokensBody, MessagesBody
@@ -17,7 +17,6 @@ from quintet.frontend.api.openai.chat import (
 )
 from quintet.frontend.api.openai.render import respond_rendered
 from quintet.frontend.api.openai.types import ChatBody
-from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.stream_state import resume_token_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay

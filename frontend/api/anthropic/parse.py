@@ -131,11 +131,7 @@ def messages_of(
                 f"{where}.role is {shown(turn.role)}; it must be one of {', '.join(ROLES)}.", "messages"
             )
         for message in _messages_of(turn, where, reader):
-            if found and found[-1]["role"] == message["role"] in ("user", "assistant"):
-                _join(found[-1], message)
-            else:
-                found.append(message)
-                places.append(where)
+            parse.add_message(found, places, message, where)
     last = found[-1]
     if last["role"] == "assistant" and ("tool_calls" in last or not last["content"]):
         raise parse.invalid(
@@ -204,16 +200,6 @@ def _assistant(blocks: Sequence[Block], where: str, reader: _Reader) -> Message:
     if calls:
         message["tool_calls"] = calls
     return message
-
-
-def _join(message: Message, more: Message) -> None:
-    """Merge a message of the same role."""
-    message["content"] = "\n".join(filter(None, (message["content"], more["content"])))
-    if "reasoning_content" in more:
-        before = message.get("reasoning_content")
-        message["reasoning_content"] = "\n".join(filter(None, (before, more["reasoning_content"])))
-    if "tool_calls" in more:
-        message["tool_calls"] = message.get("tool_calls", []) + more["tool_calls"]
 
 
 def _text(content: str | Sequence[Block] | Block, where: str, reader: _Reader) -> str:

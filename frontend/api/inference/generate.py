@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, Submissions, collect_outputs, stream_answer, submit_all
+from quintet.frontend.api.answer import (
+    Output,
+    Submissions,
+    collect_outputs,
+    session_of,
+    stream_answer,
+    submit_all,
+)
 from quintet.frontend.api.inference.types import GenerateBody
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
@@ -19,7 +26,6 @@ from quintet.frontend.api.openai.answer import (
 from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.api.openai.types import CompletionBody
-from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, resume_token_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay

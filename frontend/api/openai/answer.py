@@ -17,7 +17,7 @@ from quintet.frontend.api.openai.errors import error_body
 from quintet.frontend.api.openai.types import CompletionBody, GenerationBody
 from quintet.frontend.http.http_request import Header, HttpRequest
 from quintet.frontend.resume.stream_state import StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import ids_comment
+from quintet.frontend.resume.token_relay import StreamState, ids_comment
 from quintet.frontend.streams import Batch, Delta, Stream
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import RequestError
@@ -172,9 +172,6 @@ class ChunkFormat:
 class ChunkWriter:
     """Writer of the events of one response."""
 
-    name, can_continue = "", True
-    """See `quintet.frontend.resume.token_relay.RelayedWriter`."""
-
     def __init__(
         self,
         shape: ChunkFormat,
@@ -184,16 +181,11 @@ class ChunkWriter:
         position: StreamCursor | None = None,
     ) -> None:
         """``stream_id``: events have ids and start after ``position`` (default: at the start)."""
-        self.stream_id = stream_id
+        self._position = position or StreamCursor(num_prompts * options.num_choices)
+        self.state = StreamState(stream_id, self._position, options.created)
+        self._event_id = self.state.event_id
         self.streams_per_prompt = 1
         """See `Submissions`."""
-        self.sends_ids = False
-        """True if token id comments precede events: see `quintet.frontend.resume.token_relay`."""
-        self.prior_comments: list[bytes] = []
-        """Such comments for tokens sent before this writer's first event."""
-        self.created: int | None = options.created
-        self._position = position or StreamCursor(num_prompts * options.num_choices)
-        self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         self.shape = shape
         self.options = options
         self._head = b"data: " + encode_json(shape.head(options))[:-1] + b',"choices":['
@@ -217,9 +209,8 @@ class ChunkWriter:
         n = self.options.num_choices
         base = position * n
         cursor = self._position
-        if self.prior_comments:
-            frames += self.prior_comments
-            self.prior_comments = []
+        if self.state.prior_comments:
+            frames += self.state.take_comments()
         if batch.started is not None:
             for index in range(base, base + n):
                 if cursor.counts[index] is None:
@@ -228,7 +219,7 @@ class ChunkWriter:
         for delta in batch.deltas:
             index = base + delta.choice
             cursor.counts[index] = stream.choices[delta.choice].num_taken
-            if self.sends_ids and delta.token_ids:
+            if self.state.sends_ids and delta.token_ids:
                 frames.append(ids_comment(index, delta.token_ids))
             if is_plain and delta.finish is None:
                 if delta.text:
@@ -324,9 +315,7 @@ class ChunkWriter:
 
     def headers(self) -> tuple[Header, ...]:
         """See `AnswerWriter.headers`."""
-        if self.stream_id is None:
-            return sse.HEADERS
-        return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))
+        return self.state.headers()
 
     def failed(self, error: RequestError) -> bytes:
         """See `AnswerWriter.failed`."""

@@ -1,6 +1,6 @@
 """Beam search and ``best_of``: the best of more choices than are returned.
 
-Beam search runs rounds of single-token requests (`quintet.frontend.beam_rounds`). The engine then replays the found beams as
+Beam search runs rounds of single-token requests (`quintet.frontend.beam_search`). The engine then replays the found beams as
 ordinary output, so that text, parsers and usage are the same as for sampled output.
 """
 
@@ -17,8 +17,7 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, ChunkWriter
 from quintet.frontend.api.openai.structured import form_field
 from quintet.frontend.api.openai.types import SHARED_SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody
-from quintet.frontend.beam_rounds import output_limit, replay_params, search
-from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping
+from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping, output_limit, replay_params, search
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Batch, Stream

@@ -9,7 +9,14 @@ from typing import Any
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, Submissions, collect_outputs, stream_answer, submit_all
+from quintet.frontend.api.answer import (
+    Output,
+    Submissions,
+    collect_outputs,
+    session_of,
+    stream_answer,
+    submit_all,
+)
 from quintet.frontend.api.channels import Channels
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
@@ -34,7 +41,6 @@ from quintet.frontend.api.openai.types import (
     ChatBody,
     TokenizeBody,
 )
-from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, resume_token_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay

@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from quintet.frontend.api.answer import Submissions, collect_outputs, stream_answer, submit_all
+from quintet.frontend.api.answer import (
+    Submissions,
+    collect_outputs,
+    session_of,
+    stream_answer,
+    submit_all,
+)
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
 from quintet.frontend.api.openai.chat import channels_of, checked_chat
@@ -39,7 +45,6 @@ from quintet.frontend.api.responses.response_history import (
 )
 from quintet.frontend.api.responses.stored import write_events
 from quintet.frontend.api.responses.types import InputItem, ResponsesBody
-from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseFile, ResponseStore
 from quintet.frontend.resume.stream_state import PartialResponse, resume_token_for

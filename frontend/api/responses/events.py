@@ -38,12 +38,11 @@ from quintet.frontend.api.responses.output import (
 from quintet.frontend.http.http_request import Header
 from quintet.frontend.response_store import IN_PROGRESS
 from quintet.frontend.resume.stream_state import StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import WITHDRAWN, ids_comment
+from quintet.frontend.resume.token_relay import WITHDRAWN, StreamState, ids_comment
 from quintet.frontend.streams import Batch, Delta, Stream, text_spans
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Finish, PositionLogprobs, Started
-from quintet.wire.params import shown
 
 _NOTE = re.compile(r"(\d{1,9})\+(\d{1,9})\+(\d{1,3})")
 
@@ -132,21 +131,17 @@ class ResponsesWriter:
     ) -> None:
         """``stream_id``: events have ids. Events up to ``position`` are skipped, but the writer needs the output from its
         start. Raises `RequestError` for a cursor of another API."""
-        self.stream_id = stream_id
-        self.sends_ids = False
-        """True if token id comments precede events: see `quintet.frontend.resume.token_relay`."""
-        self.prior_comments: list[bytes] = []
-        """Such comments for tokens sent before this writer's first event."""
-        self.created: int | None = answer.options.created
-        self.name = answer.options.response_id
-        self.can_continue = answer.options.logprobs is None
-        """False with log-probabilities: the last event repeats those of all tokens, and the relay does not store them."""
-        self._answer = answer
+        self._answer, options = answer, answer.options
         self._position = position or StreamCursor(1)
+        # With log-probabilities the last event repeats those of all tokens, and the relay does not store them.
+        is_relayable = options.logprobs is None
+        self.state = StreamState(
+            stream_id, self._position, options.created, options.response_id, is_relayable
+        )
         self._num_known = self._position.counts[0] or 0
         """Tokens for which the client needs no comment."""
-        self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
-        self._number, *seen = _state_of(self._position.note)
+        self._event_id = self.state.event_id
+        self._number, *seen = _state_of(self._position)
         self._seen = (seen[0], seen[1])
         self._num_chars = self._num_events_after = 0
         """Characters so far, and events after the last of them."""
@@ -182,16 +177,15 @@ class ResponsesWriter:
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """See `AnswerWriter.write`. There is one prompt with one choice."""
         self._frames = frames
-        if self.prior_comments:
-            frames += self.prior_comments
-            self.prior_comments = []
+        if self.state.prior_comments:
+            frames += self.state.take_comments()
         if batch.started is not None and self._started is None:
             self._started = batch.started
             self._position.counts[0] = self._position.counts[0] or 0
             self._begin()
         for delta in batch.deltas:
             self._position.counts[0] = num_taken = stream.choices[0].num_taken
-            if self.sends_ids:
+            if self.state.sends_ids:
                 self._emit_ids(delta.token_ids, num_taken)
             if self._more and _is_more(delta):
                 if delta.text:
@@ -326,7 +320,7 @@ class ResponsesWriter:
         self.response = response_json(self._answer.head, FAILED, self._items.done, error=error)
         number, self._number = self._number, self._number + 1
         fields = {"sequence_number": number, "response": msgspec.Raw(self.response)}
-        is_withdrawn = self.sends_ids and error.code is ErrorCode.UNAVAILABLE
+        is_withdrawn = self.state.sends_ids and error.code is ErrorCode.UNAVAILABLE
         return (WITHDRAWN if is_withdrawn else b"") + _frame("response.failed", fields)
 
     def silence(self) -> bytes:
@@ -335,9 +329,7 @@ class ResponsesWriter:
 
     def headers(self) -> tuple[Header, ...]:
         """See `AnswerWriter.headers`."""
-        if self.stream_id is None:
-            return sse.HEADERS
-        return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))
+        return self.state.headers()
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
@@ -377,15 +369,9 @@ def _delta_head(item: Item) -> bytes:
     return b'event: %b\ndata: %b,"sequence_number":' % (name.encode(), fields[:-1])
 
 
-def _state_of(note: str) -> tuple[int, int, int]:
+def _state_of(position: StreamCursor) -> tuple[int, int, int]:
     """Parse a cursor's note: number of the next event, characters sent, events after them."""
-    if not note:
-        return 0, 0, 0
-    match = _NOTE.fullmatch(note)
+    match = position.read_note(_NOTE)
     if match is None:
-        raise RequestError(
-            ErrorCode.INVALID,
-            f"The position ends with {shown(note)}; send the id of the last event that was received.",
-            "from",
-        )
+        return 0, 0, 0
     return int(match[1]), int(match[2]), int(match[3])

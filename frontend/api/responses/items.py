@@ -98,11 +98,7 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[l
         for message in _messages_of(item, f"input[{index}]", names):
             if message == EMPTY_REASONING:
                 continue
-            if found and found[-1]["role"] == message["role"] in ("user", "assistant"):
-                _join(found[-1], message)
-            else:
-                found.append(message)
-                places.append(f"input[{index}]")
+            parse.add_message(found, places, message, f"input[{index}]")
     return found, places
 
 
@@ -229,16 +225,6 @@ def _result(item: InputItem, text: str, where: str, names: dict[str, str]) -> Me
     call_id = _given(item.call_id or item.id, f"{where}.call_id")
     message = {"role": "tool", "tool_call_id": call_id, "content": text}
     return message | ({"name": names[call_id]} if call_id in names else {})
-
-
-def _join(message: Message, more: Message) -> None:
-    """Merge a message of the same role."""
-    message["content"] = "\n".join(filter(None, (message["content"], more["content"])))
-    if "reasoning_content" in more:
-        before = message.get("reasoning_content")
-        message["reasoning_content"] = "\n".join(filter(None, (before, more["reasoning_content"])))
-    if "tool_calls" in more:
-        message["tool_calls"] = message.get("tool_calls", []) + more["tool_calls"]
 
 
 def _text(content: str | Sequence[ContentPart] | None, where: str) -> str:
