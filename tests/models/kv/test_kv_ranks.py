@@ -97,7 +97,7 @@ def test_copies_with_space_for_one_block(layout: Layout, tmp_path: Path) -> None
     model.mkdir()
     made(ROWS["llama"], model)
     without, _ = answer(model, layout)
-    with mock.patch.object(shapes, "CROSSING_BYTES", 1):
+    with mock.patch.object(shapes, "KV_GATHER_BYTES", 1):
         for is_warm in (False, True):
             tokens, num_cached = answer(model, layout, lambda config: with_disk(config, disk, NUM_PLACES))
             assert tokens == without and bool(num_cached) == is_warm
