@@ -51,6 +51,7 @@ VLLM_NAMES = frozenset(
     request_prefill_time_seconds request_decode_time_seconds request_prompt_tokens request_generation_tokens
     request_max_num_generation_tokens request_params_n request_params_max_tokens request_num_preemptions
     request_prefill_kv_computed_tokens iteration_tokens_total
+    spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens
     """.split()  # noqa: SIM905 - thirty names read better as words than as literals
 )
 """Series that also appear with vLLM's prefix."""
