@@ -5,7 +5,6 @@ Every method returns the messages to send; none reads a clock.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Iterable
 
 import msgspec
@@ -175,7 +174,8 @@ class Engine:
         A live request is ended first, because its earlier connection is dead or superseded. Returns None while steps
         in flight still draw its last tokens: call again after the next result.
         """
-        live = [] if self.state is None else self._claimed(message)
+        known = () if self.state is None else self.state.live.values()
+        live = [request for request in known if self.retained.is_claimed(request, message)]
         effects = self.cancel([request.request_id for request in live], now_ns, keep=True)
         if any(request.status is not Status.ENDED for request in live):
             return None, effects
@@ -185,19 +185,6 @@ class Engine:
         if message.rename_to:
             self.retained.rename(message.request_id, message.rename_to)
         return Resumed(message.query_id, kept.admit, kept.choices()), effects
-
-    def _claimed(self, message: Resume) -> list[Request]:
-        """Return the live choices of the claimed request."""
-        assert self.state is not None
-        first = self.retained.newest(message.request_id)
-        return [
-            request
-            for request in self.state.live.values()
-            if request.first_id == first
-            and request.delivery.origin is not None
-            and request.delivery.origin.spec.resume_token is not None
-            and hmac.compare_digest(request.delivery.origin.spec.resume_token.key, message.key)
-        ]
 
     def cancel(self, request_ids: Iterable[int], now_ns: int, *, keep: bool = False) -> StepMessages:
         """End these requests and report each as aborted or unknown. With ``keep``, retain those that can be resumed."""

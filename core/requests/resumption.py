@@ -14,7 +14,7 @@ import msgspec
 
 from quintet.core.requests.request import Request
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.messages import Admit
+from quintet.wire.messages import Admit, Resume
 
 MAX_RETAINED_BYTES = 256 << 20
 """Maximum bytes of retained ids; beyond it, the oldest requests are dropped."""
@@ -40,6 +40,11 @@ def can_resume(request: Request, admit: Admit) -> bool:
     params = admit.spec.params
     wants_missing = params.logprobs is not None and request.num_outputs > len(seen)
     return not wants_missing and params.prompt_logprobs is None
+
+
+def _has_key(admit: Admit | None, key: bytes) -> bool:
+    resume_token = None if admit is None else admit.spec.resume_token
+    return resume_token is not None and hmac.compare_digest(resume_token.key, key)
 
 
 @dataclass(slots=True)
@@ -111,8 +116,13 @@ class RetainedRequests:
     def find(self, first: int, key: bytes) -> RetainedRequest | None:
         """Return the request of this first id, after renames, if ``key`` matches its resume token."""
         kept = self._kept.get(self.newest(first))
-        resume_token = None if kept is None else kept.admit.spec.resume_token
-        return kept if resume_token is not None and hmac.compare_digest(resume_token.key, key) else None
+        return kept if kept is not None and _has_key(kept.admit, key) else None
+
+    def is_claimed(self, request: Request, message: Resume) -> bool:
+        """Return True for a live choice of the request that a client resumes."""
+        origin = request.delivery.origin
+        is_named = origin is not None and request.first_id == self.newest(message.request_id)
+        return is_named and _has_key(origin, message.key)
 
     def newest(self, first: int) -> int:
         """Return the current first id of a request."""
