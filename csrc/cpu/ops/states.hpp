@@ -18,7 +18,7 @@ inline constexpr index_t kMaxStateSize = 256;   // numbers of the state per chan
 inline constexpr index_t kUnitColumns = 64;     // channels of a piece of a scan
 inline constexpr index_t kConvColumns = 512;    // channels of a piece of a convolution
 
-// A row of the step, with the layout of the int64[4] of `quintet.executor.backends.cpu.ops.host_states`.
+// A row of the step, with the layout of an int64[4] table.
 struct StateRow {
   const char* from;  // states before its first token; null: zeros
   char* to;          // destination of the states after its last token; may be `from`
