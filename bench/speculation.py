@@ -38,7 +38,7 @@ TEXTS = {
     "code edit": f"Repeat this Python file, only rename the function fcfs to first_come:\n```python\n{SOURCE}```",
     "extraction": f"{FACTS}\nWrite each invoice again as a line of CSV: number, customer, amount, date.",
     "chat": "Explain in a few paragraphs what a prefix cache is good for.",
-    "prose": "Tell a story about a lighthouse keeper who records sounds.",
+    "prose": "Tell a story about a lighthouse keeper and her collection of sounds.",
 }
 
 
