@@ -62,14 +62,15 @@ def make_requests(
                     limit - len(tokens) if (choice + 1) * taken <= num_unreserved else None,
                 ),
                 salt_digest=start,
+                detokenizer=spec.detokenizer,
                 delivery=Delivery(
-                    spec.detokenizer,
                     spec.attempt,
                     len(outputs),
                     origin=None if spec.resume_token is None else admit,
                 ),
                 tokens=tokens,
                 limit=limit,
+                plan_until=limit,
                 length=len(tokens),
                 bad_word_ids=admit.bad_word_ids,
                 embeds=admit.embeds,
@@ -142,6 +143,7 @@ def apply_limits(state: SchedulerState, now_ns: int) -> StepMessages:
     for request in list(state.waiting):
         request.kv.digests.clear()
         request.limit = length_limit(request.num_prompt, request.spec.params.max_tokens, state.limits)
+        request.plan_until = request.limit
         state.num_reserved += state.limits.taken_by(request.limit)
         state.claim(request)
         try:

@@ -87,12 +87,10 @@ def _apply_tokens(
             state.publish(request, end)  # the tokens are known: the following step drew from them
         if token is None:
             continue
-        if request.delivery.detokenizer != detokenizer or request.stats.first_token_ns is None:
-            if request.stats.first_token_ns is None:
-                request.stats.first_token_ns = now_ns
-                state.counters.first_tokens += 1
+        if request.detokenizer != detokenizer or not request.has_drawn:
+            _note_first(state, request, now_ns)
             builder = outbox.builder_for(request, now_ns)
-            detokenizer = request.delivery.detokenizer
+            detokenizer = request.detokenizer
             add_id, add_index, add_token = (
                 builder.request_ids.append,
                 builder.first_indexes.append,
@@ -131,6 +129,7 @@ def _apply_accepted(
         num_more, num_drafts = max(0, count - 1), max(0, flight.drafts[row] - 1)
         request.num_in_doubt -= num_drafts
         request.num_covered += num_drafts
+        request.plan_until += num_drafts
         request.planned += num_more
         request.length += num_more
         known = len(request.tokens)
@@ -139,9 +138,7 @@ def _apply_accepted(
         request.computed = end
         if drawn:
             builder = outbox.builder_for(request, now_ns)
-            if request.stats.first_token_ns is None:
-                request.stats.first_token_ns = now_ns
-                counters.first_tokens += 1
+            _note_first(state, request, now_ns)
             ending = _append_accepted(request, drawn)
             num_kept = len(request.tokens) - known
             if ending is not None:
@@ -157,6 +154,13 @@ def _apply_accepted(
         if request.computed >= request.register_at:
             state.publish(request, min(request.computed, len(request.tokens)))
     return ended
+
+
+def _note_first(state: SchedulerState, request: Request, now_ns: int) -> None:
+    """Record the time of a request's first drawn token."""
+    if not request.has_drawn:
+        request.has_drawn, request.stats.first_token_ns = True, now_ns
+        state.counters.first_tokens += 1
 
 
 def _append_accepted(request: Request, drawn: Sequence[int]) -> Ending | None:
@@ -176,7 +180,7 @@ def _end_failed(flight: InFlightPlan, failed: bytes, outbox: TokensBuilders, end
         request = flight.rows[index]
         if request.generation != flight.generations[index]:
             continue
-        builder = outbox.builders[request.delivery.detokenizer]
+        builder = outbox.builders[request.detokenizer]
         builder.finishes[builder.request_ids.index(request.request_id)] = (FinishReason.ERROR, False)
         if not any(request is other for other in ended):
             ended.append(request)
@@ -220,7 +224,7 @@ def _forward_logprobs(flight: InFlightPlan, result: StepResult, outbox: TokensBu
         if unseen is None:
             continue
         builder = outbox.builder_for(request, now_ns)
-        rows = rows_of.setdefault(request.delivery.detokenizer, {})
+        rows = rows_of.setdefault(request.detokenizer, {})
         if request.request_id not in rows:
             rows[request.request_id] = builder.add_empty(request)
         unseen.row = rows[request.request_id]
@@ -230,8 +234,8 @@ def _forward_logprobs(flight: InFlightPlan, result: StepResult, outbox: TokensBu
         request = flight.rows[drawn.row]
         if request.generation != flight.generations[drawn.row]:
             continue
-        builder = outbox.builders[request.delivery.detokenizer]
-        row = rows_of[request.delivery.detokenizer][request.request_id]
+        builder = outbox.builders[request.detokenizer]
+        row = rows_of[request.detokenizer][request.request_id]
         num_entries[request.request_id] += 1
         if num_entries[request.request_id] <= builder.num_tokens.get(
             row, 1

@@ -222,9 +222,7 @@ class Engine:
     def opened(self) -> list[tuple[int, int]]:
         """Return pairs of detokenizer and live choice, for choices that the detokenizer knows."""
         live = () if self.state is None else self.state.live.values()
-        return [
-            (request.delivery.detokenizer, request.request_id) for request in live if request.delivery.opened
-        ]
+        return [(request.detokenizer, request.request_id) for request in live if request.delivery.opened]
 
     def forget_moved(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
         """Forget requests that continue at another engine, including their retained state."""

@@ -120,6 +120,10 @@ def _check_progress(state: SchedulerState) -> None:
             drafts[generation] += max(0, flight.drafts[row] - 1) if flight.drafts else 0
     for request in state.running:
         _check_lengths(request, draws[request.generation])
+        assert request.plan_until == request.limit - request.num_in_doubt, (
+            request.request_id,
+            request.plan_until,
+        )
         assert request.num_in_doubt == drafts[request.generation], (request.request_id, request.num_in_doubt)
     for request in state.waiting:
         assert request.planned == request.computed == request.num_in_doubt == 0, request.request_id

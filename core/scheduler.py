@@ -73,7 +73,7 @@ def _decode(state: SchedulerState, step: StepBuilder) -> list[Request]:
         if request.length != length:
             unfinished.append(request)
             continue
-        if length + request.num_in_doubt >= request.limit:
+        if length >= request.plan_until:
             continue  # every token up to its limit is known or in flight
         if len(rows) >= num_left or request.request_id in drawn_for:
             continue  # scheduled with another stage's step

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 
 from quintet.core.counters import Counters
-from quintet.core.hooks import Hooks
+from quintet.core.hooks import Attach, Hooks
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import content_of, key_of
@@ -130,6 +130,8 @@ class SchedulerState:
     """Only these requests may run: a poison-isolation trial is active. None: all may."""
     num_claims: Counter[str] = field(default_factory=Counter)
     """Live requests that need a feature's plan columns, by feature."""
+    attaching: tuple[Attach, ...] = ()
+    """Hooks of the features with such requests."""
     num_deferred: int = 0
     """Waiting requests that others passed in the last step for another reason than missing blocks."""
 
@@ -168,9 +170,13 @@ class SchedulerState:
 
     def claim(self, request: Request, count: int = 1) -> None:
         """Count a request at each feature that attaches plan columns for it; -1 to release it."""
+        is_changed = False
         for name, claim, _ in self.hooks.columns:
             if claim(self, request):
                 self.num_claims[name] += count
+                is_changed = True
+        if is_changed:
+            self.attaching = tuple(hook for name, _, hook in self.hooks.columns if self.num_claims[name])
 
     def enqueue(self, request: Request) -> None:
         """Insert a request without slot and blocks into the queue, at its rank."""
@@ -263,6 +269,7 @@ class SchedulerState:
         taken_by = self.limits.taken_by
         self.num_reserved += taken_by(request.length) - taken_by(request.limit)
         request.limit = request.length
+        request.plan_until = request.length - request.num_in_doubt
         return False
 
     def publish(self, request: Request, num_tokens: int) -> None:
@@ -387,6 +394,7 @@ class SchedulerState:
         request.generation = self.generation = self.generation + 1
         kv.held, request.length = [], len(request.tokens)
         request.num_covered = request.planned = request.computed = request.num_in_doubt = 0
+        request.plan_until = request.limit
 
     @staticmethod
     def _remove(requests: list[Request], request: Request) -> None:

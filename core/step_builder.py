@@ -120,9 +120,8 @@ class StepBuilder:
         state.step += 1
         starts, counts = self.starts, self.counts
         samples = bytes(self.samples)
-        for name, _, attach in state.hooks.columns:
-            if state.num_claims[name]:
-                attach(state, self)
+        for attach in state.attaching:
+            attach(state, self)
         flight = InFlightPlan(
             step=state.step,
             rows=rows,
@@ -149,8 +148,9 @@ class StepBuilder:
             checksum=table_checksum(flight, starts, state.limits.groups) if state.limits.audit else 0,
             swaps_out=pack_i32(swaps_out),
             swaps_in=pack_i32(self.swaps_in),
-            **self.columns,
         )
+        for name, column in self.columns.items():
+            setattr(plan, name, column)
         if swaps_out or self.swaps_in:
             self._count_swaps(state, len(swaps_out) // 2)
         state.left_slots.clear()

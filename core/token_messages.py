@@ -107,7 +107,7 @@ class TokensBuilders:
 
     def builder_for(self, request: Request, now_ns: int) -> TokensBuilder:
         """Return the builder of the request's detokenizer, after opening the request there."""
-        builder = self._builder(request.delivery.detokenizer)
+        builder = self._builder(request.detokenizer)
         if not request.delivery.opened:
             request.delivery.opened = True
             builder.opens.append(opening(request, now_ns))
@@ -116,7 +116,7 @@ class TokensBuilders:
     def close(self, request: Request) -> None:
         """Close the request at its detokenizer without reporting to the frontend."""
         if request.delivery.opened:
-            self._builder(request.delivery.detokenizer).closed.append(request.request_id)
+            self._builder(request.detokenizer).closed.append(request.request_id)
             request.delivery.opened = False
 
     def _builder(self, detokenizer: int) -> TokensBuilder:

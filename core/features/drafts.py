@@ -39,11 +39,12 @@ def attach(state: SchedulerState, step: StepBuilder) -> None:
     for row, request in enumerate(step.rows):
         if not request.max_drafts or not step.samples[row] or step.counts[row] != 1:
             continue
-        wanted = min(request.max_drafts, request.limit - request.length - request.num_in_doubt)
+        wanted = min(request.max_drafts, request.plan_until - request.length)
         if request.num_covered - request.planned < wanted:
             block_manager.extend_early(state, step, request)
         num_drafts = min(wanted, request.num_covered - request.planned)
         request.num_in_doubt += num_drafts
         request.num_covered -= num_drafts
+        request.plan_until -= num_drafts
         drafts[row] = 1 + num_drafts
     step.columns["drafts"] = bytes(drafts)

@@ -81,7 +81,7 @@ def resume_live(context: AdmissionContext, arrival: Arrival) -> StepMessages | N
             delivery, was_opened = request.delivery, request.delivery.opened
             delivery.attempt, delivery.num_seen = spec.attempt, arrival.num_seen
             outbox.close(request)
-            delivery.detokenizer = spec.detokenizer
+            request.detokenizer = spec.detokenizer
             if was_opened:
                 outbox.builder_for(request, arrival.now_ns)
         return arrival.messages()

@@ -85,9 +85,8 @@ class RequestKv:
 
 @dataclass(slots=True)
 class Delivery:
-    """Receiver of the outputs, and what it was sent. A newer attempt changes the receiver."""
+    """The newest attempt, and what its receivers were sent."""
 
-    detokenizer: int
     attempt: int = 0
     num_seen: int = 0
     """Outputs that the frontend had received when it sent the newest attempt."""
@@ -133,11 +132,15 @@ class Request:
     """Scheduling order among all requests, smaller first; unique."""
     salt_digest: bytes
     """Start of its hash chain in the prefix cache."""
+    detokenizer: int
+    """Index of the detokenizer of the newest attempt."""
     delivery: Delivery
     tokens: list[int]
     """Prompt and known outputs. Shared among choices until each is first scheduled."""
     limit: int
     """Maximum number of tokens, prompt included."""
+    plan_until: int
+    """Length from which on no step is planned: ``limit`` less `num_in_doubt`."""
     length: int
     bad_word_ids: list[list[int]] = field(default_factory=list)
     embeds: list[EmbedsSpan] = field(default_factory=list)
@@ -159,7 +162,9 @@ class Request:
     max_drafts: int = 0
     """Maximum drafts per step (`quintet.core.features.drafts`)."""
     num_in_doubt: int = 0
-    """Drafts in flight; ``num_covered`` is reduced by it."""
+    """Drafts in flight; ``num_covered`` and ``plan_until`` are reduced by it."""
+    has_drawn: bool = False
+    """True once a drawn token was committed (`RequestStats.first_token_ns`)."""
     slot: int = 0
     """Row in the executor's tables; valid only while running."""
     generation: int = 0
