@@ -61,7 +61,7 @@ def fill(
 def extend(state: SchedulerState, step: StepBuilder, request: Request) -> int:
     """Allocate the blocks for the next token of a decoding request. Return the number missing; then nothing has changed."""
     groups, pool = state.limits.groups, state.pool
-    planned, block_size = request.planned + request.num_in_doubt, state.limits.block_size
+    planned, block_size = request.planned + request.num_unverified_drafts, state.limits.block_size
     short = [index for index in groups.tokens if request.kv.held[index].end * block_size <= planned]
     moved: dict[int, int] = {}
     if pool.num_available < len(short):
@@ -169,14 +169,14 @@ def set_num_covered(state: SchedulerState, request: Request, end: int) -> None:
     """Set the token count up to which the blocks need no check, once ``end`` tokens are planned."""
     groups, block_size = state.limits.groups, state.limits.block_size
     if groups.is_plain:
-        request.num_covered = request.kv.held[0].end * block_size - request.num_in_doubt
+        request.num_covered = request.kv.held[0].end * block_size - request.num_unverified_drafts
         return
     num_covered = (
         min((request.kv.held[index].end for index in groups.tokens), default=request.limit) * block_size
     )
     if groups.states:
         num_covered = recurrent_state.num_covered(state, request, end, num_covered)
-    request.num_covered = num_covered - request.num_in_doubt
+    request.num_covered = num_covered - request.num_unverified_drafts
 
 
 def _movable(state: SchedulerState, request: Request, index: int) -> list[int]:

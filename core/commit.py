@@ -45,7 +45,8 @@ def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessag
     flight = state.in_flight.popleft()
     state.counters.steps += 1
     state.pool.settle(flight.step)
-    state.throughput.note_computing(flight.num_tokens, result.compute_ns)
+    num_computed = flight.num_tokens + sum(result.num_drafts)
+    state.throughput.note_computing(num_computed, result.compute_ns)
     if flight.rows:
         state.throughput.note_step(len(flight.rows), flight.num_tokens, flight.planned_ns, now_ns)
     outbox = TokensBuilders()
@@ -116,18 +117,26 @@ def _apply_accepted(
     """Like `_apply_tokens`, for a step in which rows may have several tokens: one drawn, and accepted drafts."""
     ended: list[Request] = []
     tokens, counters = unpack_i32(result.token_ids), state.counters
-    num_tokens = iter(result.num_tokens or b"\1" * flight.samples.count(1))
-    counters.num_draft_tokens += sum(result.num_drafts)
-    counters.num_drafts += len(result.num_drafts) - result.num_drafts.count(0)
+    num_draws = flight.samples.count(1)
+    counts = result.num_tokens or b"\1" * num_draws
+    assert len(counts) == num_draws and all(counts), (
+        f"{num_draws} sampling rows, tokens of each: {list(counts)}"
+    )
+    if num_draws:
+        state.throughput.tokens_per_draw.note(sum(counts) / num_draws)
+    num_tokens, num_drafts_of = iter(counts), iter(result.num_drafts or bytes(num_draws))
     begin = 0
     for row, request in enumerate(flight.rows):
-        count = next(num_tokens) if flight.samples[row] else 0
+        count, num_verified = (next(num_tokens), next(num_drafts_of)) if flight.samples[row] else (0, 0)
         drawn = tokens[begin : begin + count]
         begin += count
         if request.generation != flight.generations[row]:
             continue
         num_more, num_drafts = max(0, count - 1), max(0, flight.drafts[row] - 1)
-        request.num_in_doubt -= num_drafts
+        assert num_more <= num_drafts, f"row {row} has {count} tokens; the plan allows {num_drafts} drafts"
+        counters.num_draft_tokens += num_verified
+        counters.num_drafts += num_verified > 0
+        request.num_unverified_drafts -= num_drafts
         request.num_covered += num_drafts
         request.plan_until += num_drafts
         request.planned += num_more
@@ -149,7 +158,7 @@ def _apply_accepted(
             builder.request_ids.append(request.request_id)
             builder.first_indexes.append(known - request.num_prompt)
             builder.token_ids += drawn[:num_kept]
-            counters.num_accepted_tokens += num_kept - 1
+            counters.num_accepted_tokens += num_more
             counters.generation_tokens += num_kept
         if request.computed >= request.register_at:
             state.publish(request, min(request.computed, len(request.tokens)))

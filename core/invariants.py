@@ -107,7 +107,7 @@ def _check_held(state: SchedulerState, request: Request) -> None:
             request.num_covered,
         )
     if groups.is_plain:
-        num_covered = request.num_covered + request.num_in_doubt
+        num_covered = request.num_covered + request.num_unverified_drafts
         assert num_covered == request.kv.held[0].end * block_size, request_id
 
 
@@ -120,13 +120,16 @@ def _check_progress(state: SchedulerState) -> None:
             drafts[generation] += max(0, flight.drafts[row] - 1) if flight.drafts else 0
     for request in state.running:
         _check_lengths(request, draws[request.generation])
-        assert request.plan_until == request.limit - request.num_in_doubt, (
+        assert request.plan_until == request.limit - request.num_unverified_drafts, (
             request.request_id,
             request.plan_until,
         )
-        assert request.num_in_doubt == drafts[request.generation], (request.request_id, request.num_in_doubt)
+        assert request.num_unverified_drafts == drafts[request.generation], (
+            request.request_id,
+            request.num_unverified_drafts,
+        )
     for request in state.waiting:
-        assert request.planned == request.computed == request.num_in_doubt == 0, request.request_id
+        assert request.planned == request.computed == request.num_unverified_drafts == 0, request.request_id
         _check_lengths(request, 0)
 
 
@@ -136,7 +139,8 @@ def _check_lengths(request: Request, num_draws: int) -> None:
     assert request.computed <= request.planned <= request.length, (request.request_id, lengths)
     assert request.length == known + num_draws, (request.request_id, lengths, num_draws)
     assert request.num_prompt <= known <= request.limit, (request.request_id, lengths)
-    assert request.length <= request.limit, (request.request_id, lengths)
+    # Accepted drafts may pass the limit that `SchedulerState.drain` has set: the tokens in flight without drafts.
+    assert request.length <= request.limit or request.is_draining, (request.request_id, lengths)
     assert request.planned <= request.num_covered or request.status is Status.WAITING, (
         request.request_id,
         request.num_covered,

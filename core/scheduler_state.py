@@ -170,12 +170,9 @@ class SchedulerState:
 
     def claim(self, request: Request, count: int = 1) -> None:
         """Count a request at each feature that attaches plan columns for it; -1 to release it."""
-        is_changed = False
-        for name, claim, _ in self.hooks.columns:
-            if claim(self, request):
-                self.num_claims[name] += count
-                is_changed = True
-        if is_changed:
+        claimed = [name for name, claim, _ in self.hooks.columns if claim(self, request)]
+        self.num_claims.update(dict.fromkeys(claimed, count))
+        if claimed:
             self.attaching = tuple(hook for name, _, hook in self.hooks.columns if self.num_claims[name])
 
     def enqueue(self, request: Request) -> None:
@@ -269,7 +266,7 @@ class SchedulerState:
         taken_by = self.limits.taken_by
         self.num_reserved += taken_by(request.length) - taken_by(request.limit)
         request.limit = request.length
-        request.plan_until = request.length - request.num_in_doubt
+        request.plan_until = request.length - request.num_unverified_drafts
         return False
 
     def publish(self, request: Request, num_tokens: int) -> None:
@@ -393,7 +390,7 @@ class SchedulerState:
         heappush(self.free_slots, request.slot)
         request.generation = self.generation = self.generation + 1
         kv.held, request.length = [], len(request.tokens)
-        request.num_covered = request.planned = request.computed = request.num_in_doubt = 0
+        request.num_covered = request.planned = request.computed = request.num_unverified_drafts = 0
         request.plan_until = request.limit
 
     @staticmethod

@@ -52,6 +52,7 @@ class Throughput:
         "outputs",
         "step_ns",
         "token_ns",
+        "tokens_per_draw",
     )
 
     def __init__(self) -> None:
@@ -62,12 +63,18 @@ class Throughput:
         self.token_ns = Mean()
         """Additional time per further token."""
         self.outputs = Mean()
-        """Outputs of a request, which equal its steps in a slot."""
+        """Outputs of a request."""
+        self.tokens_per_draw = Mean()
+        """Tokens of a sampling row, more than 1 with accepted drafts; empty without drafts."""
         self.computed_share = Mean()
         """Share of prompt tokens that were computed, not cached."""
         self._last_ns = 0
         self._computing_ns = 0
         self._milli_tokens = 0
+
+    def num_steps(self, num_outputs: float) -> float:
+        """Return the number of steps in which a request gets this many outputs."""
+        return num_outputs / self.tokens_per_draw.value if self.tokens_per_draw else num_outputs
 
     def note_computing(self, num_tokens: int, compute_ns: int) -> None:
         """Add an executor's compute time. Each step is weighted by its tokens."""

@@ -11,7 +11,7 @@ block's *key* names its content: the chained hash of its tokens and all before t
 | store | a *chunk*: consecutive blocks of a group, or one state | key of the chunk | positions in the chunk |
 
 Every message names its tables; the receiver drops messages for other tables. Users: `quintet.core.kv.tier` and
-`quintet.executor.kv_transfer.backend`.
+`quintet.executor.kv_transfer.back_end`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The executor chooses the drafts and computes them in the same step as the newest
 them. A draft is accepted if it equals the token drawn at its position. Outputs are therefore the same without drafts.
 
 The number of accepted drafts is known when the result arrives. Until then ``length`` and ``planned`` of a request are
-lower bounds, and ``num_in_doubt`` is the number of drafts in flight: the largest error of both. Drafts only use blocks
+lower bounds, and ``num_unverified_drafts`` is the number of drafts in flight: the largest error of both. Drafts only use blocks
 that the request has, or that are free.
 """
 
@@ -43,7 +43,7 @@ def attach(state: SchedulerState, step: StepBuilder) -> None:
         if request.num_covered - request.planned < wanted:
             block_manager.extend_early(state, step, request)
         num_drafts = min(wanted, request.num_covered - request.planned)
-        request.num_in_doubt += num_drafts
+        request.num_unverified_drafts += num_drafts
         request.num_covered -= num_drafts
         request.plan_until -= num_drafts
         drafts[row] = 1 + num_drafts

@@ -100,7 +100,7 @@ class Prefetches:
         self.requests.pop(request_id, None)
         self.host_blocks.forget(request_id)
 
-    def begin_orders(self, now_ns: int) -> None:
+    def begin_requests(self, now_ns: int) -> None:
         """Start the timeouts of fetches that are requested now, and free host blocks that the previous plan has read."""
         self.free_left()
         for fetch in self._untimed:

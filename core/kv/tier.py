@@ -156,7 +156,7 @@ class Tier:
 
     def requests(self, tables: int, block_of: Mapping[bytes, int], now_ns: int) -> KvTierRequests | None:
         """Return the transfers to send before the next plan. block_of: device blocks by key."""
-        self.fetches.begin_orders(now_ns)
+        self.fetches.begin_requests(now_ns)
         fetches = []
         for source, (num_blocks, contents) in self._fetches.items():
             positions, host_blocks, keys = zip(*contents, strict=True)

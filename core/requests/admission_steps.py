@@ -95,7 +95,7 @@ def resume_live(context: AdmissionContext, arrival: Arrival) -> StepMessages | N
     return None
 
 
-def reject_poison(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
+def reject_known_poison(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
     """Reject a new request that has made the executor fail before."""
     rejection = None if arrival.is_known else context.rejections.answer_to(arrival.message, arrival.now_ns)
     if rejection is None:
@@ -162,7 +162,7 @@ AdmissionStep = Callable[[AdmissionContext, Arrival], StepMessages | None]
 ADMISSION_STEPS: tuple[AdmissionStep, ...] = (
     drop_duplicate,
     resume_live,
-    reject_poison,
+    reject_known_poison,
     restore_outputs,
     build_requests,
     check_deadlines,

@@ -91,7 +91,7 @@ def predict(state: SchedulerState, config: SchedulerConfig, request: Request) ->
     for_slot_ns = _steps_until_slot(state, request, ahead) * step_ns
     wait_ns = max(for_slot_ns, prompts_ns(num_prefilling + num_waiting)) + len(state.in_flight) * step_ns
     first_ns = wait_ns + prompts_ns(max(1.0, share * request.length))
-    end_ns = first_ns + (num_certain_outputs(request) - 1) * step_ns
+    end_ns = first_ns + throughput.num_steps(num_certain_outputs(request) - 1) * step_ns
     return Forecast(len(ahead), int(first_ns), int(end_ns))
 
 
@@ -114,7 +114,7 @@ def _steps_until_slot(state: SchedulerState, request: Request, ahead: list[Reque
     left += [_outputs_of(r, stay) for r in ahead[: num_slots - len(running)]]
     left.sort()
     rounds, place = divmod(num_leaving - 1, len(left))
-    return int(left[place] + rounds * stay)
+    return int(state.throughput.num_steps(left[place] + rounds * stay))
 
 
 def _outputs_of(request: Request, stay: float) -> int:

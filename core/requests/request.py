@@ -140,7 +140,7 @@ class Request:
     limit: int
     """Maximum number of tokens, prompt included."""
     plan_until: int
-    """Length from which on no step is planned: ``limit`` less `num_in_doubt`."""
+    """Length from which on no step is planned: ``limit`` less `num_unverified_drafts`."""
     length: int
     bad_word_ids: list[list[int]] = field(default_factory=list)
     embeds: list[EmbedsSpan] = field(default_factory=list)
@@ -161,7 +161,7 @@ class Request:
     """Number of planned known tokens at which the next full block is registered in the prefix cache."""
     max_drafts: int = 0
     """Maximum drafts per step (`quintet.core.features.drafts`)."""
-    num_in_doubt: int = 0
+    num_unverified_drafts: int = 0
     """Drafts in flight; ``num_covered`` and ``plan_until`` are reduced by it."""
     has_drawn: bool = False
     """True once a drawn token was committed (`RequestStats.first_token_ns`)."""

@@ -42,7 +42,9 @@ def speculative_config(
     most, least = parsed.prompt_lookup_max, parsed.prompt_lookup_min
     if most is None and least is None:
         most, least = SpeculativeConfig().prompt_lookup_max, SpeculativeConfig().prompt_lookup_min
-    most, least = most or least or 0, least or most or 0
+    most = least if most is None else most
+    least = most if least is None else least
+    assert most is not None and least is not None
     if not 1 <= parsed.num_speculative_tokens <= MAX_DRAFTS:
         raise ConfigError(
             f"{FLAG}: num_speculative_tokens is {parsed.num_speculative_tokens}; it must be 1 to {MAX_DRAFTS}"
@@ -55,6 +57,8 @@ def speculative_config(
         raise ConfigError(
             f"{FLAG} is only supported on the CPU (--device cpu), not on {'a mock' if kind == 'mock' else 'CUDA'}: drop it"
         )
+    if options.model_impl == "transformers":
+        raise ConfigError(f"{FLAG} is not supported with --model-impl transformers: drop one of them")
     if options.tensor_parallel_size > 1 or options.pipeline_parallel_size > 1:
         raise ConfigError(
             f"{FLAG} is not supported with --tensor-parallel-size or --pipeline-parallel-size: drop it, or run one rank"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from quintet.wire.config import SpeculativeConfig
 
 Tokens = NDArray[np.int32]
 
@@ -42,3 +45,9 @@ class NgramDrafter:
             return tokens[:0]
         begin = int(found[-1]) + 1
         return tokens[begin + np.arange(most) % (len(tokens) - begin)]  # an overlapping copy repeats the text
+
+
+DRAFTERS: dict[str, Callable[[SpeculativeConfig], Drafter]] = {
+    "ngram": lambda config: NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max),
+}
+"""Drafters by `SpeculativeConfig.method`."""

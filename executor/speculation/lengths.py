@@ -1,11 +1,11 @@
 """Number of drafts of each request in a step, from measured step times and acceptance.
 
 A step of ``n`` tokens takes about ``base + n * each`` seconds; both are fitted to recent steps. The first draft of a
-request is accepted with probability ``p``, the second with ``p ** 2`` and so on; ``p`` is the recent share of accepted
-drafts of that request. A draft is worth its time while its probability, over ``each`` seconds, exceeds the tokens per
+request is accepted with probability ``p``, the second with ``p ** 2`` and so on; ``p`` is the recent acceptance
+rate of that request. A draft is worth its time while its probability, over ``each`` seconds, exceeds the tokens per
 second of the step without it. Drafts are taken in order of their probability, over all requests.
 
-A request without useful drafts tries a single one from time to time, so that a change of its text is noticed.
+Every `TRIAL_EVERY` steps, a request without drafts verifies one, to update its acceptance rate.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StepTime:
 
 
 class DraftLengths:
-    """Acceptance of each slot's drafts, and the number of drafts that pays."""
+    """Acceptance of each slot's drafts, and the number of drafts with the highest throughput."""
 
     def __init__(self, num_slots: int) -> None:
         self.time = StepTime()
@@ -67,7 +67,7 @@ class DraftLengths:
         self._num_waited[slot] = 0
 
     def note(self, slot: int, num_accepted: int, num_drafts: int) -> None:
-        """Record a verification. Drafts after the first rejected one say nothing."""
+        """Record a verification. Drafts after the first rejected one are not counted."""
         for index in range(min(num_accepted + 1, num_drafts)):
             self._accepted[slot] = DRAFT_MEMORY * self._accepted[slot] + (index < num_accepted)
             self._weights[slot] = DRAFT_MEMORY * self._weights[slot] + 1.0
@@ -79,21 +79,21 @@ class DraftLengths:
 
         num_tokens, num_draws: tokens that the step computes and draws without drafts.
         """
-        chances = np.minimum(self._accepted[slots] / self._weights[slots], 0.99)
+        rates = np.minimum(self._accepted[slots] / self._weights[slots], 0.99)
         base, each = self.time.fit()
         longest = int(most.max(initial=0))
-        gains = chances[:, None] ** np.arange(1, longest + 1)
-        gains[np.arange(1, longest + 1) > most[:, None]] = 0.0
-        sorted_gains = np.sort(gains, axis=None)[::-1]
-        before = np.arange(len(sorted_gains))
+        expected_tokens = rates[:, None] ** np.arange(1, longest + 1)
+        expected_tokens[np.arange(1, longest + 1) > most[:, None]] = 0.0
+        sorted_expected = np.sort(expected_tokens, axis=None)[::-1]
+        before = np.arange(len(sorted_expected))
         seconds = base + each * (num_tokens + before)
-        expected = num_draws + np.concatenate(([0.0], np.cumsum(sorted_gains)[:-1]))
-        pays = sorted_gains * seconds > expected * each
-        num_chosen = int(np.argmin(pays)) if not pays.all() else len(pays)
+        before_each = num_draws + np.concatenate(([0.0], np.cumsum(sorted_expected)[:-1]))
+        is_worthwhile = sorted_expected * seconds > before_each * each
+        num_chosen = int(np.argmin(is_worthwhile)) if not is_worthwhile.all() else len(is_worthwhile)
         if not num_chosen:
             counts = np.zeros(len(slots), np.int64)
         else:
-            counts = (gains >= sorted_gains[num_chosen - 1]).sum(axis=1)
+            counts = (expected_tokens >= sorted_expected[num_chosen - 1]).sum(axis=1)
         self._num_waited[slots] = np.where(counts > 0, 0, self._num_waited[slots] + 1)
         tries = (self._num_waited[slots] >= TRIAL_EVERY) & (most > 0)
         self._num_waited[slots[tries]] = 0

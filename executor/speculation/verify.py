@@ -1,7 +1,7 @@
 """Verification of draft tokens in the step that computes them.
 
-The drafts are appended to the row, which then draws after each of its tokens, with the position of the draw, as it
-would alone. Draws are accepted up to the first that differs from the draft after it: the tokens are those without
+The drafts are appended to the row, which then draws after each of its tokens, with the position of the draw. Draws
+are accepted up to the first that differs from the draft after it: the tokens are those without
 drafts, bit for bit.
 
     tokens    … t5              the executor knows 6 tokens; the plan allows 3 drafts
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int
 from quintet.executor.slots import SlotTables
-from quintet.executor.speculation.drafters import Drafter, NgramDrafter, Tokens
+from quintet.executor.speculation.drafters import DRAFTERS, Drafter, Tokens
 from quintet.executor.speculation.lengths import DraftLengths
 from quintet.wire.config import SpeculativeConfig
 from quintet.wire.step import StepPlan, StepResult, TokenLogprobs
@@ -36,7 +36,7 @@ class Speculation:
         self._tables = tables
         self._token_ids: Tokens = tables.token_ids.numpy()
         self._max_rows, self._max_tokens = max_rows, max_tokens
-        self._drafter: Drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+        self._drafter: Drafter = DRAFTERS[config.method](config)
         self._num_tokens: Int = np.zeros(len(self._token_ids), np.int64)
         """Known tokens of each slot."""
         self._lengths = DraftLengths(len(self._token_ids))

@@ -7,7 +7,8 @@ import random
 import msgspec
 import pytest
 
-from quintet.wire.config import SpeculativeConfig
+from quintet.core.requests.deadlines import predict
+from quintet.wire.config import SchedulerConfig, SpeculativeConfig
 from quintet.wire.kv_spec import KvGroup
 from quintet.wire.step import StepPlan
 
@@ -41,6 +42,22 @@ def test_accepted_drafts_save_steps() -> None:
     counters = world.engine.state.counters
     assert len(world.plans) < 80 and counters.num_accepted_tokens > 40
     assert counters.generation_tokens == 120 and counters.num_draft_tokens > counters.num_accepted_tokens
+
+
+def test_forecast_counts_accepted_drafts() -> None:
+    ends = []
+    for speculative in (None, SpeculativeConfig(num_speculative_tokens=8)):
+        world = World(speculative=speculative, block_size=16)
+        for request_id in (1, 2):
+            world.admit(request_id, [5, 6, 7], max_tokens=100, ignore_eos=True)
+            world.run() if request_id == 1 else None
+        state = world.engine.state
+        assert state is not None
+        forecast = predict(
+            state, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), state.waiting[-1]
+        )
+        ends.append((forecast.end_ns - forecast.first_token_ns) / state.throughput.step_ns.value)
+    assert ends[1] < 0.7 * ends[0]
 
 
 def test_row_never_verifies_drafts_beyond_its_limit() -> None:

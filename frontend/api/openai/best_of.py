@@ -160,12 +160,12 @@ async def _search_beams(
 
     found = [beams[:n] for beams in await search(prompts, options, ask)]
     submissions = Submissions(streams_per_prompt=n)
-    replayed_ids = [
+    replays = [
         (TokenPrompt(pack_i32(ids)), replay_params(beam, params), pack_i32(beam.token_ids))
         for ids, beams in zip(prompts, found, strict=True)
         for beam in beams
     ]
-    _submit(service, submissions, request, replayed_ids)
+    _submit(service, submissions, request, replays)
     return submissions, [beam for beams in found for beam in beams]
 
 

@@ -44,6 +44,10 @@ def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) 
             '{"num_speculative_tokens": 4, "prompt_lookup_min": 5, "prompt_lookup_max": 2}',
             "prompt_lookup_min is 5",
         ),
+        (
+            '{"num_speculative_tokens": 4, "prompt_lookup_min": 0, "prompt_lookup_max": 5}',
+            "prompt_lookup_min is 0",
+        ),
         ('{"num_speculative_tokens": 4, "model": "x"}', "model"),
     ],
 )
