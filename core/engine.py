@@ -385,7 +385,7 @@ class Engine:
     def _retain_ended(self, state: SchedulerState, now_ns: int) -> None:
         """Retain ended requests for clients that may reconnect."""
         for request in state.retained:
-            self.retained.keep(request, now_ns)
+            self.retained.add(request, now_ns)
         state.retained.clear()
 
     def _settle(self, now_ns: int) -> None:

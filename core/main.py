@@ -122,7 +122,7 @@ class Core:
         sender = _sender(message)
         if sender not in self._early and not self._is_early(message):
             self._handle(message)
-        elif not self._early.keep(sender, message):
+        elif not self._early.enqueue(sender, message):
             self._reject(message)
 
     def _reject(self, message: Admit | Cancel | Resume) -> None:

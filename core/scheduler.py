@@ -226,7 +226,7 @@ def _enter(
     count: int,
 ) -> int:
     """Give a request its slot and blocks, start it after the prefix match, and return its token count in this step."""
-    state.enter(request)
+    state.start(request)
     block_manager.fill(state, step, request, found, num_own)
     if request.parent is not None:
         state.release_fork_state(request.parent)
@@ -239,7 +239,7 @@ def _enter(
         recurrent_state.begin(state, request)
         count = recurrent_state.cut(state, request, count)
     block_manager.set_num_covered(state, request, request.planned + count)
-    step.enter(request, state.limits.groups)
+    step.add_new_row(request, state.limits.groups)
     return count
 
 

@@ -179,7 +179,7 @@ class SchedulerState:
         """Insert a request without slot and blocks into the queue, at its rank."""
         insort(self.waiting, request, key=by_rank)
 
-    def enter(self, request: Request) -> None:
+    def start(self, request: Request) -> None:
         """Move a request from the queue into a free slot."""
         self._remove(self.waiting, request)
         if request.stats.scheduled_ns is None:

@@ -75,7 +75,7 @@ class StepBuilder:
         self._origins[target] = source = self._origins.get(source, source)
         self.copies += (source, target)
 
-    def enter(self, request: Request, groups: Groups) -> None:
+    def add_new_row(self, request: Request, groups: Groups) -> None:
         """Send a request that just got its slot, and its block tables."""
         slot = request.slot
         self.new_rows.append(

@@ -210,7 +210,7 @@ class Detokenizer:
                 )
                 self._fail_requests(_requests_in(text), ErrorCode.TOO_LARGE, cause)
                 self._send_failures()
-        elif (epoch is None or is_newer(tag, epoch)) and not self._queued_texts.keep(
+        elif (epoch is None or is_newer(tag, epoch)) and not self._queued_texts.enqueue(
             (index, tag), (index, tag, text)
         ):
             self._fail_text(text)

@@ -62,7 +62,7 @@ class InFlight:
         """Append a step; the thread wakes the loop at its end."""
         if self._wakeup is None:
             self._wakeup = Wakeup(StepsEnded)
-            self._inbox.hang(self._wakeup)
+            self._inbox.add_wakeup(self._wakeup)
             self._thread = threading.Thread(
                 target=self._wait_for_each, args=(self._wakeup,), name="device", daemon=True
             )
@@ -93,7 +93,7 @@ class InFlight:
         while (pending := self._to_wait_for.get()) is not None:
             with contextlib.suppress(Exception):  # `result` raises it again in the loop
                 pending.wait()
-            wakeup.ring()
+            wakeup.notify()
 
     def close(self) -> None:
         """Stop the thread, unless a step blocks it."""

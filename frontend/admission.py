@@ -71,15 +71,15 @@ class Admission:
         self._rejected_tokens = _rejections(metrics, "max_num_queued_tokens")
         self._rejected_unready = _rejections(metrics, "not_ready")
 
-    def enter(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    def check(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         """Raise `RequestError` with a retry time if these prompts exceed the limits."""
-        self.reenter(len(prompts) * params.n)
+        self.check_resumed(len(prompts) * params.n)
         self._check_tokens(sum(self._ledger.cost(prompt, params) for prompt in prompts))
         num_bytes = sum(map(embeds_bytes, prompts))
         if num_bytes:
             self._check_embeds(num_bytes)
 
-    def reenter(self, num_requests: int) -> None:
+    def check_resumed(self, num_requests: int) -> None:
         """Check resumed requests. The token limit does not apply: part of their tokens was computed."""
         if num_requests > self._max_requests:
             raise RequestError(

@@ -67,10 +67,9 @@ def is_expired_by_core(stream: Stream, finish: Finish, now_ns: int) -> bool:
 def expired(stream: Stream) -> RequestError:
     """Build the error for a request past its deadline."""
     given_s = (stream.submit.spec.deadline_ns - stream.submit.spec.arrival_ns) * 1e-9
-    num_tokens = stream.num_output_tokens
-    so_far = f"{num_tokens} output tokens were generated" if num_tokens else "no output token was generated"
     within = f"within its timeout of {given_s:g} s" if given_s > 0 else "before its deadline"
     return RequestError(
         ErrorCode.DEADLINE,
-        f"The request did not end {within}; {so_far}. Send a longer timeout, or lower max_tokens.",
+        f"The request did not end {within}; output tokens so far: {stream.num_output_tokens}. Send a longer timeout, or "
+        "lower max_tokens.",
     )

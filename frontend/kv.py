@@ -58,7 +58,7 @@ async def listing(service: Service, http_request: HttpRequest) -> None:
     limit, with_text = _limit(http_request), http_request.has_flag("text")
     reports = await service.queries.kv_query("list", limit=limit, with_tokens=with_text)
     _raise_if_all_failed(reports)
-    found = [(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
+    found = [(report.core, prefix, report.usage) for report in reports for prefix in report.prefixes]
     found.sort(key=lambda each: math.inf if each[1].idle_ns is None else each[1].idle_ns)
     shown = []
     for core, prefix, usage in found[:limit]:
@@ -73,7 +73,7 @@ async def listing(service: Service, http_request: HttpRequest) -> None:
             "data": shown,
             "has_more": sum(report.num_prefixes for report in reports) > len(shown),
             "engines": [
-                _usage_of_engine(report, report.room) for report in reports if report.room is not None
+                _usage_of_engine(report, report.usage) for report in reports if report.usage is not None
             ],
             "errors": _errors(reports),
         }
@@ -104,7 +104,7 @@ async def export_prefix(service: Service, http_request: HttpRequest) -> None:
     reports = await service.queries.kv_query("export", **fields)
     _raise_if_all_failed(reports)
     (report,) = reports
-    data = [_prefix(report.core, prefix, report.room) for prefix in report.prefixes]
+    data = [_prefix(report.core, prefix, report.usage) for prefix in report.prefixes]
     await http_request.respond_json(
         {"object": "kv.export", "data": data, "file": path, "bytes": report.num_bytes, "errors": []}
     )
@@ -152,7 +152,7 @@ async def _change(service: Service, http_request: HttpRequest, verb: Verb) -> No
     name, token_ids = await _prefix_of(service, body)
     reports = await service.queries.kv_query(verb, name=name, token_ids=token_ids, salt=body.cache_salt)
     _raise_if_all_failed(reports)
-    data = [_prefix(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
+    data = [_prefix(report.core, prefix, report.usage) for report in reports for prefix in report.prefixes]
     await http_request.respond_json({"object": f"kv.{verb}", "data": data, "errors": _errors(reports)})
 
 

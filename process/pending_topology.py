@@ -32,7 +32,7 @@ class PendingTopology(Generic[SenderT, MessageT]):
         """Return True when any message is queued."""
         return bool(self._waiting)
 
-    def keep(self, sender: SenderT, message: MessageT) -> bool:
+    def enqueue(self, sender: SenderT, message: MessageT) -> bool:
         """Queue a message. Return False when the queue is full; the caller must notify the sender."""
         size = self._size_of(message)
         if self.size + size > self._capacity:

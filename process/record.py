@@ -38,7 +38,7 @@ MAX_BACKLOG_BYTES = 64 << 20
 _HEAD = struct.Struct("<BIq")
 """Kind of a record, bytes that follow, and a number: an iteration's clock, or the receiver of a frame."""
 _SIZE = struct.Struct("<I")
-_TURN, _IDLE_TURN, _RECEIVED, _SENT = 1, 2, 3, 4
+_ITERATION, _IDLE_ITERATION, _RECEIVED, _SENT = 1, 2, 3, 4
 _ROLES = list(Role)
 
 
@@ -98,11 +98,11 @@ class Recorder:
         """Record an accepted frame; it belongs to the iteration that begins next."""
         self._taken.append(payload)
 
-    def turn(self, now_ns: int, was_idle: bool) -> None:
+    def begin_iteration(self, now_ns: int, was_idle: bool) -> None:
         """Begin an iteration with the frames received."""
         self.flush()
         add, num_bytes = self._parts.append, 0
-        add(_HEAD.pack(_IDLE_TURN if was_idle else _TURN, 0, now_ns))
+        add(_HEAD.pack(_IDLE_ITERATION if was_idle else _ITERATION, 0, now_ns))
         for payload in self._taken:
             size = len(payload)
             add(_HEAD.pack(_RECEIVED, size, 0))
@@ -274,10 +274,12 @@ class Recording:
         turn: LoopIteration | None = None
         for path in self.segments:
             for kind, number, payload in _records(path):
-                if kind in (_TURN, _IDLE_TURN):
+                if kind in (_ITERATION, _IDLE_ITERATION):
                     if turn is not None:
                         yield turn
-                    turn = LoopIteration(1 if turn is None else turn.number + 1, number, kind == _IDLE_TURN)
+                    turn = LoopIteration(
+                        1 if turn is None else turn.number + 1, number, kind == _IDLE_ITERATION
+                    )
                 elif turn is None:
                     continue  # sent late, by a thread, for an iteration that was deleted
                 elif kind == _RECEIVED:
@@ -321,6 +323,6 @@ def _records(path: Path) -> Iterator[tuple[int, int, bytes]]:
             payload = file.read(size)
             if len(payload) < size:
                 return
-            if not _TURN <= kind <= _SENT:
+            if not _ITERATION <= kind <= _SENT:
                 raise RecordingError(f"{path}: invalid record at byte {file.tell() - size}")
             yield kind, number, payload

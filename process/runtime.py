@@ -85,8 +85,8 @@ class Receives(Protocol):
     def wait(self, timeout_s: float) -> list[Any]:
         """See `Inbox.wait`."""
 
-    def hang(self, wakeup: Wakeup) -> None:
-        """See `Inbox.hang`. A recording already contains the resulting messages."""
+    def add_wakeup(self, wakeup: Wakeup) -> None:
+        """See `Inbox.add_wakeup`. A recording already contains the resulting messages."""
 
     def close(self) -> None:
         """See `Inbox.close`."""
@@ -276,7 +276,7 @@ class Process(Generic[MessageT]):
     def _begin_turn(self) -> None:
         self.now_ns = now_ns = self._wires.clock()
         if self._recorder is not None:
-            self._recorder.turn(now_ns, was_idle=not self.pending)
+            self._recorder.begin_iteration(now_ns, was_idle=not self.pending)
 
     def _account_for_rejected(self) -> None:
         for why, series in self._rejected.items():

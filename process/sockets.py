@@ -143,7 +143,7 @@ class Inbox(Generic[MessageT]):
         self.address = address
         self.rejected = dict.fromkeys(Rejection, 0)
 
-    def hang(self, wakeup: Wakeup) -> None:
+    def add_wakeup(self, wakeup: Wakeup) -> None:
         """Make `wait` also return on ``wakeup``; its messages precede those of frames."""
         if not self._wakeups:
             self._poller.register(self._socket, zmq.POLLIN)

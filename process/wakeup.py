@@ -19,7 +19,7 @@ class Wakeup:
         self._message = message
         self._descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake the loop."""
         os.eventfd_write(self._descriptor, 1)
 
@@ -35,5 +35,5 @@ class Wakeup:
         return self._descriptor
 
     def close(self) -> None:
-        """Close the descriptor. `ring` must not be called afterwards."""
+        """Close the descriptor. `notify` must not be called afterwards."""
         os.close(self._descriptor)

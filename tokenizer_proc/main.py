@@ -158,7 +158,7 @@ class Tokenizer:
 
     def _keep(self, index: int, tag: int | None, message: msgspec.Struct) -> None:
         """Queue a message for the next topology. If the queue is full, queue only its error answer."""
-        if self._queued.keep((index, tag), message):
+        if self._queued.enqueue((index, tag), message):
             return
         if not self._queued_errors:
             self._process.log.warning(
@@ -272,7 +272,7 @@ class Tokenizer:
             # use a lane: building a grammar is slow, and the library's first one takes a second
             size = max(size, INLINE_BYTES + 1)
         if size > INLINE_BYTES:
-            self._offloaded.enter(submit)
+            self._offloaded.add(submit)
         admit = self._admit if size <= INLINE_BYTES else self._finish_offloaded
         self._dispatch(size, lambda: self._admission(submit), lambda result: admit(submit, result))
 
@@ -307,7 +307,7 @@ class Tokenizer:
 
     def _finish_offloaded(self, submit: Submit, result: Admit | Failed) -> None:
         """Forward a lane's result, unless the frontend moved the request to another attempt."""
-        cancelled = self._offloaded.leave(submit)
+        cancelled = self._offloaded.remove(submit)
         if cancelled is not None:
             self._admit(submit, result, cancelled)
 

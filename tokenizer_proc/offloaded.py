@@ -22,13 +22,13 @@ class OffloadedRequests:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def enter(self, submit: Submit) -> None:
+    def add(self, submit: Submit) -> None:
         """Record that a request enters a lane."""
         self._waiting[submit.request_id] = submit, set()
         for request_id in _choices(submit):
             self._first[request_id] = submit.request_id
 
-    def leave(self, submit: Submit) -> set[int] | None:
+    def remove(self, submit: Submit) -> set[int] | None:
         """Remove a request that left its lane; return its cancelled choices, or None if this attempt is superseded."""
         waiting = self._waiting.get(submit.request_id)
         if waiting is None or waiting[0] is not submit:

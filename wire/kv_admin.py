@@ -89,7 +89,7 @@ class KvReport(msgspec.Struct, array_like=True, tag="kv_report"):
     """Blocks of it that were on disk already."""
     num_damaged: int = 0
     """Blocks of it that could not be stored."""
-    room: KvUsage | None = None
+    usage: KvUsage | None = None
     error: Failed | None = None
 
 

@@ -37,7 +37,7 @@ class ThinkingBound(msgspec.Struct, array_like=True):
     ways: list[Thinking]
     closes: list[list[int]]
     """Token sequences that end reasoning, for every kind."""
-    begun: int | None = None
+    open_way: int | None = None
     """Index of the kind that the prompt has opened; None where the output starts outside reasoning."""
 
     @property
@@ -48,7 +48,7 @@ class ThinkingBound(msgspec.Struct, array_like=True):
             and bool(self.ways)
             and all(way.opens and way.forced for way in self.ways)
             and all(self.closes)
-            and (self.begun is None or 0 <= self.begun < len(self.ways))
+            and (self.open_way is None or 0 <= self.open_way < len(self.ways))
         )
 
     def ids(self) -> Iterator[int]:

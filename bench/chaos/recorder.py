@@ -138,7 +138,7 @@ def again(folder: Path, elsewhere: Path) -> float:
         for turn, frames, sent in turns:
             for frame in frames:
                 recorder.received(frame)
-            recorder.turn(turn.now_ns, turn.was_idle)
+            recorder.begin_iteration(turn.now_ns, turn.was_idle)
             for peer, payload in sent:
                 recorder.sent(peer, payload)
         recorder.close()

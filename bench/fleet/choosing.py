@@ -71,7 +71,7 @@ def measure(policy: Routing, num_engines: int, num_requests: int) -> Figures:
         assert held is not None
         going.append(held)
         if len(going) > OPEN_EACH * num_engines:
-            going.popleft().leave()
+            going.popleft().release()
     gc.collect()
     held_bytes = process.memory_info().rss - before
     num_names = sum(len(server.prefixes) for server in router)

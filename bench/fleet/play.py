@@ -199,7 +199,7 @@ class Fleet:
             assert held is not None, "every engine is down"
             if self._is_up[held.server.index]:
                 break
-            held.leave()
+            held.release()
             held.server.set_trouble("no connection")
         self.outcome.choosing_s += time.process_time() - began_s
         if self._blind:
@@ -239,7 +239,7 @@ class Fleet:
         for at in done.ended:
             flight = self._at_engine[index].pop(at)
             del self._flights[at]
-            flight.held.leave()
+            flight.held.release()
             outcome.end_s[at] = now_s
             self._num_ended += 1
             self._num_outputs += int(self._trace.num_output[at])
@@ -272,7 +272,7 @@ class Fleet:
         engine, lost = self.engines[index], list(self._at_engine[index].values())
         for flight in lost:
             flight.num_received = engine.outputs_of(flight.at)
-            flight.held.leave()
+            flight.held.release()
             flight.held.server.set_trouble("is lost")
         engine.die()
         self._at_engine[index].clear()

@@ -158,7 +158,7 @@ class Play:
         for at in done.ended:
             stream = self._live.pop(at)
             stream.num_open = 0
-            self._ledger.leave(stream)
+            self._ledger.remove(stream)
             self._ledger.close(stream)
             self._at(self._now_s + self._noise.expovariate(1 / PAUSE_S), None)
         self._begin_step(index)

@@ -115,7 +115,7 @@ class KvAdmin:
                     "differently), so there are no prefixes.",
                 )
             self._do(state, query, report, now_ns)
-            report.room = self._usage(state)
+            report.usage = self._usage(state)
         except RequestError as error:
             report.error = Failed(0, error.code, error.message, error.param)
             return report

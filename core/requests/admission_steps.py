@@ -153,7 +153,7 @@ def queue(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
             continue
         arrival.outbox.end_with_last(request, ending, now_ns)
         state.note_ended(request)
-        context.retained.keep(request, now_ns)
+        context.retained.add(request, now_ns)
     return arrival.messages()
 
 

@@ -93,7 +93,7 @@ class RetainedRequests:
         """True while a client disconnected before the end may reconnect."""
         return any(kept.was_disconnected for kept in self._kept.values())
 
-    def keep(self, request: Request, now_ns: int) -> None:
+    def add(self, request: Request, now_ns: int) -> None:
         """Retain an ended request, if it is resumable."""
         origin = request.delivery.origin
         if origin is None or self._grace_ns <= 0:

@@ -195,7 +195,7 @@ class ConnectionPool:
             flow.connection.close()
             whole.cancel()
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         """Close all connections; their requests fail with `ConnectionError`."""
         for connection in list(self._open):
             connection.close()
@@ -203,7 +203,7 @@ class ConnectionPool:
 
     async def close(self) -> None:
         """Close all connections, and wait for it."""
-        self.hang_up()
+        self.close_connections()
         if self._open:
             await asyncio.wait([connection.lost for connection in self._open])
 

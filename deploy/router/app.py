@@ -116,7 +116,7 @@ class App:
             raise RequestError(ErrorCode.UNAVAILABLE, "The router is draining; reconnect.", retry_s=1)
         check_path(http_request.path)
         try:
-            account = policy.limits.enter(key)
+            account = policy.limits.begin_request(key)
         except RequestError:
             self._metrics.limited.inc()
             raise
@@ -125,7 +125,7 @@ class App:
             has_body = http_request.method in ("POST", "PUT", "PATCH")
             body = await http_request.read_json_body(policy.bodies) if has_body else b""
             if body:
-                policy.bodies.keep(len(body))
+                policy.bodies.retain(len(body))
                 num_kv_tokens = len(body)
             summary = read(body, http_request.header(SESSION_HEADER) or "") if body else RequestSummary()
             outgoing = Outgoing(
@@ -143,7 +143,7 @@ class App:
             )
         finally:
             policy.bodies.release(num_kv_tokens)
-            policy.limits.leave(account)
+            policy.limits.end_request(account)
 
 
 def errors_of(path: str) -> ErrorShape:

@@ -49,7 +49,7 @@ class Attempt:
                 raise
             return flow
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         """Close the connection because the client has disconnected; this cancels the request on the server."""
         self.is_cancelled = True
         if self.flow is not None:
@@ -57,7 +57,7 @@ class Attempt:
 
     def release(self) -> None:
         """End the attempt and return its connection to the pool."""
-        self.held.leave()
+        self.held.release()
         if self.flow is not None:
             self.held.server.pool.give_back(self.flow)
 

@@ -73,7 +73,7 @@ async def prefill_remotely(
         return outgoing
     fields = _fields_of(outgoing.body)
     if fields is None:
-        chosen.leave()
+        chosen.release()
         return outgoing
     attempt, params = Attempt(chosen), b""
     try:

@@ -93,10 +93,10 @@ class PickerStream:
             text = f"Internal error of the endpoint picker (request {self._request_id}); see its log."
             yield self._refusal(RequestError(ErrorCode.INTERNAL, text))
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """End the request when the gateway closes the stream."""
         if self._gateway_request is not None:
-            self._gateway_request.leave()
+            self._gateway_request.release()
             self._gateway_request = None
 
     @property
@@ -115,7 +115,7 @@ class PickerStream:
                     "The gateway sent two request heads in one stream to the endpoint picker.",
                 )
             self._head = _head_of(message)
-            self._gateway_request = self._picker.enter(self._head)
+            self._gateway_request = self._picker.admit(self._head)
             yield from self._on_head(message.request_headers)
             return
         gateway_request = self._gateway_request
@@ -269,7 +269,7 @@ class Processor(ExternalProcessorServicer):
                 if stream.is_over:
                     return
         finally:
-            stream.leave()
+            stream.release()
 
 
 class Health(HealthServicer):

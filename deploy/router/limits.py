@@ -35,8 +35,8 @@ class Limits:
         """Number of accounts in memory."""
         return len(self._open) + len(self._idle)
 
-    def enter(self, key: bytes) -> bytes:
-        """Count a request of this key; return the account name for `leave`. Raises `RequestError` with a retry delay."""
+    def begin_request(self, key: bytes) -> bytes:
+        """Count a request of this key; return the account name for `end_request`. Raises `RequestError` with a retry delay."""
         if not (self._max_open or self._per_minute):
             return b""
         name = blake2b(key, digest_size=16).digest()
@@ -49,7 +49,7 @@ class Limits:
             self._keep(name, account)
         return name
 
-    def leave(self, name: bytes) -> None:
+    def end_request(self, name: bytes) -> None:
         """Count the end of a request."""
         account = self._open.get(name)
         if account is not None:

@@ -127,7 +127,7 @@ class ProxiedRequest:
         self._is_disconnected = True
         for attempt in (self._attempt, self._hedge):
             if attempt is not None:
-                attempt.leave()
+                attempt.cancel()
 
     # --- before the first byte --------------------------------------------------------------------------------
 

@@ -52,15 +52,15 @@ class Picker:
         """True if a server is usable and the picker is not draining."""
         return bool(self.servers.usable) and not self.is_draining
 
-    def enter(self, head: RequestHead) -> GatewayRequest:
-        """Admit a request; `GatewayRequest.leave` ends it. Raises `RequestError` for authentication and limits."""
+    def admit(self, head: RequestHead) -> GatewayRequest:
+        """Admit a request; `GatewayRequest.release` ends it. Raises `RequestError` for authentication and limits."""
         if self.is_draining:
             raise RequestError(ErrorCode.UNAVAILABLE, "The endpoint picker is draining; retry.", retry_s=1)
         no_path = ""  # all paths need a key, because admitted requests use the servers' key
         key = self.policy.keys.admit(no_path, head.headers.get)
         check_path(head.path)
         try:
-            account = self.policy.limits.enter(key)
+            account = self.policy.limits.begin_request(key)
         except RequestError:
             self.metrics.limited.inc()
             raise
@@ -86,7 +86,7 @@ class GatewayRequest:
                 f"The request body exceeds {bodies.max_bytes} bytes (--max-body-bytes of the endpoint picker); send a "
                 "smaller body.",
             )
-        bodies.keep(len(piece))
+        bodies.retain(len(piece))
         self._num_bytes += len(piece)
         self._pieces.append(piece)
 
@@ -133,12 +133,12 @@ class GatewayRequest:
         if self._held is not None:
             self._held.answer()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """End the request."""
         self._release_body()
         if self._held is not None:
-            self._held.leave()
-        self._picker.policy.limits.leave(self._account)
+            self._held.release()
+        self._picker.policy.limits.end_request(self._account)
         self._picker.num_open -= 1
 
     def _release_body(self) -> None:

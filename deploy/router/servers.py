@@ -173,7 +173,7 @@ class HeldPrefixes:
             self.server.add_load(0, -self.num_queued)
             self.num_queued = 0
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Remove the request from the server."""
         self.begin()
         self.server.add_load(-1, 0, -self.num_kv_tokens)

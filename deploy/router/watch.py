@@ -79,7 +79,7 @@ class Watch:
             for server in self._servers.remove_idle():
                 self._tasks.pop(server).cancel()
                 self._metrics_status.pop(server, None)
-                server.pool.hang_up()
+                server.pool.close_connections()
                 _log.info("%s: removed", server.url)
             await asyncio.sleep(self._pulse.every_s)
 
@@ -132,7 +132,7 @@ class Watch:
                     continue
                 server.set_trouble(f"no answer ({error or 'timeout'})")
                 if silent_s >= self._pulse.silent_s:
-                    server.pool.hang_up()
+                    server.pool.close_connections()
             else:
                 last_s = time.perf_counter()
                 if (

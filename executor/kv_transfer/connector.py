@@ -107,9 +107,9 @@ class KvConnector:
         self._process = process
         if self.back_ends:
             wakeup = Wakeup(TierResultsReady)
-            process.inbox.hang(wakeup)
+            process.inbox.add_wakeup(wakeup)
             for each in self.back_ends:
-                each.begin(wakeup.ring)
+                each.begin(wakeup.notify)
 
     def add_capacity(self, capacity: Capacity) -> None:
         """Send the stored blocks to the core, and set the back ends' sizes in ``capacity``."""

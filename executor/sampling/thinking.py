@@ -42,9 +42,9 @@ class ThinkingBudgets:
         self._bounds[slot] = bound
         self._budgets[slot] = bound.max_tokens
         opens = [len(way.opens) for way in bound.ways]
-        self._earliest[slot] = bound.max_tokens + (min(opens) if bound.begun is None else 0)
+        self._earliest[slot] = bound.max_tokens + (min(opens) if bound.open_way is None else 0)
         self._ends[slot] = (
-            NEVER if bound.begun is None else max(opens) + bound.max_tokens + _most_forced(bound)
+            NEVER if bound.open_way is None else max(opens) + bound.max_tokens + _most_forced(bound)
         )
         return True
 
@@ -112,7 +112,7 @@ class ThinkingBudgets:
             first = torch.where(is_first, place, first)
             begin = torch.where(is_first, place + len(each.opens), begin)
             way = torch.where(is_first, index, way)
-        begun = [self._bounds[slot].begun for slot in rows.slots.tolist()]
+        begun = [self._bounds[slot].open_way for slot in rows.slots.tolist()]
         inside = to_device(np.array([NONE if each is None else each for each in begun]), tokens.device)
         is_inside = inside >= 0
         begin = torch.where(is_inside & (first > 0), 0, begin)  # or the output repeats the prompt's marker

@@ -76,7 +76,7 @@ class Submissions:
         """Streams with an unread end."""
         self.client_gone = False
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Note that the client disconnected, and wake the writer."""
         self.client_gone = True
         self.mailbox.wake()
@@ -137,7 +137,7 @@ def submit_all(
     - ``received``: per prompt, output of its choices received from another server.
     - ``seeds``: seed of each prompt at that server.
     """
-    service.admission.enter(prompts, spec.params)
+    service.admission.check(prompts, spec.params)
     submissions = Submissions()
     spec = msgspec.structs.replace(spec, priority=body.priority or 0, cache_salt=body.cache_salt or "")
     try:
@@ -174,7 +174,7 @@ async def stream_answer(
     """
     write_timeout, write_seconds, span = service.write_timeout, service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
-    watcher = http_request.watch_disconnect(submissions.leave)
+    watcher = http_request.watch_disconnect(submissions.disconnect)
     keep_alive = sse.KeepAliveTimer(service.config.frontend.keep_alive_s, submissions.mailbox.wake)
     reader = Reader(http_request.abort, submissions.unread_bytes)
     write_timeout.watch(reader)
@@ -248,7 +248,7 @@ async def collect_outputs(http_request: HttpRequest, submissions: Submissions) -
         bases[stream.request_id] = num_choices
         num_choices += len(stream.choices)
     outputs: dict[int, Output] = {}
-    watcher = http_request.watch_disconnect(submissions.leave)
+    watcher = http_request.watch_disconnect(submissions.disconnect)
     try:
         while submissions.num_unread:
             ready = await submissions.mailbox.wait()

@@ -87,7 +87,7 @@ class BodyBuffers:
         self.num_open_bytes -= body.num_bytes
         del self._open[body]
 
-    def keep(self, num_bytes: int) -> None:
+    def retain(self, num_bytes: int) -> None:
         """Count a body retained until its request ends (`release`). Raises `RequestError` above the limit."""
         num_held = self.num_open_bytes + self.num_retained_bytes
         if self.num_retained_bytes and num_held + num_bytes > self.max_open_bytes:

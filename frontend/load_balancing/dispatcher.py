@@ -107,7 +107,7 @@ class Dispatcher:
         if stream.tokenizer is None:
             self._parked = [parked for parked in self._parked if parked is not stream]
             return
-        self._ledger.leave(stream)
+        self._ledger.remove(stream)
         stream.tokenizer = None
 
     def send_cancel(self, stream: Stream) -> bool:

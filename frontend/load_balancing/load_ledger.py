@@ -200,7 +200,7 @@ class LoadLedger:
         self.engine(stream.submit.core).num_queued -= load.num_queued
         load.num_queued = 0
 
-    def leave(self, stream: Stream) -> None:
+    def remove(self, stream: Stream) -> None:
         """Remove a request from the load of its processes: it ends, or is sent elsewhere."""
         self.end_encoding(stream)
         load = self.of(stream)

@@ -109,7 +109,7 @@ async def _resume(service: Service, http_request: HttpRequest, stream_id: Stream
     n = answer.num_choices
     total = answer.num_prompts * n
     position = StreamCursor.parse(given, total)
-    service.admission.reenter(total)
+    service.admission.check_resumed(total)
     first_id = service.sessions.take_ids(total)
     resumed = [
         await service.queries.resume(stream_id.request_id + offset, stream_id.key, first_id + offset)

@@ -56,7 +56,7 @@ def prompt(num_tokens: int) -> TokenPrompt:
 
 
 def admit(admission: Admission, num_prompts: int = 1, num_tokens: int = 1, max_tokens: int = 1) -> None:
-    admission.enter([prompt(num_tokens)] * num_prompts, SamplingParams(max_tokens=max_tokens))
+    admission.check([prompt(num_tokens)] * num_prompts, SamplingParams(max_tokens=max_tokens))
 
 
 def rejection(

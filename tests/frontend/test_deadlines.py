@@ -146,7 +146,7 @@ def test_expiry_in_the_core_gives_the_same_error() -> None:
         batches = await collect(stream)
         assert batches[0] == "hi"
         assert isinstance(batches[1], RequestError) and batches[1].code is ErrorCode.DEADLINE
-        assert "1 output tokens" in batches[1].message
+        assert "output tokens so far: 1" in batches[1].message
         assert not world.of(Cancel)
 
     run(scenario())

@@ -109,7 +109,7 @@ def _record_again(recording: Recording, recorder: Recorder) -> None:
     for turn in recording.turns():
         for payload in turn.frames:
             recorder.received(memoryview(payload))
-        recorder.turn(turn.now_ns, turn.was_idle)
+        recorder.begin_iteration(turn.now_ns, turn.was_idle)
         for payload in turn.frames:
             if isinstance(decoded(payload), Topology):
                 recorder.topology = payload

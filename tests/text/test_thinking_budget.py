@@ -48,9 +48,9 @@ def test_every_reasoning_format_is_bounded(name: str, tokenizer: Tokenizer) -> N
     assert [tokenizer.decode(way.opens, skip_special_tokens=False) for way in bound.ways] == marks.opens
     forced = [tokenizer.decode(way.forced, skip_special_tokens=False) for way in bound.ways]
     assert all(text.startswith(tuple(marks.closes)) and text.endswith(marks.answer) for text in forced)
-    assert bound.begun == (0 if marks.begins_inside else None)
+    assert bound.open_way == (0 if marks.begins_inside else None)
     opened = [bound_of(budgets_of(name, tokenizer), "a question " + mark) for mark in marks.opens]
-    assert [each and each.begun for each in opened] == [*range(len(marks.opens))]
+    assert [each and each.open_way for each in opened] == [*range(len(marks.opens))]
     assert all(bound_of(budgets_of(name, tokenizer), f"{mark}\n\n") is None for mark in marks.closes)
 
 

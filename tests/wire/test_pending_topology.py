@@ -11,7 +11,7 @@ from quintet.wire.ids import epoch_tag, is_newer
 def test_messages_stay_in_order_and_are_taken_once() -> None:
     pending: PendingTopology[str, int] = PendingTopology(10)
     for sender, message in (("a", 1), ("b", 2), ("a", 3)):
-        assert pending.keep(sender, message)
+        assert pending.enqueue(sender, message)
     assert "a" in pending and "c" not in pending and pending
     taken = pending.take()
     assert sorted(taken) == [1, 2, 3] and taken.index(1) < taken.index(3)
@@ -20,10 +20,14 @@ def test_messages_stay_in_order_and_are_taken_once() -> None:
 
 def test_messages_beyond_the_limit_are_rejected() -> None:
     pending: PendingTopology[str, bytes] = PendingTopology(10, len)
-    assert pending.keep("a", bytes(6)) and not pending.keep("b", bytes(5)) and pending.keep("b", bytes(4))
+    assert (
+        pending.enqueue("a", bytes(6))
+        and not pending.enqueue("b", bytes(5))
+        and pending.enqueue("b", bytes(4))
+    )
     assert pending.size == 10
     assert "c" not in pending and len(pending.take()) == 2
-    assert pending.keep("c", bytes(10))
+    assert pending.enqueue("c", bytes(10))
 
 
 @pytest.mark.parametrize("epoch", (1, 4095, 8191, 8192, 123_456))

@@ -59,7 +59,7 @@ def fill(recorder: Recorder, num_iterations: int, size: int) -> None:
     outbox = recorder.watch(NullBus()).open_outbox(PEER, "")
     for iteration in range(num_iterations):
         recorder.received(memoryview(iteration.to_bytes(4, "little") * size))
-        recorder.turn(1000 + iteration, was_idle=iteration % 2 == 0)
+        recorder.begin_iteration(1000 + iteration, was_idle=iteration % 2 == 0)
         outbox.send(b"answer %d" % iteration)
 
 
@@ -69,10 +69,10 @@ def test_iterations_are_read_as_recorded(tmp_path: Path) -> None:
     unrecorded = recorder.watch(NullBus()).open_outbox(WorkerId(Role.SUPERVISOR, 0, 1), "")
     recorder.received(memoryview(b"one"))
     recorder.received(memoryview(b""))
-    recorder.turn(5, was_idle=True)
+    recorder.begin_iteration(5, was_idle=True)
     outbox.send(b"answer")
     unrecorded.send(b"heartbeat")
-    recorder.turn(7, was_idle=False)
+    recorder.begin_iteration(7, was_idle=False)
     recorder.close()
     recording = open_recording(tmp_path / "recording", "core-0.1")
     first, second = recording.turns()

@@ -30,7 +30,7 @@ class WakeableInbox:
             bus, address_of(folder, CORE), Cancel, tap=lambda payload: self.seen.append(bytes(payload))
         )
         self.wakeup = Wakeup(StepsEnded)
-        self.inbox.hang(self.wakeup)
+        self.inbox.add_wakeup(self.wakeup)
         self.peers = Peers(bus)
         self.peers.connect(CORE, self.inbox.address)
 
@@ -47,7 +47,7 @@ def wakeable(tmp_path: Path) -> Iterator[WakeableInbox]:
 
 
 def test_wakeup_from_a_thread_ends_the_wait(wakeable: WakeableInbox) -> None:
-    timer = threading.Timer(0.05, wakeable.wakeup.ring)
+    timer = threading.Timer(0.05, wakeable.wakeup.notify)
     timer.start()
     assert wakeable.inbox.wait(LONG_S) == [StepsEnded(1)]
     timer.join()
@@ -57,7 +57,7 @@ def test_wakeups_are_one_message_before_the_frames(wakeable: WakeableInbox) -> N
     wakeable.peers.send(Role.CORE, 0, Cancel([1], 0))
     assert wakeable.inbox.wait(LONG_S) == [Cancel([1], 0)]
     for _ in range(3):
-        wakeable.wakeup.ring()
+        wakeable.wakeup.notify()
     assert wakeable.inbox.wait(LONG_S) == [StepsEnded(3)]
     assert wakeable.inbox.wait(0.001) == [], "a wakeup is delivered once"
     assert wakeable.seen == [codec.encode(Cancel([1], 0)), codec.encode(StepsEnded(3))]
@@ -73,10 +73,10 @@ def test_frame_ends_the_wait(wakeable: WakeableInbox) -> None:
 def test_two_wakeups_are_delivered_in_order_of_registration(wakeable: WakeableInbox) -> None:
     """Executors of pipeline stages wait for steps and for the disk."""
     other = Wakeup(TierResultsReady)
-    wakeable.inbox.hang(other)
-    other.ring()
+    wakeable.inbox.add_wakeup(other)
+    other.notify()
     assert wakeable.inbox.wait(LONG_S) == [TierResultsReady(1)]
-    other.ring()
-    wakeable.wakeup.ring()
+    other.notify()
+    wakeable.wakeup.notify()
     assert wakeable.inbox.wait(LONG_S) == [StepsEnded(1), TierResultsReady(1)]
     other.close()

@@ -125,7 +125,7 @@ async def serve(
     with contextlib.suppress(asyncio.CancelledError):
         await serving
     for peer in (server, controller):
-        peer.hang_up()
+        peer.close_connections()
 
 
 def main(words: list[str] | None = None) -> int:

@@ -72,7 +72,7 @@ class Playback:
         """Return the messages of the next iteration."""
         return self.wait(0.0)
 
-    def hang(self, wakeup: Wakeup) -> None:
+    def add_wakeup(self, wakeup: Wakeup) -> None:
         """Ignore the wakeup: its effects are among the recorded frames."""
 
     def clock(self) -> int:

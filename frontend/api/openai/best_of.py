@@ -151,7 +151,7 @@ async def _search_beams(
     n = _num_shown(body)
     prompts = [await _ids_of(service, prompt, request.field) for prompt in request.prompts]
     options = [_options(request, len(prompt), service.config.model) for prompt in prompts]
-    service.admission.enter(request.prompts, msgspec.structs.replace(params, n=options[0].width))
+    service.admission.check(request.prompts, msgspec.structs.replace(params, n=options[0].width))
 
     async def ask(extended: Sequence[TokenPrompt], step: SamplingParams) -> list[PositionLogprobs]:
         submissions = Submissions()

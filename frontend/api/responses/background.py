@@ -148,7 +148,7 @@ async def _wait_for_admission(service: Service) -> None:
     """Wait until admission accepts a request."""
     while True:
         try:
-            service.admission.reenter(1)
+            service.admission.check_resumed(1)
             return
         except RequestError:
             if service.draining:

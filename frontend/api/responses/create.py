@@ -88,7 +88,7 @@ async def responses(service: Service, http_request: HttpRequest) -> None:
     if not checked.answer.is_stored:
         await _answer(service, http_request, checked)
         return
-    service.admission.enter([checked.prompt], checked.params)  # before the first write to the store
+    service.admission.check([checked.prompt], checked.params)  # before the first write to the store
     record = record_of(
         checked.answer,
         service.responses.owner(service.me),

@@ -74,7 +74,7 @@ def test_prefixes_are_listed_by_their_longest_extension() -> None:
     assert list(unpack_i32(other.token_ids)) == OTHER[:20]
     assert (first.device, first.host, first.disk, first.is_pinned) == (5, 0, 0, False)
     assert 0 <= salted.idle_ns < other.idle_ns < first.idle_ns
-    assert report.room is not None and report.room.num_known == 5 + 3 + 5
+    assert report.usage is not None and report.usage.num_known == 5 + 3 + 5
     serve(world, 4, PROMPT)
     assert [prefix.digest for prefix in done(query_core(world, "list", limit=1))] == [first.digest], (
         "most recently used first"

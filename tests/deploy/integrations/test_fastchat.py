@@ -136,7 +136,7 @@ async def world(answers: AnswerFor) -> AsyncIterator[World]:
     if any(path == "/v1/completions" for path, _ in w.received) and answers is endless_stream:
         await disconnected.wait()
     for peer in (server, controller):
-        peer.hang_up()
+        peer.close_connections()
     for item in listening:
         item.close()
     for up in ups:

@@ -65,18 +65,18 @@ def test_key_has_one_account_in_every_spelling() -> None:
 
 def test_number_of_accounts_is_bounded() -> None:
     limits = Limits(2, 5, lambda: 0.0, max_idle=10)
-    held = limits.enter(b"first")
+    held = limits.begin_request(b"first")
     for number in range(100):
-        limits.leave(limits.enter(b"%d" % number))
+        limits.end_request(limits.begin_request(b"%d" % number))
     assert len(limits) == 11
-    limits.enter(b"first")
+    limits.begin_request(b"first")
     with pytest.raises(RequestError, match="at most 2 are allowed"):
-        limits.enter(b"first")
-    limits.leave(held)
-    limits.leave(limits.enter(b"first"))
+        limits.begin_request(b"first")
+    limits.end_request(held)
+    limits.end_request(limits.begin_request(b"first"))
     unlimited = Limits(0, 0, lambda: 0.0)
-    unlimited.leave(unlimited.enter(b"a"))
-    unlimited.enter(b"b")
+    unlimited.end_request(unlimited.begin_request(b"a"))
+    unlimited.begin_request(b"b")
     assert len(unlimited) == 0
 
 

@@ -68,7 +68,7 @@ def test_candidates_include_the_best_server() -> None:
         if len(running) > 200 or rng.random() < 0.3:
             each = running.pop(rng.randrange(len(running)))
             each.begin()
-            each.leave()
+            each.release()
         if number % 50 == 0:
             rng.choice(list(router)).set_trouble(rng.choice(("", "is lost")))
     assert any(len(indexes) > FEW for _, indexes in router._holders.of(chained([0]))), "hot prefixes occurred"
@@ -106,7 +106,7 @@ def test_candidates_include_faster_servers_and_free_memory() -> None:
             each = running.pop(rng.randrange(len(running)))
             each.sent_s = clock.now_s - 1e-5 * each.num_before * (1 + each.server.index % 3)
             each.answer()
-            each.leave()
+            each.release()
     assert num_slow and num_full
 
 
@@ -121,7 +121,7 @@ def test_slow_ttft_lowers_load_until_it_is_forgotten() -> None:
         for _ in range(num):
             clock.now_s += 0.1
             if len(running) == 8:
-                running.pop(0).leave()
+                running.pop(0).release()
             held = router.choose(RequestSummary(num_tokens=1000, is_streamed=True), ())
             assert held is not None
             counts[held.server.index] += 1
@@ -129,7 +129,7 @@ def test_slow_ttft_lowers_load_until_it_is_forgotten() -> None:
             held.sent_s = clock.now_s - 1e-5 * held.num_before * (1 if held.server.index else 4)
             held.answer()
         for each in running:
-            each.leave()
+            each.release()
         return counts[0] / num
 
     assert share(64) == pytest.approx(0.5, abs=0.05), "nothing is measured"
@@ -152,7 +152,7 @@ def test_unstreamed_and_disaggregated_requests_do_not_measure_ttft() -> None:
         if number % 2:
             held.sent_s -= 50.0 * held.server.index
             held.answer()
-        held.leave()
+        held.release()
     assert [server.speed.slowness(clock.now_s) for server in router] == [1.0, 1.0]
 
 
@@ -168,7 +168,7 @@ def test_full_server_gets_no_request_that_fits_elsewhere() -> None:
     own_requests = [each for each in held if each is not None and each.server is little]
     for each in own_requests:
         each.begin()
-        each.leave()
+        each.release()
     assert little.kv_free == 10_000
     little.update_load(1, 0, kv_tokens=10_000, kv_usage=0.9, num_outputs=200)
     assert little.kv_free == 1000
@@ -216,7 +216,7 @@ def test_idle_servers_are_chosen_in_rotation() -> None:
             held = router.choose(RequestSummary(), ())
             assert held is not None
             chosen[held.server.index] += 1
-            held.leave()
+            held.release()
         assert len(chosen) > 45, policy
 
 
@@ -262,7 +262,7 @@ def test_remembered_prefixes_are_bounded() -> None:
     assert held is not None and held.server is server and len(server.prefixes) == 10
     assert [num for num, _ in router._holders.of(list(range(30)))] == [10], "the tail is forgotten"
     router.set_urls([], 1.0)
-    held.leave()
+    held.release()
     router.remove_idle()
     assert len(router._holders) == 0, "removed server has no prefixes"
 

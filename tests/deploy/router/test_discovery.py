@@ -77,7 +77,7 @@ def test_watch_adds_and_removes_servers() -> None:
         await set_addresses("127.0.0.3")
         task.cancel()
         for server in servers:
-            server.pool.hang_up()
+            server.pool.close_connections()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 

@@ -45,7 +45,7 @@ def test_prefix_affinity_then_least_load() -> None:
     choices = picker()
     homes: dict[str, str] = {}
     for text in ("one story ", "another tale "):
-        visit = choices.enter(RequestHead(C, {}))
+        visit = choices.admit(RequestHead(C, {}))
         for piece in (prompt(text)[:100], prompt(text)[100:]):
             visit.take(piece)
         homes[text] = visit.pick()
@@ -53,15 +53,15 @@ def test_prefix_affinity_then_least_load() -> None:
         visit.begin()
     assert sorted(homes.values()) == sorted(ENDPOINTS)
     for text in [*homes, *homes]:
-        visit = choices.enter(RequestHead(C, {}))
+        visit = choices.admit(RequestHead(C, {}))
         visit.take(prompt(text))
         assert visit.pick() == homes[text]
-        visit.leave()
+        visit.release()
 
 
 def test_request_counts_until_it_ends() -> None:
     choices = picker()
-    visit = choices.enter(RequestHead(C, {}))
+    visit = choices.admit(RequestHead(C, {}))
     visit.take(prompt("a story "))
     endpoint = visit.pick()
     server = list(choices.servers)[ENDPOINTS.index(endpoint)]
@@ -69,7 +69,7 @@ def test_request_counts_until_it_ends() -> None:
     assert choices.policy.bodies.num_retained_bytes == len(prompt("a story "))
     visit.begin()
     assert (server.num_open, server.num_queued) == (1, 0)
-    visit.leave()
+    visit.release()
     assert (choices.num_open, server.num_open, choices.policy.bodies.num_retained_bytes) == (0, 0, 0)
 
 
@@ -77,7 +77,7 @@ def test_rejection_does_not_measure_ttft() -> None:
     noted = []
     for status in (200, 503):
         choices = picker()
-        visit = choices.enter(RequestHead(C, {}))
+        visit = choices.admit(RequestHead(C, {}))
         visit.take(b'{"stream":true,' + prompt("a story ")[1:])
         server = list(choices.servers)[ENDPOINTS.index(visit.pick())]
         server.speed.note = lambda *measured: noted.append(measured)  # type: ignore[method-assign]
@@ -89,40 +89,40 @@ def test_rejection_does_not_measure_ttft() -> None:
 def test_choice_is_among_the_gateways_endpoints() -> None:
     choices = picker()
     for endpoint in ENDPOINTS * 2:
-        assert choices.enter(RequestHead(C, {}, frozenset({endpoint, "10.9.9.9:1"}))).pick() == endpoint
+        assert choices.admit(RequestHead(C, {}, frozenset({endpoint, "10.9.9.9:1"}))).pick() == endpoint
     for among in (frozenset({"10.9.9.9:1"}), frozenset[str]()):
         with pytest.raises(RequestError, match=f"None of the {len(among)} endpoints") as error:
-            choices.enter(RequestHead(C, {}, among)).pick()
+            choices.admit(RequestHead(C, {}, among)).pick()
         assert error.value.code is ErrorCode.UNAVAILABLE
 
 
 def test_access_policy_applies() -> None:
     choices = picker(keys=("k",), per_key=(1, 0), max_bytes=100)
     with pytest.raises(RequestError, match="No API key was sent"):
-        choices.enter(RequestHead(C, {}))
+        choices.admit(RequestHead(C, {}))
     with pytest.raises(RequestError, match="No API key was sent"):
-        choices.enter(RequestHead("/readyz", {}))
+        choices.admit(RequestHead("/readyz", {}))
     with pytest.raises(RequestError, match="The API key is invalid"):
-        choices.enter(RequestHead(C, {"x-api-key": "\u20ac"}))
+        choices.admit(RequestHead(C, {"x-api-key": "\u20ac"}))
     with pytest.raises(RequestError, match="without the segments"):
-        choices.enter(RequestHead("/docs/../v1/completions", {"x-api-key": "k"}))
-    visit = choices.enter(RequestHead(C, {"authorization": "Bearer k"}))
+        choices.admit(RequestHead("/docs/../v1/completions", {"x-api-key": "k"}))
+    visit = choices.admit(RequestHead(C, {"authorization": "Bearer k"}))
     with pytest.raises(RequestError, match="at most 1 are allowed") as error:
-        choices.enter(RequestHead(C, {"x-api-key": "k"}))
+        choices.admit(RequestHead(C, {"x-api-key": "k"}))
     assert error.value.code is ErrorCode.OVERLOADED
     with pytest.raises(RequestError, match="exceeds 100 bytes"):
         visit.take(bytes(101))
-    visit.leave()
+    visit.release()
     for server in choices.servers:
         server.set_trouble("is not ready")
     assert not choices.is_ready
-    last = choices.enter(RequestHead(C, {"x-api-key": "k"}))
+    last = choices.admit(RequestHead(C, {"x-api-key": "k"}))
     with pytest.raises(RequestError, match=r"No server is available .*is not ready"):
         last.pick()
-    last.leave()
+    last.release()
     choices.is_draining = True
     with pytest.raises(RequestError, match="is draining"):
-        choices.enter(RequestHead(C, {"x-api-key": "k"}))
+        choices.admit(RequestHead(C, {"x-api-key": "k"}))
     assert choices.num_open == 0
 
 

@@ -184,7 +184,7 @@ async def world(
     access_policy = AccessPolicy(keys_guard, Limits(*limits, loop.time), BodyBuffers(1 << 20), servers_key)
     yield World(App(servers, RouterMetrics(servers), timeouts, access_policy), servers, ups)
     for server in servers:
-        server.pool.hang_up()
+        server.pool.close_connections()
     for _ in range(4):  # loop iterations until an accepted connection has its task
         await asyncio.sleep(0)
     for listener in listening:
@@ -451,11 +451,11 @@ def test_limits_apply_per_key() -> None:
 
     run(scenario())
     limits = Limits(1, 0, lambda: 0.0)
-    held = limits.enter(b"a")
+    held = limits.begin_request(b"a")
     with pytest.raises(RequestError, match="at most 1 are allowed"):
-        limits.enter(b"a")
-    limits.leave(held)
-    limits.leave(limits.enter(b"a"))
+        limits.begin_request(b"a")
+    limits.end_request(held)
+    limits.end_request(limits.begin_request(b"a"))
 
 
 def test_events_are_reassembled_from_any_chunks() -> None:
@@ -494,7 +494,7 @@ def test_server_list_file_is_watched(tmp_path: Path, caplog: pytest.LogCaptureFi
             file.write_text(f"{second}\n")
             await write_urls(second)
             assert len(list(servers)) == 2, "the first server has requests in flight"
-            held.leave()
+            held.release()
             while len(list(servers)) == 2:
                 await asyncio.sleep(0.01)
             file.write_text("ftp://nowhere\n")
@@ -504,7 +504,7 @@ def test_server_list_file_is_watched(tmp_path: Path, caplog: pytest.LogCaptureFi
             assert [server.url for server in servers.usable] == [second]
             task.cancel()
             for server in servers:
-                server.pool.hang_up()
+                server.pool.close_connections()
 
     run(scenario())
 
@@ -561,7 +561,7 @@ def test_server_without_metrics_is_healthy_and_prompts_count_as_queued() -> None
             while num_polls < 4:
                 await asyncio.sleep(0.01)
             assert (server.num_queued, server.num_others, server.trouble) == (7, 0, "")
-            held.leave()
+            held.release()
             task.cancel()
 
     run(scenario())

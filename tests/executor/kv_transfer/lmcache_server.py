@@ -43,7 +43,7 @@ class StubServer:
                 self._open.add(connection)
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         """Close all connections, as a restart does."""
         for connection in [*self._open]:
             with contextlib.suppress(OSError):  # the client has closed it
@@ -53,7 +53,7 @@ class StubServer:
         """Stop the server and close all connections."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self.hang_up()
+        self.close_connections()
 
     def _serve(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError), connection, connection.makefile("rb") as received:

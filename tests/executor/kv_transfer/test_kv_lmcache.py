@@ -116,7 +116,7 @@ def test_a_server_restart_causes_one_error(server: StubServer) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    server.hang_up()
+    server.close_connections()
     with pytest.raises(ConnectionError):
         store.count(NAMES)
     assert store.count(NAMES) == 0 and store.put(NAMES[0], memoryview(CONTENT))

@@ -35,8 +35,8 @@ def forced(drawer: Drawer) -> int | None:
     outputs = drawer.outputs
     found = [(at, i) for i, way in enumerate(bound.ways) if (at := place(outputs, way.opens)) is not None]
     at, way = min(found, default=(None, 0))
-    if bound.begun is not None:
-        way, begin = bound.begun, len(bound.ways[min(found)[1]].opens) if at == 0 else 0
+    if bound.open_way is not None:
+        way, begin = bound.open_way, len(bound.ways[min(found)[1]].opens) if at == 0 else 0
     elif at is None:
         return None
     else:
