@@ -1,6 +1,6 @@
 """ASGI application: routing, authentication, error responses and request metrics.
 
-uvicorn ─▶ CORS (http/auth.py) ─▶ App: request id, API key, errors, metrics ─▶ Starlette router ─▶ Endpoint ─▶ handler
+uvicorn ─▶ CORS (http/auth.py) ─▶ FrontendApp: id, API key, errors, metrics ─▶ Starlette router ─▶ Endpoint ─▶ handler
 
 A thread returns free heap memory to the system shortly after a large request.
 """
@@ -73,7 +73,7 @@ class Endpoint:
             await row.handler(self.service, http_request)
 
 
-class App:
+class FrontendApp:
     """The application object that uvicorn calls."""
 
     def __init__(self, service: Service) -> None:

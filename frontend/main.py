@@ -24,7 +24,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp
 
 from quintet.frontend.api.openai.errors import ERRORS
-from quintet.frontend.app import App
+from quintet.frontend.app import FrontendApp
 from quintet.frontend.http.auth import with_cors
 from quintet.frontend.http.connection import IDLE_S, Protocol, bound_send_buffer
 from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox
@@ -114,7 +114,7 @@ class Frontend:
         self._service = Service(
             me, self._process.peers.send, config, self._process.metrics, self._process.span
         )
-        self._server = make_server(App(self._service), config.frontend)
+        self._server = make_server(FrontendApp(self._service), config.frontend)
         self._lag = self._process.metrics.histogram(
             "event_loop_lag_seconds", "Delay between the due time of an event loop timer and its call."
         )

@@ -44,7 +44,7 @@ Received = tuple[Sequence[int] | None, bool]
 
 
 @dataclass(slots=True)
-class Delta:
+class OutputDelta:
     """New output of one choice since the last read."""
 
     choice: int
@@ -64,7 +64,7 @@ class Batch:
 
     started: Started | None
     """Set once, on the first batch after prefill."""
-    deltas: list[Delta]
+    deltas: list[OutputDelta]
     """At most one per choice, in any order."""
     error: RequestError | None = None
     """The request failed: none of its choices generates more."""
@@ -130,7 +130,7 @@ class StreamChoice:
             or len(self.output_ids) - self.num_taken >= interval
         )
 
-    def take(self) -> Delta:
+    def take(self) -> OutputDelta:
         """Return unread output and mark it as read."""
         self.is_dirty = False
         texts = self.texts
@@ -140,9 +140,9 @@ class StreamChoice:
         self.num_taken = len(self.output_ids)
         logprobs, self.logprobs = self.logprobs, []
         if not self.spans:
-            return Delta(self.index, text, ids, logprobs, self.finish)
+            return OutputDelta(self.index, text, ids, logprobs, self.finish)
         spans, self.spans = self.spans, []
-        return Delta(self.index, text, ids, logprobs, self.finish, spans)
+        return OutputDelta(self.index, text, ids, logprobs, self.finish, spans)
 
 
 class Mailbox:

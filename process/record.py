@@ -42,7 +42,7 @@ _ITERATION, _IDLE_ITERATION, _RECEIVED, _SENT = 1, 2, 3, 4
 _ROLES = list(Role)
 
 
-class Header(msgspec.Struct, frozen=True):
+class RecordHeader(msgspec.Struct, frozen=True):
     """Header of every segment."""
 
     version: str
@@ -230,7 +230,7 @@ class _Ring:
         _delete_oldest(self._folder, self._me, self._max_bytes - self._max_bytes // SEGMENTS)
         path = self._own_folder / f"{self._segment:04d}{SUFFIX}"
         header = msgspec.json.encode(
-            Header(version("quintet"), self._me, self._segment, topology, self._config)
+            RecordHeader(version("quintet"), self._me, self._segment, topology, self._config)
         )
         path.touch(mode=0o600)
         self._file = path.open("wb", buffering=0)
@@ -260,7 +260,7 @@ def _delete_oldest(folder: Path, me: WorkerId, max_bytes: int) -> None:
 class Recording:
     """Available part of one process's recording."""
 
-    header: Header
+    header: RecordHeader
     """Header of the oldest segment."""
     segments: list[Path]
 
@@ -303,14 +303,14 @@ def open_recording(folder: Path, worker: str) -> Recording:
     return Recording(_header(paths[0])[0], paths)
 
 
-def _header(path: Path) -> tuple[Header, int]:
+def _header(path: Path) -> tuple[RecordHeader, int]:
     """Return a segment's header and the offset of its records."""
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise RecordingError(f"{path}: not a recording of this version of Quintet")
         (size,) = _SIZE.unpack(file.read(_SIZE.size))
         try:
-            return msgspec.json.decode(file.read(size), type=Header), file.tell()
+            return msgspec.json.decode(file.read(size), type=RecordHeader), file.tell()
         except msgspec.MsgspecError as error:
             raise RecordingError(f"{path}: cannot read its header: {error}") from error
 

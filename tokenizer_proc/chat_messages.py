@@ -11,9 +11,9 @@ from typing import Any
 
 from quintet.tokenizer_proc.template_syntax import ContentFormat, TemplateTraits
 from quintet.tokenizer_proc.template_values import (
+    ContentParts,
     NoContent,
     Part,
-    Parts,
     PartsText,
     arguments_of,
     text_part,
@@ -113,7 +113,7 @@ def _normal_part(part: Any, where: str) -> Part:
         )
     text = part.get(field)
     if kind in THINKING_PARTS and isinstance(text, list):  # Mistral's clients nest parts
-        text = str(Parts(_normal_part(item, f"{where}.{field}[{i}]") for i, item in enumerate(text)))
+        text = str(ContentParts(_normal_part(item, f"{where}.{field}[{i}]") for i, item in enumerate(text)))
     if not isinstance(text, str):
         raise invalid(f"{where}.{field} must be a string.", f"{where}.{field}")
     return {"type": "thinking", "thinking": text} if kind in THINKING_PARTS else text_part(text)
@@ -132,10 +132,10 @@ def _content(sent: Any, parts: list[Part] | None, form: ContentFormat, *, is_for
     if sent is None:
         return NoContent()
     if form == "string":
-        return sent if parts is None else str(Parts(parts))
+        return sent if parts is None else str(ContentParts(parts))
     if parts is not None:
-        return Parts(parts)
-    return Parts([text_part(sent)]) if is_forced else PartsText(sent)
+        return ContentParts(parts)
+    return ContentParts([text_part(sent)]) if is_forced else PartsText(sent)
 
 
 def _copy_reasoning(message: Message) -> None:
@@ -171,9 +171,9 @@ def _normal_call(call: Message) -> Message:
 
 def _without_billing_header(content: Any) -> Any:
     """Remove the billing header from the first system message: it differs per request and defeats prefix caching."""
-    if isinstance(content, Parts) and content and content[0]["type"] == "text":
+    if isinstance(content, ContentParts) and content and content[0]["type"] == "text":
         text = without_billing_header(content[0]["text"])
-        return Parts([text_part(text), *content[1:]] if text else content[1:])
+        return ContentParts([text_part(text), *content[1:]] if text else content[1:])
     if isinstance(content, NoContent) or not isinstance(content, str):
         return content
     kept = without_billing_header(str(content))

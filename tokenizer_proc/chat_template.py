@@ -24,7 +24,7 @@ from quintet.tokenizer_proc import template_values
 from quintet.tokenizer_proc.chat_messages import invalid, name_of, normal_messages
 from quintet.tokenizer_proc.system_messages import arrangements, hides_system
 from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
-from quintet.tokenizer_proc.template_values import Parts, PartsText, text_part
+from quintet.tokenizer_proc.template_values import ContentParts, PartsText, text_part
 from quintet.wire.chat import Message, decode_messages
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.config import ChatContentFormat, ModelConfig
@@ -293,13 +293,13 @@ def _tag_final(messages: list[Message], source: str) -> str:
             "continue_final_message",
         )
     content = messages[-1]["content"]
-    if isinstance(content, Parts):
+    if isinstance(content, ContentParts):
         last = next((i for i in reversed(range(len(content))) if "text" in content[i]), None)
         if last is None:
-            content = Parts([*content, text_part("")])
+            content = ContentParts([*content, text_part("")])
             last = len(content) - 1
         final: str = content[last]["text"]
-        tagged: Any = Parts(content)
+        tagged: Any = ContentParts(content)
         tagged[last] = text_part(final + CONTINUE_TAG)
     else:
         final = str(content)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quintet.tokenizer_proc.chat_messages import REASONING
-from quintet.tokenizer_proc.template_values import NoContent, Parts, PartsText, text_part
+from quintet.tokenizer_proc.template_values import ContentParts, NoContent, PartsText, text_part
 from quintet.wire.chat import Message
 
 SEPARATOR = "\n\n"
@@ -124,11 +124,11 @@ def _join(before: Any, after: Any) -> Any:
     for empty, other in ((before, after), (after, before)):
         if isinstance(empty, NoContent) or not empty:
             return other
-    if isinstance(before, Parts) or isinstance(after, Parts):
-        return Parts([*_as_parts(before), *_as_parts(after)])
+    if isinstance(before, ContentParts) or isinstance(after, ContentParts):
+        return ContentParts([*_as_parts(before), *_as_parts(after)])
     joined = f"{before!s}{SEPARATOR}{after!s}"
     return PartsText(joined) if isinstance(before, PartsText) else joined
 
 
 def _as_parts(content: Any) -> list[dict[str, Any]]:
-    return list(content) if isinstance(content, Parts) else [text_part(str(content))]
+    return list(content) if isinstance(content, ContentParts) else [text_part(str(content))]

@@ -53,7 +53,7 @@ class PartsText(str):
         return text_part(str(self)) if key in (0, -1) else str(self)[key]
 
 
-class Parts(list[Part]):
+class ContentParts(list[Part]):
     """A list of parts: a list in tests and loops, the joined text when written or joined."""
 
     __slots__ = ()

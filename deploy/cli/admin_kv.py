@@ -72,7 +72,7 @@ def run(words: list[str], arguments: argparse.Namespace, run_dir: Path) -> int:
         )
     try:
         _run(words, arguments, config)
-    except Refused as refused:
+    except AdminRefusal as refused:
         print(f"quintet: {refused}", file=sys.stderr)
         return 1
     return 0
@@ -101,7 +101,7 @@ def _run(words: list[str], arguments: argparse.Namespace, config: EngineConfig) 
 
 def _exchange(config: EngineConfig) -> Path:
     if config.cache.disk is None:
-        raise Refused("export and import require --kv-disk: start the server with it")
+        raise AdminRefusal("export and import require --kv-disk: start the server with it")
     return Path(config.cache.disk.folder) / EXCHANGE
 
 
@@ -109,13 +109,13 @@ def _export(config: EngineConfig, prefix: dict[str, object], file: Path) -> None
     """Let the server write the file to its exchange folder, and move it."""
     _exchange(config)
     if file.exists():
-        raise Refused(f"{file} already exists: remove it, or choose another name")
+        raise AdminRefusal(f"{file} already exists: remove it, or choose another name")
     name = f"admin-{secrets.token_hex(8)}"
     answer = _ask(config, "POST", "/kv/export", {**prefix, "file": name})
     try:
         shutil.move(answer["file"], file)
     except OSError as error:
-        raise Refused(
+        raise AdminRefusal(
             f"{answer['file']} was written, but cannot be moved to {file}: {error.strerror}"
         ) from None
     for each in answer["data"]:
@@ -131,7 +131,7 @@ def _import(config: EngineConfig, file: Path) -> None:
         try:
             shutil.copyfile(file, copy)
         except OSError as error:
-            raise Refused(f"{file} cannot be copied to {copy.parent}: {error.strerror}") from None
+            raise AdminRefusal(f"{file} cannot be copied to {copy.parent}: {error.strerror}") from None
         answer = _ask(config, "POST", "/kv/import", {"file": copy.name})
     finally:
         copy.unlink(missing_ok=True)
@@ -155,7 +155,7 @@ def _prompt_of(arguments: argparse.Namespace) -> dict[str, object]:
     return {"prompt": text, "cache_salt": arguments.cache_salt}
 
 
-class Refused(Exception):
+class AdminRefusal(Exception):
     """The server rejected the request; the message contains the reason."""
 
 
@@ -172,14 +172,14 @@ def _target(config: EngineConfig) -> Target:
 
 
 def _ask(config: EngineConfig, method: str, path: str, body: object = None) -> dict[str, Any]:
-    """Return the server's response. Raises `Refused` with its error message, or `ConfigError` without a response."""
+    """Return the server's response. Raises `AdminRefusal` with its error message, or `ConfigError` without a response."""
     try:
         response = ask(_target(config), method, path, body, WAIT_S)
         answer: dict[str, Any] = msgspec.json.decode(response.body)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"no response from the server at {path}: {error}") from None
     if response.status != 200:
-        raise Refused(str(answer.get("error", {}).get("message", answer)))
+        raise AdminRefusal(str(answer.get("error", {}).get("message", answer)))
     return answer
 
 

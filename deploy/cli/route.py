@@ -21,7 +21,7 @@ import uvloop
 from quintet.deploy.config.deprecated_flags import RenamedFlag
 from quintet.deploy.config.memory import parse_size
 from quintet.deploy.config.network import listed
-from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy, App
+from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy, RouterApp
 from quintet.deploy.router.attempts import Hedging
 from quintet.deploy.router.dns_servers import DnsServers, parsed
 from quintet.deploy.router.limits import Limits
@@ -321,7 +321,7 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
         arguments.first_timeout, arguments.resume_timeout, Hedging(arguments.hedge_after)
     )
     metrics = RouterMetrics(servers)
-    app, picker = App(servers, metrics, timeouts, policy), Picker(servers, metrics, policy)
+    app, picker = RouterApp(servers, metrics, timeouts, policy), Picker(servers, metrics, policy)
     gateways = await _serve_gateways(picker, arguments) if has_picker else None
     server = make_server(app, cors_config(arguments))
     loop = asyncio.get_running_loop()
@@ -372,7 +372,7 @@ def _on_signal(stop: asyncio.Event, server: HttpServer) -> None:
 
 
 async def _drain(
-    stop: asyncio.Event, apps: Sequence[App | Picker], server: HttpServer, limit_s: float
+    stop: asyncio.Event, apps: Sequence[RouterApp | Picker], server: HttpServer, limit_s: float
 ) -> None:
     """Wait for ``stop``, then reject new requests and wait until open ones have finished."""
     await stop.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quintet.frontend.streams import Delta, Stream
+from quintet.frontend.streams import OutputDelta, Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
@@ -109,7 +109,7 @@ class Assembler:
         if started.prompt_logprobs is not None:
             self._prompt_logprobs = [None if p is None else read_position(p) for p in started.prompt_logprobs]
 
-    def add(self, deltas: Sequence[Delta]) -> RequestOutput | None:
+    def add(self, deltas: Sequence[OutputDelta]) -> RequestOutput | None:
         """Add deltas; return the next output of the requested kind, or None."""
         cumulative = self._kind is not OutputKind.DELTA
         for delta in deltas:
@@ -132,7 +132,7 @@ class Assembler:
         output.error = error
         return output
 
-    def _append(self, choice: _PartialChoice, delta: Delta, cumulative: bool) -> None:
+    def _append(self, choice: _PartialChoice, delta: OutputDelta, cumulative: bool) -> None:
         positions = [read_position(p) for p in delta.logprobs]
         if self._has_logprobs:
             choice.cumulative_logprob += sum(p.chosen.logprob for p in delta.logprobs)

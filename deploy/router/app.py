@@ -42,7 +42,7 @@ class AccessPolicy(NamedTuple):
     """API key for the servers, which replaces the client's key; "" forwards the client's key."""
 
 
-class App:
+class RouterApp:
     """One router."""
 
     def __init__(

@@ -8,7 +8,7 @@ import pytest
 
 from quintet.executor.backends.cuda.kernels.compile import (
     Compilation,
-    Usage,
+    KernelUsage,
     compile_all,
     is_current,
     main,
@@ -124,7 +124,10 @@ def test_outputs_of_removed_modules_are_deleted(tmp_path: Path) -> None:
 
 
 def test_assembler_report_is_parsed() -> None:
-    assert list(usages(NVCC_LOG)) == [Usage("norm_fp16", 255, 12, 32), Usage("norm_bf16", 15, 0, 0)]
+    assert list(usages(NVCC_LOG)) == [
+        KernelUsage("norm_fp16", 255, 12, 32),
+        KernelUsage("norm_bf16", 15, 0, 0),
+    ]
     lines = list(table({("norm", 90): NVCC_LOG}))
     assert [line.split() for line in lines[1:]] == [
         ["norm:", "norm_bf16", "-", "15", "0", "-"],

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from quintet.deploy.config.model.card import read_facts
 from quintet.executor.checkpoints.gguf.architectures import ARCHITECTURES
 from quintet.executor.checkpoints.gguf.card import REFUSED, card_of_gguf
-from quintet.executor.checkpoints.gguf.header import Header, Tensor
-from quintet.executor.checkpoints.gguf.parts import Parts, read_parts
+from quintet.executor.checkpoints.gguf.header import GgufHeader, Tensor
+from quintet.executor.checkpoints.gguf.parts import GgufParts, read_parts
 from quintet.executor.checkpoints.gguf.types import TYPES
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.registry import FAMILIES
@@ -57,9 +57,9 @@ WILD = st.one_of(
 )
 
 
-def parsed(metadata: dict[str, Any], tensors: tuple[str, ...] = ("token_embd.weight",)) -> Parts:
+def parsed(metadata: dict[str, Any], tensors: tuple[str, ...] = ("token_embd.weight",)) -> GgufParts:
     shapes = {name: Tensor(TYPES[0], (64, 8), 0, 2048) for name in tensors}
-    return Parts((Header(Path("model.gguf"), 1 << 20, 0, metadata, shapes, b""),))
+    return GgufParts((GgufHeader(Path("model.gguf"), 1 << 20, 0, metadata, shapes, b""),))
 
 
 def _check(arch: str, values: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ import pytest
 import uvloop
 from openai import OpenAI
 
-from quintet.frontend.app import App
+from quintet.frontend.app import FrontendApp
 from quintet.frontend.main import make_server
 from quintet.frontend.service import Service
 from quintet.wire import messages
@@ -350,7 +350,7 @@ class Server:
             self.service = Service(WorkerId(Role.FRONTEND, 0, 1), self.engine.send, self.config, Metrics())
             self.engine.service = self.service
             self.service.handle(topology(1, **self.states))
-            self._server = make_server(App(self.service), self.config.frontend)
+            self._server = make_server(FrontendApp(self.service), self.config.frontend)
             self.loop.call_soon(self._ready.set)
             self._serving = asyncio.ensure_future(self._server.serve(sockets=[self.listener]))
             with contextlib.suppress(asyncio.CancelledError):

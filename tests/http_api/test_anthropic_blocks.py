@@ -14,7 +14,7 @@ import pytest
 from quintet.frontend.api.anthropic.events import UNREADABLE_INPUT, MessagesAnswer, MessagesWriter
 from quintet.frontend.api.channels import Channels
 from quintet.frontend.resume.stream_state import StreamCursor, StreamId
-from quintet.frontend.streams import Batch, Delta
+from quintet.frontend.streams import Batch, OutputDelta
 from quintet.wire.channels import Channel
 from quintet.wire.chat import decode_messages
 from quintet.wire.config import ParsersConfig, ThinkMarks
@@ -168,7 +168,7 @@ def events(
         has_ended = end == len(tokens)
         finish = Finish(7, FinishReason.STOP, None, end, 2, 2) if has_ended else None
         spans = [(channel, call, len(text)) for channel, call, text in new]
-        delta = Delta(0, "".join(text for _, _, text in new), [0], [], finish, spans)
+        delta = OutputDelta(0, "".join(text for _, _, text in new), [0], [], finish, spans)
         writer.write(frames, 0, stream, Batch(None, [delta]))
     return [*frames, writer.tail([])]
 

@@ -22,7 +22,7 @@ from quintet.frontend.api.responses.output import CallForm, ResponsesAnswer
 from quintet.frontend.api.responses.parse import items_of
 from quintet.frontend.api.responses.types import ResponsesBody
 from quintet.frontend.resume.stream_state import StreamCursor, StreamId
-from quintet.frontend.streams import Batch, Delta
+from quintet.frontend.streams import Batch, OutputDelta
 from quintet.wire.channels import Channel
 from quintet.wire.chat import decode_messages
 from quintet.wire.config import ParsersConfig
@@ -488,7 +488,7 @@ def events(
         new = [piece for token in tokens[at : choice.num_taken] for piece in token]
         finish = Finish(7, FinishReason.STOP, None, 0, 2, 2) if choice.num_taken == len(tokens) else None
         spans = [(channel, call, len(text)) for channel, call, text in new]
-        delta = Delta(0, "".join(text for _, _, text in new), [0], [], finish, spans)
+        delta = OutputDelta(0, "".join(text for _, _, text in new), [0], [], finish, spans)
         writer.write(frames, 0, stream, Batch(None, [delta]))
     lines = [frame.decode().splitlines() for frame in [*frames, writer.tail([])] if frame]
     return [(each[0].removeprefix("id: "), json.loads(each[2].removeprefix("data: "))) for each in lines]

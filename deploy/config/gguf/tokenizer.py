@@ -23,7 +23,7 @@ import numpy as np
 from quintet.deploy.config.gguf import pre_tokenizers
 from quintet.deploy.config.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from quintet.executor.checkpoints.gguf.header import Strings, Value
-from quintet.executor.checkpoints.gguf.parts import Parts
+from quintet.executor.checkpoints.gguf.parts import GgufParts
 from quintet.wire.errors import ConfigError
 
 MAX_TOKENS = 1 << 21
@@ -41,7 +41,7 @@ _NAMES = {"unknown": "unk", "padding": "pad"}
 _TEMPLATE = "tokenizer.chat_template"
 
 
-def tokenizer_of_gguf(parts: Parts, cache: Path) -> Path:
+def tokenizer_of_gguf(parts: GgufParts, cache: Path) -> Path:
     """Return a folder in ``cache`` with the tokenizer of a file; create it if missing. Raises `ConfigError`."""
     header = parts.headers[0]
     made_by = b"".join(Path(module).read_bytes() for module in (__file__, pre_tokenizers.__file__))
@@ -69,12 +69,12 @@ def tokenizer_of_gguf(parts: Parts, cache: Path) -> Path:
     return target
 
 
-def tokens_of(parts: Parts) -> list[str]:
+def tokens_of(parts: GgufParts) -> list[str]:
     """Return the vocabulary of a file. Raises `ConfigError`."""
     return _texts(parts, "tokens")
 
 
-def _texts(parts: Parts, key: str) -> list[str]:
+def _texts(parts: GgufParts, key: str) -> list[str]:
     value = parts.metadata.get(_KEY + key)
     if not isinstance(value, Strings) or value.count > MAX_TOKENS:
         raise ConfigError(
@@ -105,7 +105,7 @@ class _Added(msgspec.Struct, gc=False):
 class _Vocabulary:
     """Tokenizer of one GGUF file."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: GgufParts) -> None:
         self._parts, self._metadata = parts, parts.metadata
         kind = self._metadata.get(f"{_KEY}model")
         if kind not in ("gpt2", "llama"):
@@ -350,7 +350,7 @@ SAMPLING = {
 """GGUF keys of sampling defaults, and the parameters."""
 
 
-def generation_of_gguf(parts: Parts) -> dict[str, object]:
+def generation_of_gguf(parts: GgufParts) -> dict[str, object]:
     """Return the equivalent of ``generation_config.json``. Raises `ConfigError`."""
     sampling = {ours: parts.metadata.get(theirs) for theirs, ours in SAMPLING.items()}
     found = {key: value for key, value in sampling.items() if isinstance(value, int | float)}

@@ -20,7 +20,7 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import card_path, is_gguf
 
 if TYPE_CHECKING:
-    from quintet.executor.checkpoints.gguf.parts import Parts
+    from quintet.executor.checkpoints.gguf.parts import GgufParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def read_weight_facts(folder: Path) -> WeightFacts:
     return WeightFacts(num_parameters, size_bytes, contents)
 
 
-def _of_parts(parts: Parts) -> WeightFacts:
+def _of_parts(parts: GgufParts) -> WeightFacts:
     contents = {
         name: Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
         for name, tensor in parts.tensors()

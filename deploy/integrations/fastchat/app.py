@@ -50,7 +50,7 @@ def _body_of(error: RequestError, _request_id: str) -> bytes:
 ERRORS = ErrorShape(_body_of)
 
 
-class App:
+class FastChatApp:
     """ASGI application of a worker."""
 
     def __init__(self, server: ConnectionPool, registration: Registration, bodies: BodyBuffers) -> None:

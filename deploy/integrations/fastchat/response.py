@@ -11,7 +11,7 @@ from quintet.deploy.integrations.fastchat.errors import ServerError, as_worker
 DONE = b"[DONE]"
 
 
-class Usage(msgspec.Struct):
+class FastChatUsage(msgspec.Struct):
     """Token counts."""
 
     prompt_tokens: int = 0
@@ -47,7 +47,7 @@ class Completion(msgspec.Struct):
     """Response or stream event of `/v1/completions`."""
 
     choices: list[ResponseChoice] = []
-    usage: Usage | None = None
+    usage: FastChatUsage | None = None
     error: ServerError | None = None
 
 
@@ -59,7 +59,7 @@ class FastChatResponse:
 
     def __init__(self) -> None:
         self._text = ""
-        self._usage = Usage()
+        self._usage = FastChatUsage()
         self._logprobs: Logprobs | None = None
 
     def take(self, event: bytes) -> Iterator[dict[str, object]]:

@@ -24,7 +24,7 @@ import uvloop
 
 from quintet.deploy.http_client.connection import BadUrl, Target
 from quintet.deploy.http_client.pool import ConnectionPool
-from quintet.deploy.integrations.fastchat.app import App
+from quintet.deploy.integrations.fastchat.app import FastChatApp
 from quintet.deploy.integrations.fastchat.registration import Registration
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.frontend.http.bodies import BodyBuffers
@@ -103,7 +103,7 @@ async def serve(
     host, port = listener.getsockname()[:2]
     address = (arguments.worker_address or f"http://localhost:{port}").rstrip("/")
     registration = Registration(controller, server, address, arguments.heartbeat)
-    http = make_server(App(server, registration, BodyBuffers(MAX_BODY_BYTES)), FrontendConfig())
+    http = make_server(FastChatApp(server, registration, BodyBuffers(MAX_BODY_BYTES)), FrontendConfig())
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -17,7 +17,7 @@ _TRIM_BYTES = 32 << 10
 _LAST_FRAMES = 8
 
 
-class Delta(msgspec.Struct):
+class ChunkDelta(msgspec.Struct):
     """Text fields of a chat choice."""
 
     content: str | None = None
@@ -34,7 +34,7 @@ class ChunkChoice(msgspec.Struct):
     """One choice of a completion or chat chunk."""
 
     text: str | None = None
-    delta: Delta | None = None
+    delta: ChunkDelta | None = None
 
 
 class CachedTokens(msgspec.Struct):
@@ -43,7 +43,7 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class ChunkUsage(msgspec.Struct):
     """Token counts of the server."""
 
     prompt_tokens: int = 0
@@ -62,7 +62,7 @@ class Chunk(msgspec.Struct):
     """One frame of a stream."""
 
     choices: list[ChunkChoice] = []
-    usage: Usage | None = None
+    usage: ChunkUsage | None = None
     error: ErrorBody | str | None = None
 
     def has_text(self) -> bool:
@@ -87,7 +87,7 @@ class StreamTally:
     first_s: float | None = None
     """Time of the first frame with text."""
     last_s: float = 0.0
-    usage: Usage | None = None
+    usage: ChunkUsage | None = None
     error: str | None = None
     done: bool = False
     """True if the stream ended with ``[DONE]``."""

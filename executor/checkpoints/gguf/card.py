@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from quintet.executor.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
 from quintet.executor.checkpoints.gguf.common_values import KEYS
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
-from quintet.executor.checkpoints.gguf.parts import Parts
+from quintet.executor.checkpoints.gguf.parts import GgufParts
 from quintet.executor.model_config.card import FILE_KEYS
 from quintet.executor.model_config.shape import SEPARATE_MATRICES
 from quintet.wire.errors import ConfigError
@@ -78,7 +78,7 @@ _NARROW = ("gemma", "glm4", "plamo")
 """Architectures with activations beyond the range of float16."""
 
 
-def card_of_gguf(parts: Parts) -> str:
+def card_of_gguf(parts: GgufParts) -> str:
     """Return the text of the model's card. Raises `ConfigError` for an unsupported architecture."""
     metadata = GgufMetadata.of(parts)
     values = architecture_of(metadata).card(metadata)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from quintet.executor.checkpoints.gguf.header import Strings, Tensor
-from quintet.executor.checkpoints.gguf.parts import Parts
+from quintet.executor.checkpoints.gguf.parts import GgufParts
 from quintet.wire.errors import ConfigError
 
 _MAX_FACTORS = 1 << 12
@@ -21,14 +21,14 @@ _MAX_FACTORS = 1 << 12
 class GgufMetadata:
     """Metadata below the architecture's name, and the tensors: source of a model card."""
 
-    parts: Parts
+    parts: GgufParts
     architecture: str
     tensors: Mapping[str, Tensor]
     in_layers: frozenset[str]
     """Tensor names within layers, without the layer's prefix."""
 
     @classmethod
-    def of(cls, parts: Parts) -> GgufMetadata:
+    def of(cls, parts: GgufParts) -> GgufMetadata:
         """Read a file's metadata. Raises `ConfigError` if it names no architecture."""
         name = parts.metadata.get("general.architecture")
         if not isinstance(name, str) or not name.isprintable() or not name:

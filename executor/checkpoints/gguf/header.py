@@ -86,7 +86,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GgufHeader:
     """Parsed header of a file."""
 
     path: Path
@@ -98,7 +98,7 @@ class Header:
     """Bytes of the tensor descriptions: equal bytes mean equal tensors."""
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GgufHeader:
     """Read the header of a file. Raises `ConfigError` with the byte and the key or tensor."""
     try:
         with path.open("rb") as file:
@@ -110,7 +110,7 @@ def read_header(path: Path) -> Header:
             with mmap.mmap(file.fileno(), status.st_size, access=mmap.ACCESS_READ) as mapped:
                 reader = _Reader(mapped, status.st_size)
                 metadata, tensors, raw = reader.read()
-                return Header(path, status.st_size, status.st_mtime_ns, metadata, tensors, raw)
+                return GgufHeader(path, status.st_size, status.st_mtime_ns, metadata, tensors, raw)
     except FileNotFoundError:
         raise ConfigError(f"{path}: is missing; download it again") from None
     except OSError as error:

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from quintet.executor.checkpoints.gguf.header import Header, Tensor, Value, read_header
+from quintet.executor.checkpoints.gguf.header import GgufHeader, Tensor, Value, read_header
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import GGUF, part_paths
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class GgufParts:
     """Headers of all files of a model."""
 
-    headers: tuple[Header, ...]
+    headers: tuple[GgufHeader, ...]
 
     @property
     def path(self) -> Path:
@@ -33,7 +33,7 @@ class Parts:
             yield from header.tensors.items()
 
 
-def read_parts(path: Path) -> Parts:
+def read_parts(path: Path) -> GgufParts:
     """Read the headers of a model. Raises `ConfigError` for a part that is missing or belongs to another model."""
     headers = tuple(map(read_header, part_paths(path)))
     first = headers[0]
@@ -45,10 +45,10 @@ def read_parts(path: Path) -> Parts:
         )
     if len(headers) > 1:
         _check_together(headers)
-    return Parts(headers)
+    return GgufParts(headers)
 
 
-def _check_together(headers: tuple[Header, ...]) -> None:
+def _check_together(headers: tuple[GgufHeader, ...]) -> None:
     seen: dict[str, Path] = {}
     for number, header in enumerate(headers):
         for key, due in (("split.no", number), ("split.count", len(headers))):

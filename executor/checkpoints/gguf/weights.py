@@ -13,7 +13,7 @@ from quintet.executor.checkpoints.gguf.blocks.dequantize import PLAIN, dequantiz
 from quintet.executor.checkpoints.gguf.card import architecture_of
 from quintet.executor.checkpoints.gguf.decoder_tensors import recipes_of
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
-from quintet.executor.checkpoints.gguf.header import Header, Tensor
+from quintet.executor.checkpoints.gguf.header import GgufHeader, Tensor
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.executor.checkpoints.gguf.tensor_map import height_of
 from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, TensorRows, height
@@ -62,7 +62,7 @@ def open_gguf(
 class _Mapped:
     """Mapped bytes of one file. Views keep the map alive; its pages belong to the page cache."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: GgufHeader) -> None:
         self.header = header
         try:
             with header.path.open("rb") as file:
@@ -90,7 +90,7 @@ class GgufFile:
 
     def __init__(
         self,
-        header: Header,
+        header: GgufHeader,
         recipes: Mapping[str, Recipe],
         owners: Mapping[str, _Mapped],
         num_layers: int,

@@ -33,7 +33,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SafetensorsHeader:
     """Parsed header of a file."""
 
     raw: bytes
@@ -41,7 +41,7 @@ class Header:
     """Keyed by tensor name."""
 
 
-def read_header(path: Path, file: BinaryIO, size: int) -> Header:
+def read_header(path: Path, file: BinaryIO, size: int) -> SafetensorsHeader:
     """Read the header of a file of ``size`` bytes, opened at its beginning. Raises `ConfigError`."""
     try:
         raw = _raw(file, size)
@@ -49,7 +49,7 @@ def read_header(path: Path, file: BinaryIO, size: int) -> Header:
         if not isinstance(parsed, dict):
             raise ValueError("the header is not a JSON object")
         begin = 8 + len(raw)
-        return Header(
+        return SafetensorsHeader(
             raw,
             {
                 name: _entry(name, value, begin, size)

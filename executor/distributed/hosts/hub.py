@@ -31,15 +31,15 @@ from quintet.executor.distributed.hosts.messages import (
     FromMember,
     HostHeartbeat,
     HostLost,
+    HostParts,
+    HostRefused,
     InvalidMessage,
     Join,
     LinkMessage,
     LinkNote,
     LinkOrder,
     LinkProgress,
-    Parts,
     PayloadChunk,
-    Refused,
     Welcome,
 )
 from quintet.executor.distributed.hosts.topology import (
@@ -189,11 +189,11 @@ class Hub:
 
     def _refuse(self, routing_id: bytes, host: int, reason: str, *, is_final: bool = True) -> None:
         log.warning("host %d is refused: %s", host, reason)
-        self._send(routing_id, [encode(Refused(reason, is_final))])
+        self._send(routing_id, [encode(HostRefused(reason, is_final))])
 
     def _take(self, member: JoiningHost, routing_id: bytes, message: FromMember, frames: Frames) -> None:
         match message:
-            case Parts() if not member.has_begun:
+            case HostParts() if not member.has_begun:
                 self._compare(member, routing_id, message)
             case (
                 PayloadChunk()
@@ -209,7 +209,7 @@ class Hub:
             case _:
                 raise InvalidMessage("sent an invalid message")
 
-    def _compare(self, member: JoiningHost, routing_id: bytes, message: Parts) -> None:
+    def _compare(self, member: JoiningHost, routing_id: bytes, message: HostParts) -> None:
         """Let a host begin if its weights and kernels are those of the first host; refuse it otherwise."""
         differing = [name for name, part in self._parts.items() if message.parts.get(name) != part]
         if not differing:

@@ -34,14 +34,14 @@ from quintet.executor.distributed.hosts.messages import (
     FromHub,
     HostHeartbeat,
     HostLost,
+    HostParts,
+    HostRefused,
     InvalidMessage,
     Join,
     LinkNote,
     LinkOrder,
     LinkProgress,
-    Parts,
     PayloadChunk,
-    Refused,
     Welcome,
 )
 from quintet.executor.distributed.hosts.topology import endpoints_of, is_ipv6
@@ -92,7 +92,7 @@ class Member:
         self._epoch = 0
         self._last_sent_s, self._last_received_s = 0.0, time.monotonic()
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromHub)
-        self._parts: Parts | None = None
+        self._parts: HostParts | None = None
         self._context = context = Context()
         self._socket = context.socket(zmq.DEALER)
         self._poller = zmq.Poller()
@@ -209,7 +209,7 @@ class Member:
 
     def _take(self, message: FromHub, frames: Frames) -> None:
         match message:
-            case Refused(reason=reason, is_final=is_final):
+            case HostRefused(reason=reason, is_final=is_final):
                 reason = f"the first host refused this host: {reason}"
                 raise ConfigError(reason) if is_final else ExpectedEnd(reason)
             case Welcome() if self._config is None:
@@ -252,7 +252,7 @@ class Member:
 
     def _find_parts(self, config: EngineConfig) -> None:
         try:
-            self._parts = Parts(parts_of(config, RUNNER))
+            self._parts = HostParts(parts_of(config, RUNNER))
         except Exception as error:  # noqa: BLE001 - such as an unreadable checkpoint
             end_child(error, error_file(self._own.run_dir, NAME), f"host {self._own.host}", at_once=True)
 

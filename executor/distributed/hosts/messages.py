@@ -3,7 +3,7 @@
     member                                hub, on the first host
       Join ─────────────────────────────────▶  same protocol and sources, free node rank
       ◀─────────────────────────── Welcome     the configuration
-      Parts ────────────────────────────────▶  same weights and kernels
+      HostParts ────────────────────────────▶  same weights and kernels
       ◀───────────────────────────── Begin     the member starts its ranks
       ◀─ LinkOrder, LinkProgress, LinkNote, HostHeartbeat ─▶
 
@@ -63,7 +63,7 @@ class Welcome(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """JSON of an `EngineConfig` without the first host's local settings."""
 
 
-class Parts(msgspec.Struct, tag=2, array_like=True, frozen=True):
+class HostParts(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """A host's identity parts: weights and kernels; see `quintet.executor.kv_transfer.kv_identity.parts_of`."""
 
     parts: dict[str, str]
@@ -73,7 +73,7 @@ class Begin(msgspec.Struct, tag=3, array_like=True, frozen=True):
     """The host may start its ranks."""
 
 
-class Refused(msgspec.Struct, tag=4, array_like=True, frozen=True):
+class HostRefused(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """The host may not take part."""
 
     reason: str
@@ -138,8 +138,8 @@ class CollectivesDone(msgspec.Struct, tag=11, array_like=True, frozen=True):
 LinkMessage = PayloadChunk | LinkOrder | LinkProgress | LinkNote
 CollectiveMessage = CollectiveRows | CollectivesDone
 Carried = LinkMessage | CollectiveMessage
-FromMember = Join | Parts | HostHeartbeat | Carried
-FromHub = Welcome | Begin | Refused | HostHeartbeat | Carried
+FromMember = Join | HostParts | HostHeartbeat | Carried
+FromHub = Welcome | Begin | HostRefused | HostHeartbeat | Carried
 
 
 class HostLost(ExpectedEnd):

@@ -23,7 +23,7 @@ from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.http.http_request import Header
 from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import StreamState, ids_comment
-from quintet.frontend.streams import Batch, Delta, Stream, text_spans
+from quintet.frontend.streams import Batch, OutputDelta, Stream, text_spans
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Finish, FinishReason, Started
@@ -200,7 +200,7 @@ class MessagesWriter:
                 head = self._event_id and b"%b%d%b" % (self._event_id, num_taken, self._note)
                 frames.append(b"%b%b%b}}\n\n" % (head, self._more, encode_json(delta.text)))
 
-    def _is_more(self, delta: Delta) -> bool:
+    def _is_more(self, delta: OutputDelta) -> bool:
         """True if a delta only continues the open text or thinking block: the common case."""
         if not self._more or self._num_skipped or delta.finish is not None:
             return False
@@ -209,7 +209,7 @@ class MessagesWriter:
             return self._kind == "t"
         return len(spans) == 1 and KINDS[spans[0][0]] == self._kind and spans[0][2] == len(delta.text)
 
-    def _write_delta(self, frames: list[bytes], delta: Delta, num_taken: int) -> None:
+    def _write_delta(self, frames: list[bytes], delta: OutputDelta, num_taken: int) -> None:
         """Write a delta. The cursor of its last text event is after the delta's last token.
 
         The last delta is different: its text may include characters held back for earlier tokens until the end.
@@ -261,7 +261,7 @@ class MessagesWriter:
         self._position.counts[0] = num_taken
         self._num_ahead = self._num_skipped
 
-    def _unseen(self, delta: Delta) -> Iterator[tuple[int, int, str]]:
+    def _unseen(self, delta: OutputDelta) -> Iterator[tuple[int, int, str]]:
         """Yield the pieces of a delta, without the characters that the client has."""
         for channel, call, text in text_spans(delta.text, delta.spans):
             seen = min(self._num_skipped, len(text))

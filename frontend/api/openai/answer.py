@@ -18,7 +18,7 @@ from quintet.frontend.api.openai.types import CompletionBody, GenerationBody
 from quintet.frontend.http.http_request import Header, HttpRequest
 from quintet.frontend.resume.stream_state import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import StreamState, ids_comment
-from quintet.frontend.streams import Batch, Delta, Stream
+from quintet.frontend.streams import Batch, OutputDelta, Stream
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
@@ -164,7 +164,7 @@ class ChunkFormat:
     empty: none)."""
     on_start: Callable[[ChunkWriter, int, Started], list[bytes]]
     """Events before the text of a choice, given its index."""
-    channels: Callable[[int, Delta], bytes] | None = None
+    channels: Callable[[int, OutputDelta], bytes] | None = None
     """Replaces ``open``, text and ``close`` if the text has channels, given the choice's index; empty if there is nothing to
     send."""
 
@@ -247,7 +247,7 @@ class ChunkWriter:
             return b"%b%d\n%b" % (self._event_id, cursor.counts[0], frame)
         return b"%b%b\n%b" % (self._event_id, str(cursor).encode(), frame)
 
-    def _full(self, base: int, stream: Stream, delta: Delta) -> bytes | None:
+    def _full(self, base: int, stream: Stream, delta: OutputDelta) -> bytes | None:
         """Return an event with every requested field, or None if there is nothing to send."""
         options = self.options
         text, token_ids, positions = delta.text, delta.token_ids, delta.logprobs

@@ -45,7 +45,7 @@ from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, resume_token_for
 from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
-from quintet.frontend.streams import Delta
+from quintet.frontend.streams import OutputDelta
 from quintet.wire.channels import Span
 from quintet.wire.chat import ChatMessage, check_messages, encode_messages
 from quintet.wire.codec import unpack_i32
@@ -291,7 +291,7 @@ def reject_unsupported(body: ChatBody) -> None:
 def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> ChunkFormat:
     """Return the chunk format; the first events have the role and the echoed text."""
 
-    def by_channel(answer_channels: Channels, index: int, delta: Delta) -> bytes:
+    def by_channel(answer_channels: Channels, index: int, delta: OutputDelta) -> bytes:
         found = answer_channels.split(index, delta.text, delta.spans).delta()
         return b'"delta":' + encode_json(found) if found else b""
 

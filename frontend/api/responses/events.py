@@ -39,7 +39,7 @@ from quintet.frontend.http.http_request import Header
 from quintet.frontend.response_store import IN_PROGRESS
 from quintet.frontend.resume.stream_state import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import WITHDRAWN, StreamState, ids_comment
-from quintet.frontend.streams import Batch, Delta, Stream, text_spans
+from quintet.frontend.streams import Batch, OutputDelta, Stream, text_spans
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Finish, PositionLogprobs, Started
@@ -226,7 +226,7 @@ class ResponsesWriter:
                 spans = [
                     (int(Channel.REASONING if item.type == REASONING else Channel.CONTENT), 0, len(text))
                 ]
-            self._write_delta(Delta(0, name + text, (), [], None, spans))
+            self._write_delta(OutputDelta(0, name + text, (), [], None, spans))
         self._items.close(ended.output[-1].status if ended.output else ended.status)
         if ended.status != CANCELLED:
             self._emit(f"response.{ended.status}", {"response": msgspec.Raw(response)})
@@ -248,7 +248,7 @@ class ResponsesWriter:
         )
         self._frames.append(b'%b%b%d,"delta":%b}\n\n' % (head, self._more, number, encode_json(text)))
 
-    def _write_delta(self, delta: Delta) -> None:
+    def _write_delta(self, delta: OutputDelta) -> None:
         self._more = b""
         self._logprobs += _logprobs(self._answer, delta.logprobs)
         for channel, call, text in self._pieces(delta):
@@ -268,7 +268,7 @@ class ResponsesWriter:
         elif self._num_chars >= self._seen[0] and self._answer.options.logprobs is None:
             self._more = _delta_head(item_open)
 
-    def _pieces(self, delta: Delta) -> Iterator[tuple[int, int, str]]:
+    def _pieces(self, delta: OutputDelta) -> Iterator[tuple[int, int, str]]:
         return (
             (c, n, text) for c, n, text in text_spans(delta.text, delta.spans) if text or c == Channel.NAME
         )
@@ -348,7 +348,7 @@ class ResponsesWriter:
         self._frames.append(head + frame)
 
 
-def _is_more(delta: Delta) -> bool:
+def _is_more(delta: OutputDelta) -> bool:
     """True if a delta only continues the message: the common case."""
     if delta.finish is not None:
         return False

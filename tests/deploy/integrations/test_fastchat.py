@@ -14,7 +14,7 @@ from tests.deploy.router.test_router import Upstream, head, run
 
 from quintet.deploy.http_client.connection import Target
 from quintet.deploy.http_client.pool import ConnectionPool
-from quintet.deploy.integrations.fastchat.app import App
+from quintet.deploy.integrations.fastchat.app import FastChatApp
 from quintet.deploy.integrations.fastchat.registration import Registration
 from quintet.deploy.integrations.fastchat.request import (
     BEGIN,
@@ -47,7 +47,7 @@ def as_fastchat(system: str, *messages: str | None) -> str:
 class World:
     """A worker, its server and its controller."""
 
-    app: App
+    app: FastChatApp
     registration: Registration
     received: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """Requests to the server."""
@@ -130,7 +130,7 @@ async def world(answers: AnswerFor) -> AsyncIterator[World]:
     ports = [item.sockets[0].getsockname()[1] for item in listening]
     server, controller = (ConnectionPool(Target.parse(f"http://127.0.0.1:{port}")) for port in ports)
     registration = Registration(controller, server, "http://me:1", 0.0)
-    w = World(App(server, registration, BodyBuffers(1 << 20)), registration)
+    w = World(FastChatApp(server, registration, BodyBuffers(1 << 20)), registration)
     await registration.look()
     yield w
     if any(path == "/v1/completions" for path, _ in w.received) and answers is endless_stream:

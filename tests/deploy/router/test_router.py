@@ -20,7 +20,7 @@ import pytest
 from quintet.deploy.cli.route import _check, add_parser
 from quintet.deploy.http_client.connection import Connection, Target
 from quintet.deploy.http_client.pool import ConnectionPool
-from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy, App
+from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy, RouterApp
 from quintet.deploy.router.attempts import Hedging
 from quintet.deploy.router.events import Events
 from quintet.deploy.router.limits import Limits
@@ -120,7 +120,7 @@ class Response:
 class World:
     """Router and its servers."""
 
-    app: App
+    app: RouterApp
     servers: Servers
     ups: list[Upstream]
 
@@ -182,7 +182,7 @@ async def world(
     timeouts = ProxyTimeouts(0.2, 10.0, Hedging(hedge_after_s))
     keys_guard = Keys(keys, OPEN_PATHS.__contains__)
     access_policy = AccessPolicy(keys_guard, Limits(*limits, loop.time), BodyBuffers(1 << 20), servers_key)
-    yield World(App(servers, RouterMetrics(servers), timeouts, access_policy), servers, ups)
+    yield World(RouterApp(servers, RouterMetrics(servers), timeouts, access_policy), servers, ups)
     for server in servers:
         server.pool.close_connections()
     for _ in range(4):  # loop iterations until an accepted connection has its task

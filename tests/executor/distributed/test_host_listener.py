@@ -29,11 +29,11 @@ from quintet.executor.distributed.hosts.messages import (
     FromHub,
     HostHeartbeat,
     HostLost,
+    HostParts,
+    HostRefused,
     Join,
     LinkOrder,
     LinkProgress,
-    Parts,
-    Refused,
     Welcome,
 )
 from quintet.executor.distributed.parallel.child import ChildIdentity, ExpectedEnd
@@ -85,7 +85,7 @@ class HubBench:
         client = self.client()
         client.send(Join(VERSION, 1, sources()))
         assert isinstance(client.receive(), Welcome)
-        client.send(Parts(self.parts))
+        client.send(HostParts(self.parts))
         assert isinstance(client.receive(), Begin)
         return client
 
@@ -144,12 +144,12 @@ def test_a_host_receives_the_configuration_without_api_keys(config: EngineConfig
         received = msgspec.json.decode(welcome.config, type=EngineConfig)
         assert b"sk-" not in welcome.config and config.run_dir.encode() not in welcome.config
         assert (received.executor.num_hosts, received.model.card) == (2, config.model.card)
-        client.send(Parts({}))
+        client.send(HostParts({}))
         refused = client.receive()
         assert refused.is_final and "weights" in refused.reason and "kernels" in refused.reason
         client.send(Join(VERSION, 1, sources()))
         assert isinstance(client.receive(), Welcome), "the host rank must be free again"
-        client.send(Parts(hub_bench.parts | {"instruction_set": "other"}))
+        client.send(HostParts(hub_bench.parts | {"instruction_set": "other"}))
         assert client.receive().reason.endswith(
             "set QUINTET_ISA to an instruction set that all processors have"
         )
@@ -167,12 +167,12 @@ def test_an_invalid_host_is_refused_with_a_reason_and_the_group_continues(hub_be
         other = hub_bench.client()
         other.send(join)
         answer = other.receive()
-        assert isinstance(answer, Refused) and words in answer.reason and answer.is_final is is_final
+        assert isinstance(answer, HostRefused) and words in answer.reason and answer.is_final is is_final
     stranger = hub_bench.client()
     stranger.send(HostHeartbeat())
     stranger.socket.send(b"\xc1")
     stranger.send(Join(VERSION, 2, sources()))
-    assert isinstance(stranger.receive(), Refused), "the invalid message must be ignored"
+    assert isinstance(stranger.receive(), HostRefused), "the invalid message must be ignored"
 
 
 @pytest.mark.parametrize(

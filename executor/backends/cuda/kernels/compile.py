@@ -77,7 +77,7 @@ class Compilation:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class KernelUsage:
     """Resources of one kernel, as reported by the assembler."""
 
     kernel: str
@@ -111,7 +111,7 @@ def run(job: Compilation) -> None:
         _write(record_path(path), record)
 
 
-def usages(log: str) -> Iterator[Usage]:
+def usages(log: str) -> Iterator[KernelUsage]:
     """Yield the resources of each kernel in the assembler's log."""
     for part in re.split(r"(?=Compiling entry function)", log):
         entry = ENTRY.search(part)
@@ -119,7 +119,7 @@ def usages(log: str) -> Iterator[Usage]:
         if entry is None or registers is None:
             continue
         spills, shared = _SPILLS.search(part), _SHARED.search(part)
-        yield Usage(
+        yield KernelUsage(
             entry[1],
             int(registers[1]),
             max(int(spills[1]), int(spills[2])) if spills else 0,
@@ -129,7 +129,7 @@ def usages(log: str) -> Iterator[Usage]:
 
 def table(logs: dict[tuple[str, int], str]) -> Iterator[str]:
     """Yield the lines of a table: one row per kernel, one column per generation. logs: by module and generation."""
-    rows: dict[str, dict[int, Usage]] = {}
+    rows: dict[str, dict[int, KernelUsage]] = {}
     for (module, target), log in logs.items():
         for usage in usages(log):
             rows.setdefault(f"{module}: {usage.kernel}", {})[target] = usage
