@@ -147,6 +147,8 @@ class Worker:
             self.kv.copy_in(plan.swaps_in)
         if plan.copies:
             self.copy_blocks(plan.copies)
+        if self._speculation is not None:
+            self._speculation.note(plan)
         self._span("tables", plan.step)
         if not plan.slots:
             return StepResult(plan.step, 0, b"")

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int
 from quintet.executor.slots import SlotTables
-from quintet.executor.speculation.drafters import DRAFTERS, Drafter, Tokens
+from quintet.executor.speculation.drafters import DRAFTERS, Drafter, DraftRows, Tokens
 from quintet.executor.speculation.lengths import DraftLengths
 from quintet.wire.config import SpeculativeConfig
 from quintet.wire.step import StepPlan, StepResult, TokenLogprobs
@@ -33,20 +33,23 @@ class Speculation:
 
     def __init__(self, config: SpeculativeConfig, tables: SlotTables, max_rows: int, max_tokens: int) -> None:
         """max_rows, max_tokens: the largest step, drafts included."""
-        self._tables = tables
         self._token_ids: Tokens = tables.token_ids.numpy()
         self._max_rows, self._max_tokens = max_rows, max_tokens
-        self._drafter: Drafter = DRAFTERS[config.method](config)
+        self._drafter: Drafter = DRAFTERS[config.method](config, tables)
         self._num_tokens: Int = np.zeros(len(self._token_ids), np.int64)
         """Known tokens of each slot."""
         self._lengths = DraftLengths(len(self._token_ids))
 
-    def compute(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
-        """Return the result of a plan, with drafts where it allows them. ``compute`` computes and draws rows."""
-        slots = np.frombuffer(plan.slots, np.int32)
+    def note(self, plan: StepPlan) -> None:
+        """Note a plan before `compute`, also one without drafts. The slot tables hold its deltas."""
         for new in plan.new_rows:
             self._num_tokens[new.slot] = len(new.token_ids) // 4
             self._lengths.begin(new.slot)
+        self._drafter.note(plan)
+
+    def compute(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
+        """Return the result of a plan, with drafts where it allows them. ``compute`` computes and draws rows."""
+        slots = np.frombuffer(plan.slots, np.int32)
         most = np.frombuffer(plan.drafts, np.uint8)
         starts = np.where(most > 0, self._num_tokens[slots] - 1, np.frombuffer(plan.starts, np.int32))
         drafts = self._propose(plan, starts, most)
@@ -86,14 +89,18 @@ class Speculation:
         wanted = self._lengths.choose(
             slots[rows], most[rows].astype(np.int64) - 1, num_planned, plan.samples.count(1)
         )
+        used = np.cumsum(wanted)
+        wanted -= np.clip(used - num_free, 0, wanted)  # the last rows get fewer
+        rows, wanted = rows[wanted > 0], wanted[wanted > 0]
+        if not len(rows):
+            return []
+        begins = starts[rows].astype(np.int64) + 1
         drafts: list[tuple[int, Tokens]] = []
-        for row, count in zip(rows[wanted > 0].tolist(), wanted[wanted > 0].tolist(), strict=True):
-            line, begin = self._token_ids[slots[row]], int(starts[row]) + 1
-            proposed = self._drafter.propose(line[:begin], min(count, num_free)).copy()
+        proposals = self._drafter.propose(DraftRows(slots[rows].astype(np.int64), begins, wanted))
+        for row, begin, proposed in zip(rows.tolist(), begins.tolist(), proposals, strict=True):
             if len(proposed):
-                line[begin : begin + len(proposed)] = proposed
-                drafts.append((row, proposed))
-                num_free -= len(proposed)
+                self._token_ids[slots[row], begin : begin + len(proposed)] = proposed
+                drafts.append((row, proposed.copy()))
         return drafts
 
     @staticmethod

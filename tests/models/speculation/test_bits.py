@@ -12,17 +12,21 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import CoreAndWorker, changed, small_kv
 
 from quintet.core.token_messages import StepMessages
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
-from quintet.executor.speculation.drafters import NgramDrafter, Tokens
+from quintet.executor.slots import SlotTables
+from quintet.executor.speculation.drafters import DraftRows, NgramDrafter, Tokens
 from quintet.executor.worker import Worker
 from quintet.wire.codec import unpack_i64
 from quintet.wire.config import EngineConfig, SpeculativeConfig
+from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
+from quintet.wire.step import StepPlan
 
 DRAFTS = SpeculativeConfig(num_speculative_tokens=6)
 NUM_TOKENS = 40
@@ -58,12 +62,22 @@ class Recorder(CoreAndWorker):
 class Oracle:
     """Proposes the tokens of known sequences; one draft in four is wrong."""
 
-    def __init__(self, sequences: list[list[int]]) -> None:
+    def __init__(self, worker: Worker, sequences: list[list[int]]) -> None:
+        self._token_ids = worker.tables.token_ids
         self._sequences = sequences
         self._rng = random.Random(0)
 
-    def propose(self, tokens: Tokens, most: int) -> Tokens:
-        known = tokens.tolist()
+    def note(self, plan: StepPlan) -> None:
+        pass
+
+    def propose(self, rows: DraftRows) -> list[Tokens]:
+        columns = (rows.slots.tolist(), rows.num_tokens.tolist(), rows.counts.tolist())
+        return [
+            self._proposal(self._token_ids[slot, :num_tokens].tolist(), most)
+            for slot, num_tokens, most in zip(*columns, strict=True)
+        ]
+
+    def _proposal(self, known: list[int], most: int) -> Tokens:
         drafts = next((s[len(known) :] for s in self._sequences if s[: len(known)] == known), [])
         drafts = [token if self._rng.random() < 0.75 else (token + 1) % 200 for token in drafts[:most]]
         return np.array(drafts, np.int32)
@@ -100,7 +114,7 @@ def test_outputs_are_those_without_drafts(family: str, name: str, serve: Callabl
     config = changed(served.config, speculative=DRAFTS)
     worker = drafting_worker(config)
     assert worker._speculation is not None
-    worker._speculation._drafter = Oracle(sequences)
+    worker._speculation._drafter = Oracle(worker, sequences)
     variants = {
         "together": config,
         "synchronous": changed(config, max_steps_in_flight=1),
@@ -135,7 +149,10 @@ def test_ngram_drafts_of_a_repetitive_text_are_accepted(serve: Callable[..., Any
 
 def test_ngram_drafter_prefers_the_longest_then_the_last_occurrence() -> None:
     def proposed(tokens: list[int], most: int = 3, shortest: int = 1, longest: int = 3) -> list[int]:
-        return NgramDrafter(shortest, longest).propose(np.array(tokens, np.int32), most).tolist()
+        tables = SlotTables(1, len(tokens), full_layers(1, 1, 16, 4, 16), torch.device("cpu"))
+        tables.token_ids[0, : len(tokens)] = torch.tensor(tokens)
+        rows = DraftRows(np.array([0]), np.array([len(tokens)]), np.array([most]))
+        return NgramDrafter(tables, shortest, longest).propose(rows)[0].tolist()
 
     assert proposed([1, 2, 3, 9, 8, 7, 4, 3, 5, 1, 2, 3]) == [9, 8, 7]
     assert proposed([3, 6, 3, 5, 1, 3]) == [5, 1, 3]
