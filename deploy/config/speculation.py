@@ -59,10 +59,8 @@ def speculative_config(
         )
     if options.model_impl == "transformers":
         raise ConfigError(f"{FLAG} is not supported with --model-impl transformers: drop one of them")
-    if options.tensor_parallel_size > 1 or options.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"{FLAG} is not supported with --tensor-parallel-size or --pipeline-parallel-size: drop it, or run one rank"
-        )
+    if options.pipeline_parallel_size > 1:
+        raise ConfigError(f"{FLAG} is not supported with --pipeline-parallel-size: drop one of them")
     return SpeculativeConfig(
         num_speculative_tokens=parsed.num_speculative_tokens, prompt_lookup_min=least, prompt_lookup_max=most
     )

@@ -57,9 +57,10 @@ def test_error_names_the_key(text: str, message: str) -> None:
     assert message in str(error.value)
 
 
-def test_ranks_and_devices_without_support_are_refused() -> None:
+def test_layouts_and_devices_without_support_are_refused() -> None:
     text = '{"num_speculative_tokens": 4}'
-    with pytest.raises(ConfigError, match="tensor-parallel-size"):
-        config_of(text, tensor_parallel_size=2)
+    assert config_of(text, tensor_parallel_size=2, data_parallel_size=2) is not None
+    with pytest.raises(ConfigError, match="pipeline-parallel-size"):
+        config_of(text, pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match="not on CUDA"):
         speculative_config(Options(speculative_config=text), "torch", "cuda")

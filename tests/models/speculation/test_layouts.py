@@ -1,0 +1,52 @@
+"""Speculative decoding on several ranks: the outputs are those of the same ranks without drafts, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.models.distributed.ranks import in_ranks
+from tests.models.equality import few_blocks, with_blocks
+from tests.models.small_models import prompts_of
+from tests.models.speculation.test_bits import DRAFTS, PARAMS, Oracle, Recorder, run
+from tests.models.test_engine import changed
+from tests.models.test_equal import ROWS, made
+
+from quintet.executor.speculation.verify import Speculation
+from quintet.executor.worker import Worker
+from quintet.wire.config import EngineConfig
+
+
+def with_drafts(config: EngineConfig) -> EngineConfig:
+    scheduler = msgspec.structs.replace(config.scheduler, speculative=DRAFTS)
+    return msgspec.structs.replace(config, scheduler=scheduler)
+
+
+def foresee(speculation: Speculation | None, plain: Recorder) -> None:
+    """Propose the tokens of an earlier run without choices, as many as allowed."""
+    assert speculation is not None
+    prompts = enumerate(prompts_of((1, 8, 29, 50)))
+    speculation._drafter = Oracle([prompt + plain.outputs[10 * index + 10] for index, prompt in prompts])
+    speculation._lengths.choose = lambda slots, most, *_: most  # type: ignore[method-assign]
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("params", ["sampled", "penalties", "logprobs"])
+@pytest.mark.parametrize(("name", "size", "context"), [("llama", 2, 1), ("mixtral", 2, 1), ("llama", 4, 2)])
+def test_ranks_have_the_outputs_without_drafts(
+    name: str, size: int, context: int, params: str, tmp_path: Path
+) -> None:
+    """Also of ranks that share KV memory."""
+    made(ROWS[name], tmp_path)
+    with in_ranks(tmp_path, size, context=context, change=with_drafts) as loaded:
+        worker = loaded.worker
+        assert isinstance(worker, Worker)
+        plain = run(changed(loaded.config, speculative=None), worker, PARAMS[params])
+        foresee(worker._speculation, plain)
+        config = changed(loaded.config)
+        for each in (config, with_blocks(config, few_blocks(config))):
+            driver = run(each, worker, PARAMS[params])
+            assert driver.outputs == plain.outputs and driver.logprobs == plain.logprobs
+            assert driver.engine.state is not None
+            assert driver.engine.state.counters.num_accepted_tokens > 5
