@@ -13,7 +13,6 @@ from tests.models.speculation.test_bits import DRAFTS, PARAMS, Oracle, Recorder,
 from tests.models.test_engine import changed
 from tests.models.test_equal import ROWS, made
 
-from quintet.executor.speculation.verify import Speculation
 from quintet.executor.worker import Worker
 from quintet.wire.config import EngineConfig
 
@@ -23,11 +22,14 @@ def with_drafts(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 
-def foresee(speculation: Speculation | None, plain: Recorder) -> None:
+def foresee(worker: Worker, plain: Recorder) -> None:
     """Propose the tokens of an earlier run without choices, as many as allowed."""
+    speculation = worker._speculation
     assert speculation is not None
     prompts = enumerate(prompts_of((1, 8, 29, 50)))
-    speculation._drafter = Oracle([prompt + plain.outputs[10 * index + 10] for index, prompt in prompts])
+    speculation._drafter = Oracle(
+        worker, [prompt + plain.outputs[10 * index + 10] for index, prompt in prompts]
+    )
     speculation._lengths.choose = lambda slots, most, *_: most  # type: ignore[method-assign]
 
 
@@ -43,7 +45,7 @@ def test_ranks_have_the_outputs_without_drafts(
         worker = loaded.worker
         assert isinstance(worker, Worker)
         plain = run(changed(loaded.config, speculative=None), worker, PARAMS[params])
-        foresee(worker._speculation, plain)
+        foresee(worker, plain)
         config = changed(loaded.config)
         for each in (config, with_blocks(config, few_blocks(config))):
             driver = run(each, worker, PARAMS[params])
