@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quintet.executor.backends.platforms.platform import Platform, open_platform
 from quintet.executor.model_config.share import WHOLE, Share, share_of
 from quintet.process.trace import Span, no_span
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from quintet.executor.kv_memory import KvMemory
     from quintet.executor.models.model import CausalModel
 
-TARGET = "target"
-"""Name of the model that the server serves."""
+TARGET, DRAFT = "target", "draft"
+"""Names of the model that the server serves, and of its draft model."""
 
 DEFAULT_KV_BYTES = 4 << 30
 """KV memory on a GPU without our kernels, a mode for trial use."""
@@ -135,12 +137,38 @@ class WorkerContext:
         self.kv = KvMemory.reserve(kv, self.num_blocks(), dtype, device, self.share)
         return self.kv
 
+    def of_draft(self, max_step_tokens: int) -> WorkerContext | None:
+        """Return the context of the draft model, with as many KV blocks; None without one. Its steps have a limit of tokens."""
+        speculative, scheduler = self.config.scheduler.speculative, self.config.scheduler
+        if speculative is None or speculative.draft is None:
+            return None
+        model, replace = speculative.draft.model, msgspec.structs.replace
+        config = replace(
+            self.config,
+            model=model,
+            cache=replace(
+                self.config.cache, memory_bytes=self.num_blocks() * model.kv.bytes_per_block, dtype="model"
+            ),
+            executor=replace(
+                self.config.executor, quantization=speculative.draft.quantization, activation_dtype="auto"
+            ),
+            scheduler=replace(scheduler, max_num_batched_tokens=max_step_tokens, speculative=None),
+        )
+        return WorkerContext(config, _platform=self.platform)
+
+    def add_draft(self, draft: WorkerContext) -> None:
+        """Add the draft model after its weights are loaded."""
+        self.models[DRAFT] = draft.models[TARGET]
+
     def facts(self, num_blocks: int) -> dict[str, str]:
         """Return the facts for the start-up log."""
         model, loaded = self.config.model, self.models[TARGET]
         suffix = " by transformers" if model.implementation == "transformers" else ""
-        return {
+        facts = {
             "worker": f"{model.architecture}{suffix} in {model.dtype} on {self.platform.description}",
             "weights": f"{loaded.num_bytes / 1e6:.1f} MB in {loaded.load_s:.1f} s",
             "blocks": str(num_blocks),
         }
+        if DRAFT in self.models:
+            facts["draft"] = f"{self.models[DRAFT].num_bytes / 1e6:.1f} MB of weights"
+        return facts

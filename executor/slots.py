@@ -9,6 +9,7 @@ refer to a token before the host knows it.
 
 from __future__ import annotations
 
+import copy
 from zlib import crc32
 
 import numpy as np
@@ -66,6 +67,13 @@ class SlotTables:
         if plan.blocks:
             entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 4)
             self.block_table[entries[:, 1], entries[:, 0], entries[:, 2]] = entries[:, 3]
+
+    def of_group(self, group: int, kv: KvSpec) -> SlotTables:
+        """Return the tables of another model that uses the blocks of this group in all layers. Both share their memory."""
+        assert len(kv.groups) == 1 and kv.block_size == self.kv.block_size, (kv, self.kv)
+        tables = copy.copy(self)
+        tables.kv, tables.block_table = kv, self.block_table[group : group + 1]
+        return tables
 
     def continue_states(self, slot: int) -> bytes:
         """Make a slot's next tokens continue from its latest states; return the block entries in plan format."""

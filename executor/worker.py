@@ -28,7 +28,10 @@ from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
+from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
+from quintet.executor.speculation.drafters import DRAFTERS, Drafter
 from quintet.executor.speculation.verify import Speculation
+from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
 
 STEPS_PER_IDLE_TASK = 4
@@ -38,8 +41,17 @@ STEPS_PER_IDLE_TASK = 4
 class Worker:
     """A loaded model with its KV memory, its slot tables and its sampler."""
 
-    def __init__(self, context: WorkerContext, runner: Runner, stage: Stage | None = None) -> None:
-        """Build the worker around a loaded model. stage: the recorded program of the model, if there is one."""
+    def __init__(
+        self,
+        context: WorkerContext,
+        runner: Runner,
+        stage: Stage | None = None,
+        draft_runner: Runner | None = None,
+    ) -> None:
+        """Build the worker around a loaded model. stage: the recorded program of the model, if there is one.
+
+        draft_runner: of the draft model, if there is one.
+        """
         self.num_blocks = num_blocks = context.num_blocks()
         self.facts = context.facts(num_blocks)
         self.runner = runner
@@ -67,16 +79,25 @@ class Worker:
         self.kv = KvConnector(blocks, config, type(runner).__name__, self._host_blocks)
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
-        speculative, limits = config.scheduler.speculative, config.scheduler
-        self._speculation = (
-            None
-            if speculative is None
-            else Speculation(speculative, self.tables, most_outputs(limits), limits.max_num_batched_tokens)
-        )
+        self._speculation = self._open_speculation(config, draft_runner)
         self._oom_split = OomSplit(
             torch.cuda.empty_cache if device.type == "cuda" else lambda: None,
             self.tables.continue_states if model.kv.has_states else None,
         )
+
+    def _open_speculation(self, config: EngineConfig, draft_runner: Runner | None) -> Speculation | None:
+        limits, speculative = config.scheduler, config.scheduler.speculative
+        if speculative is None:
+            return None
+        if draft_runner is None:
+            drafter: Drafter = DRAFTERS[speculative.method](speculative, self.tables)
+        else:
+            assert speculative.draft is not None, speculative
+            drafter = DraftModel(
+                *(speculative.draft, draft_runner, self.tables, self._sampler.settings),
+                *(self.num_blocks, draft_tokens(limits), config.model.vocab_size),
+            )
+        return Speculation(drafter, self.tables, most_outputs(limits), limits.max_num_batched_tokens)
 
     @property
     def work_done(self) -> int:

@@ -224,16 +224,32 @@ MAX_DRAFTS = 32
 """Maximum draft tokens of a row in one step."""
 
 
+class DraftModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A smaller model that proposes draft tokens."""
+
+    model: ModelConfig
+    """Its ``kv`` has one group: a block holds the same tokens as the served model's block of the same id."""
+    group: int
+    """The served model's group with full attention; the draft model uses its block table."""
+    quantization: Quantization = "none"
+    weight_bytes: int = 0
+    """Approximate memory of the weights."""
+
+
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Speculative decoding: drafts that the model verifies. Outputs are the same without it."""
 
-    method: Literal["ngram"] = "ngram"
-    """``ngram``: the tokens after the last earlier occurrence of the newest tokens (prompt lookup)."""
+    method: Literal["ngram", "draft_model"] = "ngram"
+    """``ngram``: the tokens after the last earlier occurrence of the newest tokens (prompt lookup). ``draft_model``: tokens
+    of a smaller model.
+    """
     num_speculative_tokens: int = 4
     """Maximum draft tokens of a request in one step."""
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
     """Minimum and maximum number of newest tokens that must occur earlier."""
+    draft: DraftModelConfig | None = None
+    """Set if the method is ``draft_model``."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -108,6 +108,8 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens per block."""
     num_repeated: int = 0
     """Places counted again for each further pipeline stage that has memory for them."""
+    draft_bytes: int = 0
+    """Memory of a block of the draft model, which has as many blocks; 0 without one."""
 
     @property
     def has_states(self) -> bool:
@@ -116,8 +118,8 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def bytes_per_block(self) -> int:
-        """Memory of one block, in all stages together."""
-        return (self.layers_per_block + self.num_repeated) * self.layer_bytes
+        """Memory of one block, in all stages together, and of the draft model's block."""
+        return (self.layers_per_block + self.num_repeated) * self.layer_bytes + self.draft_bytes
 
     @property
     def bytes_per_token(self) -> int:

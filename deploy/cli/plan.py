@@ -11,6 +11,7 @@ import msgspec
 from quintet.deploy.cli.serve import add_option_arguments, options_of
 from quintet.deploy.config.build import Resolution, resolve
 from quintet.deploy.config.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
+from quintet.deploy.tools.draft_plan import DraftPlan, draft_plan, draft_rows
 from quintet.deploy.tools.kv_plan import KvDiskPlan, disk_plan, peers_plan, rows_of, store_plan
 from quintet.executor.model_config.card import card_of
 from quintet.executor.model_config.describe import describe
@@ -105,6 +106,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Shared KV store; null without one."""
     kv_peers: KvPeersConfig | None
     """KV transfer between servers; null without it."""
+    draft: DraftPlan | None
+    """Draft model; null without one."""
     notes: list[str]
 
 
@@ -191,6 +194,7 @@ def make_plan(resolution: Resolution) -> Plan:
         kv_disk=disk_plan(config),
         kv_store=store_plan(config),
         kv_peers=peers_plan(config),
+        draft=draft_plan(config),
         notes=resolution.notes,
     )
 
@@ -328,6 +332,7 @@ def plan_lines(plan: Plan) -> list[str]:
         *([("activations", plan.activation_dtype)] if plan.activation_dtype != "auto" else []),
         *([("checkpoint", plan.checkpoint_format)] if plan.checkpoint_format is not None else []),
         ("weights", weights),
+        *draft_rows(plan.draft),
         ("memory available", format_size(plan.available_memory_bytes)),
         ("KV per token", format_size(plan.kv_bytes_per_token)),
         *_format_rows(plan.kv_formats),

@@ -6,9 +6,12 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from quintet.deploy import embedded
 from quintet.deploy.config import network, ranks, rules
 from quintet.deploy.config.device import default_device
+from quintet.deploy.config.draft_model import read_draft
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.kv.disk import kv_disk_config
 from quintet.deploy.config.kv.events import kv_events_config
@@ -49,6 +52,7 @@ from quintet.deploy.config.sections import (
     processes_config,
     scheduler_config,
 )
+from quintet.deploy.config.speculation import check_support
 from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.quant.formats.registry import check_contents
 from quintet.executor.checkpoints.quant.formats.scheme import Format
@@ -99,6 +103,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     rules.check_gpu_only_flags(options, device)
     check_packed_cache(options, device)
     ranks.check_flags(options, device)
+    check_support(options, kind, device)
     folder = locate_model(
         options.model, reads_weights, with_code=options.trust_remote_code, revision=options.revision
     )
@@ -122,6 +127,9 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     rules.check_prompt_embeds(options, facts)
     rules.check_expert_widths(facts, device, DTYPE_BYTES[dtype])
     kv = rules.kv_spec(options, device, facts, DTYPE_BYTES[dtype])
+    draft = read_draft(options, facts, kv)
+    draft_bytes, draft_weight_bytes = (draft.kv.bytes_per_block, draft.weight_bytes) if draft else (0, 0)
+    kv = msgspec.structs.replace(kv, draft_bytes=draft_bytes)
     ranks.check_attention(options, facts, device, kv.block_size)
     ranks.check_gpu_rows(options, facts, device, DTYPE_BYTES[dtype])
     if options.block_size is None and kv.block_size > rules.DEFAULT_BLOCK_SIZE:
@@ -142,11 +150,13 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         notes.extend(filter(None, (crowding(options.data_parallel_size, local_ranks, usable_cores()),)))
     available_bytes = available_ram_bytes() // (options.data_parallel_size * num_ranks)
     if kind == "torch" and device == "cpu":
-        check_weights_fit(weight_bytes // hosts, available_bytes, options.data_parallel_size, num_ranks)
+        check_weights_fit(
+            weight_bytes // hosts + draft_weight_bytes, available_bytes, options.data_parallel_size, num_ranks
+        )
     shared_bytes = ranks.memory_shared(options, facts, device, DTYPE_BYTES[dtype])
     # Several stages divide shared memory among hosts; ranks of a single stage have all of it on each host.
     local_shared_bytes = shared_bytes // (hosts if stages > 1 else 1)
-    reserved_bytes = weight_bytes // hosts + local_shared_bytes // num_ranks
+    reserved_bytes = weight_bytes // hosts + draft_weight_bytes + local_shared_bytes // num_ranks
     cache, fitted = _cache_config(options, kind, device, facts, kv, available_bytes, reserved_bytes, notes)
     warning = network.check(options) if http else None
     if warning is not None:
@@ -157,7 +167,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         run_dir=str(run_dir),
         model=model,
         cache=cache,
-        scheduler=scheduler_config(options, kind, device, fitted, notes),
+        scheduler=scheduler_config(options, kind, device, fitted, notes, draft.of(model) if draft else None),
         executor=executor_config(
             *(options, kind, device, quantization, weight_bytes // stages if reads_weights else 0),
             *(shared_bytes, sum_leaves),
@@ -169,7 +179,10 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         record=_recording_folder(options.record),
         record_bytes=options.record_mb << 20,
     )
-    kv_formats = rules.kv_formats(options, device, facts, DTYPE_BYTES[dtype])
+    kv_formats = {
+        name: msgspec.structs.replace(each, draft_bytes=draft_bytes)
+        for name, each in rules.kv_formats(options, device, facts, DTYPE_BYTES[dtype]).items()
+    }
     return Resolution(config, weights, num_parameters, facts.stored, kv_formats, notes)
 
 

@@ -13,6 +13,7 @@ from quintet.deploy.config.hosts import hosts_config
 from quintet.deploy.config.memory import parse_size
 from quintet.deploy.config.speculation import speculative_config
 from quintet.wire.config import (
+    DraftModelConfig,
     ExecutorConfig,
     FrontendConfig,
     ProcessesConfig,
@@ -26,9 +27,14 @@ Device = Literal["cpu", "cuda"]
 
 
 def scheduler_config(
-    options: Options, kind: Kind, device: Device, max_model_len: int, notes: list[str]
+    options: Options,
+    kind: Kind,
+    device: Device,
+    max_model_len: int,
+    notes: list[str],
+    draft: DraftModelConfig | None,
 ) -> SchedulerConfig:
-    """Return the scheduler section. Appends to ``notes``."""
+    """Return the scheduler section. draft: the draft model of speculative decoding. Appends to ``notes``."""
     stages, depth = options.pipeline_parallel_size, options.max_steps_in_flight
     if stages > 1 and depth <= stages:
         depth = stages + 1
@@ -47,7 +53,7 @@ def scheduler_config(
         max_steps_in_flight=depth,
         stages=stages,
         deadline_admission=options.deadline_admission,
-        speculative=speculative_config(options, kind, device),
+        speculative=speculative_config(options, kind, device, draft),
         audit=options.audit,
     )
 

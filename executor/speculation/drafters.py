@@ -31,6 +31,10 @@ class DraftRows:
 class Drafter(Protocol):
     """Source of draft tokens."""
 
+    @property
+    def step_time(self) -> tuple[float, float]:
+        """Measured seconds of proposing one more token for all rows: a fixed part, and one per row. Zeros if negligible."""
+
     def note(self, plan: StepPlan) -> None:
         """Note the deltas and rows of each plan, before `propose` for its rows. The slot tables hold the deltas."""
 
@@ -48,6 +52,11 @@ class NgramDrafter:
     def __init__(self, tables: SlotTables, shortest: int, longest: int) -> None:
         self._token_ids: Tokens = tables.token_ids.numpy()
         self._shortest, self._longest = shortest, longest
+
+    @property
+    def step_time(self) -> tuple[float, float]:
+        """See `Drafter.step_time`."""
+        return 0.0, 0.0
 
     def note(self, plan: StepPlan) -> None:
         """See `Drafter.note`."""
@@ -80,4 +89,4 @@ class NgramDrafter:
 DRAFTERS: dict[str, Callable[[SpeculativeConfig, SlotTables], Drafter]] = {
     "ngram": lambda config, tables: NgramDrafter(tables, config.prompt_lookup_min, config.prompt_lookup_max),
 }
-"""Drafters by `SpeculativeConfig.method`."""
+"""Drafters without a model, by `SpeculativeConfig.method`."""

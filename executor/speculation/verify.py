@@ -22,20 +22,19 @@ from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int
 from quintet.executor.slots import SlotTables
-from quintet.executor.speculation.drafters import DRAFTERS, Drafter, DraftRows, Tokens
+from quintet.executor.speculation.drafters import Drafter, DraftRows, Tokens
 from quintet.executor.speculation.lengths import DraftLengths
-from quintet.wire.config import SpeculativeConfig
 from quintet.wire.step import StepPlan, StepResult, TokenLogprobs
 
 
 class Speculation:
     """Drafts of a worker's slots."""
 
-    def __init__(self, config: SpeculativeConfig, tables: SlotTables, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, drafter: Drafter, tables: SlotTables, max_rows: int, max_tokens: int) -> None:
         """max_rows, max_tokens: the largest step, drafts included."""
         self._token_ids: Tokens = tables.token_ids.numpy()
         self._max_rows, self._max_tokens = max_rows, max_tokens
-        self._drafter: Drafter = DRAFTERS[config.method](config, tables)
+        self._drafter = drafter
         self._num_tokens: Int = np.zeros(len(self._token_ids), np.int64)
         """Known tokens of each slot."""
         self._lengths = DraftLengths(len(self._token_ids))
@@ -52,7 +51,9 @@ class Speculation:
         slots = np.frombuffer(plan.slots, np.int32)
         most = np.frombuffer(plan.drafts, np.uint8)
         starts = np.where(most > 0, self._num_tokens[slots] - 1, np.frombuffer(plan.starts, np.int32))
+        began_s = time.perf_counter()
         drafts = self._propose(plan, starts, most)
+        proposed_s = time.perf_counter()
         counts, samples = (
             np.frombuffer(plan.counts, np.int32).copy(),
             np.frombuffer(plan.samples, np.uint8).copy(),
@@ -65,10 +66,11 @@ class Speculation:
             "counts": counts.tobytes(),
             "samples": samples.tobytes(),
         }
-        began_s = time.perf_counter()
         result = compute(msgspec.structs.replace(plan, **columns, drafts=b""))
+        ended_s = time.perf_counter()
         if len(plan.samples) == plan.samples.count(1):  # no prefill
-            self._lengths.time.note(int(counts.sum()), time.perf_counter() - began_s)
+            self._lengths.time.note(int(counts.sum()), ended_s - proposed_s)
+        self._lengths.note_step(ended_s - began_s, proposed_s - began_s)
         num_tokens = self._accept(result, samples, drafts)
         for row, proposed in drafts:
             self._lengths.note(slots[row], int(num_tokens[row]) - 1, len(proposed))
@@ -87,7 +89,8 @@ class Speculation:
         num_free = min(self._max_tokens - num_planned, self._max_rows - plan.samples.count(1))
         rows = np.flatnonzero(most > 1)
         wanted = self._lengths.choose(
-            slots[rows], most[rows].astype(np.int64) - 1, num_planned, plan.samples.count(1)
+            *(slots[rows], most[rows].astype(np.int64) - 1, num_planned, plan.samples.count(1)),
+            self._drafter.step_time,
         )
         used = np.cumsum(wanted)
         wanted -= np.clip(used - num_free, 0, wanted)  # the last rows get fewer

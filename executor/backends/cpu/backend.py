@@ -14,6 +14,7 @@ from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.distributed.parallel.rank_views import open_links, open_ranks, share_of_rank
 from quintet.executor.interface import StepWorker
 from quintet.executor.loading import MODEL_DTYPES
+from quintet.executor.speculation.draft_model import draft_tokens
 from quintet.executor.worker import Worker
 from quintet.wire.errors import ConfigError
 
@@ -26,7 +27,8 @@ def make_worker(context: WorkerContext) -> StepWorker:
     if memory.links:
         return _make_pipeline_worker(context)
     stage = open_stage(context)
-    worker = Worker(context, ProgramRunner(stage, config, context.span), stage)
+    runner = ProgramRunner(stage, config, context.span)
+    worker = Worker(context, runner, stage, _open_draft(context))
     if context.ranks is not None:
         context.ranks.wait_for_all()
         worker.facts["ranks"] = f"{context.share.size}{_on_hosts(context)}"
@@ -42,6 +44,19 @@ def _make_pipeline_worker(context: WorkerContext) -> PipelineWorker:
     pipeline.wait_for_stages()
     worker.facts["ranks"] = f"{context.share.stages} stages of {context.share.size}{_on_hosts(context)}"
     return worker
+
+
+def _open_draft(context: WorkerContext) -> ProgramRunner | None:
+    """Load and record the draft model; None without one."""
+    draft = context.of_draft(draft_tokens(context.config.scheduler))
+    if draft is None:
+        return None
+    try:
+        stage = open_stage(draft)
+    except Unsupported as why:
+        raise ConfigError(f"--speculative-config: draft model {draft.config.model.path}: {why}") from why
+    context.add_draft(draft)
+    return ProgramRunner(stage, draft.config)
 
 
 def _on_hosts(context: WorkerContext) -> str:

@@ -19,5 +19,11 @@ def make_worker(context: WorkerContext) -> StepWorker:
             f"--kv-cache-dtype {config.cache.dtype} needs the compiled kernels, which are not built or do not support the"
             f" model with block size {config.model.kv.block_size}: use --kv-cache-dtype model"
         )
+    speculative = config.scheduler.speculative
+    if speculative is not None and speculative.draft is not None:
+        raise ConfigError(
+            "--speculative-config: a draft model needs the compiled CPU kernels, which are not built or do not support the"
+            " model: use the method ngram"
+        )
     model, kv = context.load(), context.reserve_kv(MODEL_DTYPES[config.model.dtype])
     return Worker(context, EagerRunner(model, context.platform.device, kv, context.span))

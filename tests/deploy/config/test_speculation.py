@@ -38,7 +38,10 @@ def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) 
     [
         ("{", "write JSON such as"),
         ('{"method": "ngram"}', "num_speculative_tokens"),
-        ('{"method": "eagle3", "num_speculative_tokens": 4}', 'the method is "eagle3"; only "ngram"'),
+        ('{"method": "beam", "num_speculative_tokens": 4}', 'the method is "beam"; it must be one of ngram'),
+        ('{"method": "draft_model", "num_speculative_tokens": 4}', "needs the key model"),
+        ('{"method": "ngram", "model": "x", "num_speculative_tokens": 4}', "the key model is only for"),
+        ('{"model": "x", "num_speculative_tokens": 4, "prompt_lookup_min": 2}', "prompt_lookup_min"),
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0; it must be 1 to 32"),
         (
             '{"num_speculative_tokens": 4, "prompt_lookup_min": 5, "prompt_lookup_max": 2}',
@@ -48,7 +51,7 @@ def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) 
             '{"num_speculative_tokens": 4, "prompt_lookup_min": 0, "prompt_lookup_max": 5}',
             "prompt_lookup_min is 0",
         ),
-        ('{"num_speculative_tokens": 4, "model": "x"}', "model"),
+        ('{"num_speculative_tokens": 4, "tree": "x"}', "tree"),
     ],
 )
 def test_error_names_the_key(text: str, message: str) -> None:
@@ -62,5 +65,7 @@ def test_layouts_and_devices_without_support_are_refused() -> None:
     assert config_of(text, tensor_parallel_size=2, data_parallel_size=2) is not None
     with pytest.raises(ConfigError, match="pipeline-parallel-size"):
         config_of(text, pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="a draft model is not supported with --tensor-parallel-size"):
+        config_of('{"num_speculative_tokens": 4, "model": "x"}', tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="not on CUDA"):
         speculative_config(Options(speculative_config=text), "torch", "cuda")

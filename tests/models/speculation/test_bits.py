@@ -64,6 +64,7 @@ class Oracle:
 
     def __init__(self, worker: Worker, sequences: list[list[int]]) -> None:
         self._token_ids = worker.tables.token_ids
+        self.step_time = (0.0, 0.0)
         self._sequences = sequences
         self._rng = random.Random(0)
 

@@ -1,0 +1,143 @@
+"""The draft model of speculative decoding: its files, its KV layout, and the checks that it fits the served model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quintet.deploy.config import rules
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.model.card import ModelFacts, read_facts
+from quintet.deploy.config.model.source import locate_model
+from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
+from quintet.deploy.config.model.weights import read_weight_facts, weight_bytes_of
+from quintet.deploy.config.speculation import FLAG, draft_model_name
+from quintet.executor.checkpoints.quant.formats.registry import check_contents
+from quintet.wire.config import DTYPE_BYTES, DraftModelConfig, Dtype, ModelConfig, Quantization
+from quintet.wire.errors import ConfigError
+from quintet.wire.kv_spec import KvSpec
+from quintet.wire.model_files import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFacts:
+    """A draft model before the served model's context length and vocabulary are known."""
+
+    name: str
+    facts: ModelFacts
+    dtype: Dtype
+    quantization: Quantization
+    weight_bytes: int
+    kv: KvSpec
+    group: int
+    """See `DraftModelConfig.group`."""
+
+    def of(self, model: ModelConfig) -> DraftModelConfig:
+        """Return the configuration of the draft model of a served model. Raises `ConfigError` if their tokens differ."""
+        tokenizer = tokenizer_folder(self.facts.path, advice=f"{FLAG}: a draft model needs its tokenizer")
+        _check_tokens(self.name, _tokens_of(tokenizer), _tokens_of(Path(model.tokenizer_path)))
+        return DraftModelConfig(
+            model=ModelConfig(
+                path=str(self.facts.path),
+                tokenizer_path=str(tokenizer),
+                served_names=[self.name],
+                architecture=self.facts.architecture,
+                card=self.facts.card,
+                dtype=self.dtype,
+                vocab_size=self.facts.vocab_size,
+                embedding_width=self.facts.embedding_width,
+                max_model_len=min(model.max_model_len, self.facts.max_model_len),
+                eos_token_ids=model.eos_token_ids,
+                kv=self.kv,
+            ),
+            group=self.group,
+            quantization=self.quantization,
+            weight_bytes=self.weight_bytes,
+        )
+
+
+def read_draft(options: Options, target: ModelFacts, kv: KvSpec) -> DraftFacts | None:
+    """Return the draft model that the flags name, or None. kv: of the served model ``target``. Raises `ConfigError`."""
+    name = draft_model_name(options)
+    if name is None:
+        return None
+    group = next((index for index, each in enumerate(kv.groups) if each.kind == "full"), None)
+    if kv.has_states or group is None:
+        kind = "recurrent states" if kv.has_states else "a window in all layers"
+        raise ConfigError(
+            f"{FLAG}: {target.path} has {kind}; a draft model needs a served model with full attention and without states:"
+            " use the method ngram"
+        )
+    reads_weights = options.load_format == "auto"
+    facts = read_facts(
+        locate_model(name, reads_weights, flag=f"{FLAG}: model"),
+        generation_config="none",
+        with_weights=reads_weights,
+    )
+    _check_layers(facts, name)
+    weights = read_weight_facts(facts.path) if reads_weights else None
+    if facts.stored is not None and weights is not None:
+        check_contents(facts.stored, weights.contents, str(facts.path / "config.json"))
+    dtype = facts.dtype if options.dtype == "auto" else options.dtype
+    quantization = _quantization(options, facts)
+    counted = weights.num_parameters if weights and facts.stored is None else None
+    num_parameters = facts.num_parameters if counted is None else counted
+    weight_bytes = weight_bytes_of(
+        num_parameters or 0, DTYPE_BYTES[dtype], quantization, facts.stored, weights, 0
+    )
+    draft_kv = _kv_of(options, facts, kv.block_size, DTYPE_BYTES[dtype])
+    return DraftFacts(name, facts, dtype, quantization, weight_bytes, draft_kv, group)
+
+
+def _check_layers(facts: ModelFacts, name: str) -> None:
+    if facts.implementation != "quintet":
+        raise ConfigError(
+            f"{FLAG}: draft model {name!r} has the architecture {facts.architecture}, which only transformers computes; use"
+            " one that docs/models.md lists"
+        )
+    if any(facts.state_needs) or not any(facts.kv_needs):
+        raise ConfigError(
+            f"{FLAG}: draft model {name!r} has layers with recurrent states; use one with attention in all layers"
+        )
+
+
+def _quantization(options: Options, facts: ModelFacts) -> Quantization:
+    """Return the checkpoint's format, else that of ``--quantization`` if weights are converted at load."""
+    if facts.stored is not None:
+        return facts.stored.name
+    return options.quantization if options.quantization in ("int8", "int4", "w8a8") else "none"
+
+
+def _kv_of(options: Options, facts: ModelFacts, block_size: int, dtype_bytes: int) -> KvSpec:
+    """Return a layout of one group. Layers with a window keep all tokens, as the served model's full attention does."""
+    needs = tuple(need and dataclasses.replace(need, window=None, chunk=None) for need in facts.kv_needs)
+    alike = msgspec.structs.replace(options, kv_cache_dtype="model", block_size=block_size)
+    return rules.kv_spec(alike, "cpu", dataclasses.replace(facts, kv_needs=needs), dtype_bytes)
+
+
+def _check_tokens(name: str, ours: Mapping[int, str], served: Mapping[int, str]) -> None:
+    """Compare the tokens of ids that both vocabularies have; one may have further tokens."""
+    different = next(
+        (each for each in sorted(ours.keys() & served.keys()) if ours[each] != served[each]), None
+    )
+    if different is not None:
+        raise ConfigError(
+            f"{FLAG}: draft model {name!r} has another vocabulary: token {different} is {ours[different]!r:.40} there and"
+            f" {served[different]!r:.40} in the served model; use a draft model with the same tokenizer"
+        )
+
+
+def _tokens_of(folder: Path) -> dict[int, str]:
+    """Return the tokens of ``tokenizer.json`` by id."""
+    document: dict[str, Any] = read_json(folder / "tokenizer.json")
+    vocabulary = document.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, dict):
+        tokens = {number: token for token, number in vocabulary.items()}
+    else:
+        tokens = {number: token for number, (token, _) in enumerate(vocabulary)}
+    return tokens | {added["id"]: added["content"] for added in document.get("added_tokens", [])}

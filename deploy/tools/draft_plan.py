@@ -1,0 +1,46 @@
+"""The draft model in `quintet plan`: what speculative decoding costs in memory."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quintet.deploy.config.memory import format_size
+from quintet.wire.config import EngineConfig
+
+
+class DraftPlan(msgspec.Struct, frozen=True):
+    """Draft model of speculative decoding. `quintet.deploy.cli.plan.Plan.kv_bytes_per_token` includes its keys and values."""
+
+    model: str
+    architecture: str
+    dtype: str
+    quantization: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    max_model_len: int
+
+
+def draft_plan(config: EngineConfig) -> DraftPlan | None:
+    """Return the draft model's part of the plan, or None without one."""
+    speculative = config.scheduler.speculative
+    draft = None if speculative is None else speculative.draft
+    if draft is None:
+        return None
+    kv, model = draft.model.kv, draft.model
+    return DraftPlan(
+        *(model.served_names[0], model.architecture, model.dtype, draft.quantization, draft.weight_bytes),
+        *(kv.bytes_per_token, model.max_model_len),
+    )
+
+
+def draft_rows(draft: DraftPlan | None) -> list[tuple[str, str]]:
+    """Return the rows of the printed plan."""
+    if draft is None:
+        return []
+    return [
+        (
+            "draft model",
+            f"{draft.model}: {draft.architecture}, {draft.dtype}, {format_size(draft.weight_bytes)} of weights,"
+            f" {format_size(draft.kv_bytes_per_token)} of KV per token, included below",
+        )
+    ]

@@ -1,0 +1,177 @@
+"""Drafts of a smaller model, which computes one token of all rows at a time.
+
+The model reads the tokens, blocks and sampling settings of the slots. Its draw at a position uses the random number of
+the served model's draw there. So the two draws are likely to be equal, at every temperature.
+
+A block id names the same tokens in the KV memories of both models. Prefix hits and forks need no work here: a flag per block
+says whether the draft model has computed it. Keys and values that are missing are computed before drafts are drawn:
+
+    tokens           t0 … t31    t32 … t40 t41      t41 is the newest token
+    KV of the model  computed    (missing)          the first step computes t32 … t41 and draws d42
+                                                    further steps compute d42, d43, … and draw one draft each
+
+Missing tokens are computed in steps of limited size. A row gets drafts once none is missing.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintet.executor.batch import Rows
+from quintet.executor.ragged import Int, ranges
+from quintet.executor.runner import Runner
+from quintet.executor.sampling.settings import Settings
+from quintet.executor.slots import SlotTables
+from quintet.executor.speculation.drafters import DraftRows, Tokens
+from quintet.executor.speculation.lengths import StepTime
+from quintet.wire.config import MAX_DRAFTS, DraftModelConfig, SchedulerConfig
+from quintet.wire.step import StepPlan
+
+MAX_STEP_TOKENS = 512
+"""Limit of a draft model's step. A long prompt is computed over several steps, while other requests continue."""
+
+_UNKNOWN = -1
+
+
+def draft_tokens(limits: SchedulerConfig) -> int:
+    """Return the limit of a draft model's step: at least one token of each request."""
+    return max(min(limits.max_num_batched_tokens, MAX_STEP_TOKENS), limits.max_num_seqs)
+
+
+class DraftModel:
+    """A `quintet.executor.speculation.drafters.Drafter` with weights and KV memory."""
+
+    def __init__(
+        self,
+        config: DraftModelConfig,
+        runner: Runner,
+        tables: SlotTables,
+        settings: Settings,
+        num_blocks: int,
+        max_tokens: int,
+        vocab_size: int,
+    ) -> None:
+        """tables, settings: of the served model. max_tokens: limit of ``runner``. vocab_size: of the served model."""
+        self._runner, self._settings = runner, settings
+        self._tables = tables.of_group(config.group, config.model.kv)
+        self._group, self._block_size = config.group, config.model.kv.block_size
+        self._token_ids: Tokens = tables.token_ids.numpy()
+        self._block_table = self._tables.block_table[0]
+        self._max_tokens, self._max_len = max_tokens, config.model.max_model_len
+        self._vocab_size, self._target_vocab_size = config.model.vocab_size, vocab_size
+        num_slots = len(self._token_ids)
+        self._num_computed: Int = np.full(num_slots, _UNKNOWN, np.int64)
+        """Leading tokens of each slot with keys and values, without drafts."""
+        self._computed_drafts: Tokens = np.full((num_slots, MAX_DRAFTS), -1, np.int32)
+        """Drafts with keys and values after those tokens; -1 after the last one."""
+        self._is_computed: NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+        """True where the block has keys and values of all its tokens."""
+        self._time = StepTime()
+
+    @property
+    def step_time(self) -> tuple[float, float]:
+        """See `Drafter.step_time`."""
+        return self._time.fit()
+
+    def note(self, plan: StepPlan) -> None:
+        """See `Drafter.note`. Blocks that the served model fills, copies or restores have no keys and values here."""
+        begins = np.zeros(len(self._num_computed), np.int64)
+        if plan.new_rows:
+            self._num_computed[[row.slot for row in plan.new_rows]] = _UNKNOWN
+            slots, starts = np.frombuffer(plan.slots, np.int32), np.frombuffer(plan.starts, np.int32)
+            begins[slots] = np.where(self._num_computed[slots] == _UNKNOWN, starts, 0)
+        if plan.blocks:
+            entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 4)
+            entries = entries[entries[:, 1] == self._group]
+            is_filled = (entries[:, 2] + 1) * self._block_size > begins[entries[:, 0]]
+            self._is_computed[entries[is_filled, 3]] = False
+        self._is_computed[np.frombuffer(plan.swaps_in, np.int32)[::2]] = False
+        self._is_computed[np.frombuffer(plan.copies, np.int32)[1::2]] = False
+
+    def propose(self, rows: DraftRows) -> list[Tokens]:
+        """See `Drafter.propose`."""
+        slots, ends = rows.slots, rows.num_tokens
+        known = self._known(slots, ends)
+        begins = known + self._num_matching(slots, known, ends)
+        counts = np.minimum(rows.counts, self._max_len - ends)
+        missing = np.where((counts > 0) & self._has_words(slots, begins, ends), ends - begins, 0)
+        order = np.argsort(missing, kind="stable")
+        room = np.empty_like(missing)
+        room[order] = self._max_tokens - (np.cumsum(missing[order]) - missing[order])
+        computed = np.clip(room, 0, missing)
+        is_ready = (computed == missing) & (computed > 0)
+        self._step(slots, begins, computed, is_ready)
+        self._note_computed(slots, known, begins + computed)
+        counts[~is_ready] = 0
+        for depth in range(1, int(counts.max(initial=0))):
+            is_drafting = counts > depth
+            self._step(slots, ends + (depth - 1), is_drafting.astype(np.int64), is_drafting)
+        return [
+            self._proposal(slot, end, count)
+            for slot, end, count in zip(slots.tolist(), ends.tolist(), counts.tolist(), strict=True)
+        ]
+
+    def _proposal(self, slot: int, end: int, count: int) -> Tokens:
+        """Return the drafts of a row from the token table, and note those with keys and values: all but the last."""
+        drafts = self._token_ids[slot, end : end + count].copy()
+        self._computed_drafts[slot, : max(0, count - 1)] = drafts[:-1]
+        unknown = np.flatnonzero(drafts >= self._target_vocab_size)
+        return drafts[: unknown[0]] if len(unknown) else drafts
+
+    def _known(self, slots: Int, ends: Int) -> Int:
+        """Return the number of leading tokens with keys and values; of a new request, those of its prefix."""
+        known = self._num_computed[slots]
+        for row in np.flatnonzero(known == _UNKNOWN).tolist():
+            blocks = self._block_table[slots[row], : (ends[row] - 1) // self._block_size]
+            missing = np.flatnonzero(~self._is_computed[blocks])
+            known[row] = self._block_size * (missing[0] if len(missing) else len(blocks))
+            self._computed_drafts[slots[row]] = -1
+        return known
+
+    def _num_matching(self, slots: Int, known: Int, ends: Int) -> Int:
+        """Return the number of drafts with keys and values that became tokens. The newest token is never among them."""
+        positions = known[:, None] + np.arange(MAX_DRAFTS)
+        tokens = self._token_ids[slots[:, None], np.minimum(positions, self._token_ids.shape[1] - 1)]
+        is_equal = (tokens == self._computed_drafts[slots]) & (positions < ends[:, None] - 1)
+        matching: Int = np.cumprod(is_equal, axis=1, dtype=np.int64).sum(axis=1)
+        return matching
+
+    def _has_words(self, slots: Int, begins: Int, ends: Int) -> NDArray[np.bool_]:
+        """Return whether the model's vocabulary has all missing tokens of each row."""
+        if self._vocab_size >= self._target_vocab_size:
+            return np.ones(len(slots), np.bool_)
+        columns = zip(slots.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        return np.array([self._token_ids[slot, a:b].max() < self._vocab_size for slot, a, b in columns])
+
+    def _note_computed(self, slots: Int, known: Int, ends: Int) -> None:
+        """Note that the tokens ``[known, ends)`` of each row have keys and values."""
+        self._num_computed[slots] = ends
+        self._computed_drafts[slots] = -1
+        first = known // self._block_size
+        rows, positions = ranges(first, ends // self._block_size - first)
+        self._is_computed[self._block_table[slots[rows], positions]] = True
+
+    def _step(self, slots: Int, starts: Int, counts: Int, draws: NDArray[np.bool_]) -> None:
+        """Compute ``counts`` tokens of each row. Where ``draws``, write the next token into the token table."""
+        used = counts > 0
+        if not used.any():
+            return
+        began_s = time.perf_counter()
+        plan = StepPlan(
+            step=0,
+            sent_ns=0,
+            freed=b"",
+            new_rows=[],
+            blocks=b"",
+            copies=b"",
+            slots=slots[used].astype(np.int32).tobytes(),
+            starts=starts[used].astype(np.int32).tobytes(),
+            counts=counts[used].astype(np.int32).tobytes(),
+            samples=draws[used].astype(np.uint8).tobytes(),
+        )
+        drawn = self._runner.forward_and_draw(Rows(plan), self._tables, self._settings, None)
+        assert drawn is not None, "the runner of a draft model draws"
+        self._time.note(int(counts.sum()), time.perf_counter() - began_s)

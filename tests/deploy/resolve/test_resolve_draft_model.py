@@ -1,0 +1,123 @@
+"""Draft models of speculative decoding: their share of memory, and rejections of those that do not fit, by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.deploy.config.model_folder import write_model
+from tests.deploy.resolve.test_resolve_kv_disk import MAMBA
+
+from quintet.deploy.cli.main import main
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
+from quintet.deploy.embedded import draft_model_path
+from quintet.wire.config import EngineConfig, SpeculativeConfig
+from quintet.wire.errors import ConfigError
+
+WINDOWS = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "use_sliding_window": True,
+    "sliding_window": 64,
+    "num_hidden_layers": 2,
+}
+
+
+def flag(model: object, **keys: Any) -> str:
+    return json.dumps({"method": "draft_model", "model": str(model), "num_speculative_tokens": 4, **keys})
+
+
+def config_of(folder: Path, **options: object) -> EngineConfig:
+    requested: dict[str, object] = {"device": "cpu", "load_format": "dummy", "model": str(folder / "target")}
+    return resolve(Options(**(requested | options)), folder, http=False).config  # type: ignore[arg-type]
+
+
+def speculative_of(config: EngineConfig) -> SpeculativeConfig:
+    assert config.scheduler.speculative is not None
+    return config.scheduler.speculative
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path / "target")
+    return tmp_path
+
+
+def test_kv_memory_holds_equally_many_blocks_of_both_models(folder: Path) -> None:
+    draft = write_model(folder / "draft", num_hidden_layers=1, max_position_embeddings=128, vocab_size=90)
+    config = config_of(folder, speculative_config=flag(draft), kv_cache_memory="1MiB")
+    found = speculative_of(config).draft
+    assert found is not None and found.group == 0
+    assert (found.model.max_model_len, found.model.vocab_size) == (128, 90)
+    own, theirs = 2 * 2 * 2 * 16 * 2 * 16, 2 * 2 * 16 * 2 * 16
+    assert (config.model.kv.bytes_per_block, found.model.kv.bytes_per_block) == (own + theirs, theirs)
+    assert config.model.kv.num_blocks(config.cache.memory_bytes) == (1 << 20) // (own + theirs)
+
+
+def test_draft_model_uses_the_blocks_of_full_attention(folder: Path) -> None:
+    write_model(folder / "target", **{**WINDOWS, "num_hidden_layers": 4, "max_window_layers": 2})
+    draft = write_model(folder / "draft", **WINDOWS, max_window_layers=1)
+    config = config_of(folder, speculative_config=flag(draft))
+    found = speculative_of(config).draft
+    assert found is not None
+    assert config.model.kv.groups[found.group].kind == "full"
+    assert [(group.kind, group.layers) for group in found.model.kv.groups] == [("full", [0, 1])]
+
+
+def test_quantization_applies_to_both_models(folder: Path) -> None:
+    draft = write_model(folder / "draft")
+    config = config_of(folder, speculative_config=flag(draft), quantization="int4")
+    found = speculative_of(config).draft
+    assert found is not None and found.quantization == "int4"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (MAMBA, "has layers with recurrent states"),
+        ({"architectures": ["OtherForCausalLM"]}, "OtherForCausalLM, which only transformers computes"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+    ],
+)
+def test_unfit_draft_model_is_refused_by_name(changes: dict[str, Any], message: str, folder: Path) -> None:
+    draft = write_model(folder / "draft", **changes)
+    with pytest.raises(ConfigError) as error:
+        config_of(folder, speculative_config=flag(draft))
+    assert message in str(error.value) and "draft" in str(error.value)
+
+
+def test_missing_draft_model_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--speculative-config: model '/nowhere': folder not found"):
+        config_of(folder, speculative_config=flag("/nowhere"))
+
+
+def test_draft_model_with_other_tokens_is_refused(folder: Path) -> None:
+    draft = write_model(folder / "draft")
+    (draft / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 9, "content": "<stop>"}]}))
+    with pytest.raises(ConfigError, match="token 9 is '<stop>' there and '<end>' in the served model"):
+        config_of(folder, speculative_config=flag(draft))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [(MAMBA, "has recurrent states"), ({**WINDOWS, "max_window_layers": 0}, "has a window in all layers")],
+)
+def test_served_model_without_full_attention_is_refused(
+    target: dict[str, Any], message: str, folder: Path
+) -> None:
+    draft = write_model(folder / "draft")
+    write_model(folder / "target", **target)
+    with pytest.raises(ConfigError, match=message):
+        config_of(folder, speculative_config=flag(draft))
+
+
+def test_plan_shows_the_memory_of_the_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--device", "cpu", "--kv-cache-memory", "1MiB", "--speculative-config"]
+    assert main([*words, flag(draft_model_path()), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["draft"]["weight_bytes"] > 900_000 and plan["draft"]["kv_bytes_per_token"] == 192
+    assert plan["kv_bytes_per_token"] == 2048 + 192 and plan["num_blocks"] == (1 << 20) // (16 * (2048 + 192))
+    assert main([*words, flag(draft_model_path())]) == 0
+    assert "192 B of KV per token" in capsys.readouterr().out
