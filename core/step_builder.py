@@ -90,6 +90,7 @@ class StepBuilder:
                 stop_ids=request.stop_ids,
                 bad_word_ids=request.bad_word_ids,
                 num_embedded=num_leading(request.embeds),
+                draft_scope=int.from_bytes(request.salt_digest[:8], "little"),
             )
         )
         for index, held in enumerate(request.kv.held):

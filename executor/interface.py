@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from quintet.executor.expert_metrics import ExpertCounts
+from quintet.executor.speculation.output_cache import OutputCache
 from quintet.wire.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -92,6 +93,10 @@ class StepWorker(Protocol):
     @property
     def experts(self) -> ExpertCounts | None:
         """Load counters of the model's experts; None if the model has none or they are not counted."""
+
+    @property
+    def output_cache(self) -> OutputCache | None:
+        """Cached outputs of suffix decoding; None if it is not used."""
 
     @property
     def has_idle_tasks(self) -> bool:

@@ -25,6 +25,7 @@ from quintet.executor.in_flight import InFlight, StartedStep
 from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.kv_transfer.connector import with_engine_paths
 from quintet.executor.model_config.share import share_of
+from quintet.executor.speculation.metrics import OutputCacheMetrics
 from quintet.process.runtime import Process, child_main
 from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig
@@ -136,6 +137,8 @@ class Executor:
 
         counts = worker.experts
         self._experts = None if counts is None else ExpertMetrics(process.metrics, counts)
+        cache = worker.output_cache
+        self._output_cache = None if cache is None else OutputCacheMetrics(process.metrics, cache)
 
     def account(self) -> tuple[int, int]:
         """Return progress and pending work. The heartbeat thread calls it during a step."""
@@ -285,6 +288,8 @@ class Executor:
         self._split.value = self._worker.num_split
         if self._experts is not None:
             self._experts.note_step()
+        if self._output_cache is not None:
+            self._output_cache.note_step()
         self._wait_s.observe(result.wait_ns * 1e-9)
         self._compute_s.observe(result.compute_ns * 1e-9)
         if gap_ms is not None:

@@ -32,7 +32,7 @@ class MockWorker:
     """Draws plain ids from the upper half of the vocabulary, never an end of sequence."""
 
     num_split = num_host_blocks = swap_bytes_per_s = 0
-    experts = None
+    experts = output_cache = None
     has_idle_tasks = False
     kv = None
 

@@ -30,6 +30,7 @@ from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
 from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
 from quintet.executor.speculation.drafters import DRAFTERS, Drafter
+from quintet.executor.speculation.output_cache import OutputCache
 from quintet.executor.speculation.verify import Speculation
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
@@ -105,6 +106,11 @@ class Worker:
         return self.runner.work_done
 
     @property
+    def output_cache(self) -> OutputCache | None:
+        """Cached outputs of suffix decoding; None if it is not used."""
+        return None if self._speculation is None else self._speculation.output_cache
+
+    @property
     def num_active_slots(self) -> int:
         """Slots in use."""
         return self.tables.num_active_slots
@@ -158,6 +164,8 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the plan's deltas, then its swaps and block copies; then compute its rows and draw tokens."""
+        if self._speculation is not None:
+            self._speculation.end(plan.freed)
         self.tables.apply(plan)
         check_tables(plan, self.tables)
         for row in plan.new_rows:

@@ -239,15 +239,25 @@ class DraftModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Speculative decoding: drafts that the model verifies. Outputs are the same without it."""
 
-    method: Literal["ngram", "draft_model"] = "ngram"
-    """``ngram``: the tokens after the last earlier occurrence of the newest tokens (prompt lookup). ``draft_model``: tokens
-    of a smaller model.
+    method: Literal["ngram", "suffix", "draft_model"] = "ngram"
+    """``ngram``: the tokens after the last earlier occurrence of the newest tokens (prompt lookup). ``suffix``: the most
+    frequent continuation of the newest tokens, in the request and in earlier outputs. ``draft_model``: tokens of a smaller
+    model.
     """
     num_speculative_tokens: int = 4
     """Maximum draft tokens of a request in one step."""
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
     """Minimum and maximum number of newest tokens that must occur earlier."""
+    suffix_decoding_max_tree_depth: int = 24
+    """Maximum of matched tokens plus drafts."""
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_corpus_tokens: int = 1_000_000
+    """Limits on the cache of earlier outputs; at either, the oldest output is evicted."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """Maximum drafts for each matched token."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """Minimum estimated probability of a draft."""
     draft: DraftModelConfig | None = None
     """Set if the method is ``draft_model``."""
 

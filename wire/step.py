@@ -32,6 +32,8 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     bad_word_ids: list[list[int]] = []
     num_embedded: int = 0
     """Number of leading prompt tokens given as embeddings; penalties ignore their placeholder ids."""
+    draft_scope: int = 0
+    """Suffix decoding uses outputs of earlier requests with the same number: a hash of the cache salt."""
 
 
 class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):

@@ -193,6 +193,7 @@ class Validator:
         return (
             0 <= row.slot < self._num_slots
             and 0 <= row.seed < 2 * MAX_ID
+            and 0 <= row.draft_scope < 2 * MAX_ID
             and 0 < row.num_prompt_tokens <= num_tokens <= self._max_len
             and 0 <= row.num_embedded <= row.num_prompt_tokens
             and self._are_tokens(row.token_ids)

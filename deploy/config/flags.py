@@ -479,7 +479,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Flag(
             SCHEDULING,
             'CPU only: speculative decoding, which changes no output: {"method": "ngram", "num_speculative_tokens": 4, '
-            '"prompt_lookup_min": 2, "prompt_lookup_max": 5}, or {"method": "draft_model", "model": MODEL, '
+            '"prompt_lookup_min": 2, "prompt_lookup_max": 5}, {"method": "suffix"}, or {"method": "draft_model", "model": MODEL, '
             '"num_speculative_tokens": 4}',
             "JSON",
         ),

@@ -15,15 +15,40 @@ EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 MAX_LOOKUP = 32
 """Maximum number of newest tokens that prompt lookup compares."""
 
-METHODS = ("ngram", "draft_model")
+METHOD_KEYS = {
+    "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+    "suffix": (
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_cached_requests",
+        "suffix_decoding_corpus_tokens",
+        "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+    ),
+    "draft_model": ("model",),
+}
+"""Keys of each method besides ``num_speculative_tokens``."""
+
+SUFFIX_RANGES: dict[str, tuple[float, float]] = {
+    "suffix_decoding_max_tree_depth": (2, 256),
+    "suffix_decoding_max_cached_requests": (0, 1 << 24),
+    "suffix_decoding_corpus_tokens": (1024, 1 << 28),
+    "suffix_decoding_max_spec_factor": (0, 1024),
+    "suffix_decoding_min_token_prob": (0, 1),
+}
+"""Smallest and largest value of each key."""
 
 
 class _SpeculativeJson(msgspec.Struct, forbid_unknown_fields=True):
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None = None
     method: str | None = None
     model: str | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_corpus_tokens: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
 
 
 def speculative_config(
@@ -37,18 +62,17 @@ def speculative_config(
     if parsed is None:
         return None
     check_support(options, kind, device)
-    if not 1 <= parsed.num_speculative_tokens <= MAX_DRAFTS:
-        raise ConfigError(
-            f"{FLAG}: num_speculative_tokens is {parsed.num_speculative_tokens}; it must be 1 to {MAX_DRAFTS}"
-        )
     least, most = _lookup_range(parsed)
-    return SpeculativeConfig(
-        method="ngram" if parsed.model is None else "draft_model",
-        num_speculative_tokens=parsed.num_speculative_tokens,
-        prompt_lookup_min=least,
-        prompt_lookup_max=most,
-        draft=draft,
-    )
+    given = {key: getattr(parsed, key) for key in METHOD_KEYS["suffix"] if getattr(parsed, key) is not None}
+    config = SpeculativeConfig(prompt_lookup_min=least, prompt_lookup_max=most, draft=draft, **given)
+    num_drafts = parsed.num_speculative_tokens
+    if num_drafts is None and _method(parsed) == "suffix":
+        num_drafts = min(config.suffix_decoding_max_tree_depth, MAX_DRAFTS)
+    if num_drafts is None:
+        raise ConfigError(f"{FLAG}: num_speculative_tokens is missing; write JSON such as {EXAMPLE}")
+    if not 1 <= num_drafts <= MAX_DRAFTS:
+        raise ConfigError(f"{FLAG}: num_speculative_tokens is {num_drafts}; it must be 1 to {MAX_DRAFTS}")
+    return msgspec.structs.replace(config, method=_method(parsed), num_speculative_tokens=num_drafts)
 
 
 def draft_model_name(options: Options) -> str | None:
@@ -66,20 +90,28 @@ def _parsed(options: Options) -> _SpeculativeJson | None:
         parsed = msgspec.json.decode(text, type=_SpeculativeJson)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{FLAG} {text}: {error}; write JSON such as {EXAMPLE}") from None
-    method = parsed.method or ("ngram" if parsed.model is None else "draft_model")
-    if method not in METHODS:
+    method = _method(parsed)
+    if method not in METHOD_KEYS:
         raise ConfigError(
-            f'{FLAG}: the method is "{method}"; it must be one of {", ".join(METHODS)}: write {EXAMPLE}, or drop {FLAG}'
+            f'{FLAG}: the method is "{method}"; it must be one of {", ".join(METHOD_KEYS)}: write {EXAMPLE}, or drop {FLAG}'
         )
     if method == "draft_model" and parsed.model is None:
         raise ConfigError(f"{FLAG}: the method draft_model needs the key model, a folder or name of a model")
-    if method != "draft_model" and parsed.model is not None:
-        raise ConfigError(f"{FLAG}: the key model is only for the method draft_model: drop model or method")
-    if method != "ngram" and (parsed.prompt_lookup_min, parsed.prompt_lookup_max) != (None, None):
-        raise ConfigError(
-            f"{FLAG}: prompt_lookup_min and prompt_lookup_max are only for the method ngram: drop them"
-        )
+    for other, keys in METHOD_KEYS.items():
+        for key in keys:
+            if other != method and getattr(parsed, key) is not None:
+                raise ConfigError(
+                    f"{FLAG}: the key {key} is only for the method {other}: drop {key} or method"
+                )
+    for key, (least, most) in SUFFIX_RANGES.items():
+        value = getattr(parsed, key)
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{FLAG}: {key} is {value}; it must be {least} to {most}")
     return parsed
+
+
+def _method(parsed: _SpeculativeJson) -> str:
+    return parsed.method or ("ngram" if parsed.model is None else "draft_model")
 
 
 def _lookup_range(parsed: _SpeculativeJson) -> tuple[int, int]:

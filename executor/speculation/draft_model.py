@@ -25,7 +25,8 @@ from quintet.executor.ragged import Int, ranges
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
-from quintet.executor.speculation.drafters import DraftRows, Tokens
+from quintet.executor.speculation.drafters import DraftRows
+from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.lengths import StepTime
 from quintet.wire.config import MAX_DRAFTS, DraftModelConfig, SchedulerConfig
 from quintet.wire.step import StepPlan
@@ -43,6 +44,8 @@ def draft_tokens(limits: SchedulerConfig) -> int:
 
 class DraftModel:
     """A `quintet.executor.speculation.drafters.Drafter` with weights and KV memory."""
+
+    output_cache = None
 
     def __init__(
         self,
@@ -75,6 +78,9 @@ class DraftModel:
     def step_time(self) -> tuple[float, float]:
         """See `Drafter.step_time`."""
         return self._time.fit()
+
+    def end(self, slot: int, num_tokens: int) -> None:
+        """See `Drafter.end`."""
 
     def note(self, plan: StepPlan) -> None:
         """See `Drafter.note`. Blocks that the served model fills, copies or restores have no keys and values here."""

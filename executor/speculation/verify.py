@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int
 from quintet.executor.slots import SlotTables
-from quintet.executor.speculation.drafters import Drafter, DraftRows, Tokens
+from quintet.executor.speculation.drafters import Drafter, DraftRows
+from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.lengths import DraftLengths
+from quintet.executor.speculation.output_cache import OutputCache
 from quintet.wire.step import StepPlan, StepResult, TokenLogprobs
 
 
@@ -38,6 +40,16 @@ class Speculation:
         self._num_tokens: Int = np.zeros(len(self._token_ids), np.int64)
         """Known tokens of each slot."""
         self._lengths = DraftLengths(len(self._token_ids))
+
+    @property
+    def output_cache(self) -> OutputCache | None:
+        """See `Drafter.output_cache`."""
+        return self._drafter.output_cache
+
+    def end(self, freed: bytes) -> None:
+        """Note the freed slots of a plan, before the slot tables change."""
+        for slot in np.frombuffer(freed, np.int32).tolist():
+            self._drafter.end(slot, int(self._num_tokens[slot]))
 
     def note(self, plan: StepPlan) -> None:
         """Note a plan before `compute`, also one without drafts. The slot tables hold its deltas."""

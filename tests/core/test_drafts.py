@@ -67,6 +67,16 @@ def test_row_never_verifies_drafts_beyond_its_limit() -> None:
     assert drafts_of(world) == [b"\0", b"\1"]
 
 
+def test_draft_scopes_differ_by_salt() -> None:
+    world = World(speculative=SpeculativeConfig(method="suffix"))
+    for request_id, salt in enumerate(("", "a", "b", "a", "")):
+        world.admit(1 + request_id, [5, 6, 7], max_tokens=2, cache_salt=salt)
+    world.run()
+    new_rows = [row for plan in world.plans for row in msgspec.msgpack.decode(plan, type=StepPlan).new_rows]
+    scopes = {row.request_id: row.draft_scope for row in new_rows}
+    assert scopes[1] == scopes[5] != scopes[2] == scopes[4] != scopes[3] != scopes[1]
+
+
 @pytest.mark.parametrize("form", ["state", "grammar"])
 def test_no_drafts_where_draws_need_a_state(form: str) -> None:
     groups = [KvGroup("full", [0]), KvGroup("state", [1])] if form == "state" else [KvGroup("full", [0])]

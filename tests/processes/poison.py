@@ -20,6 +20,7 @@ from quintet.deploy.supervisor import supervisor
 from quintet.executor import main
 from quintet.executor.expert_metrics import ExpertCounts
 from quintet.executor.interface import Pending, StepWorker
+from quintet.executor.speculation.output_cache import OutputCache
 from quintet.process.runtime import child_main
 from quintet.wire.ids import Role
 from quintet.wire.step import StepPlan
@@ -88,6 +89,11 @@ class PoisonedWorker:
     def experts(self) -> ExpertCounts | None:
         """Delegate to the wrapped worker."""
         return self._worker.experts
+
+    @property
+    def output_cache(self) -> OutputCache | None:
+        """Delegate to the wrapped worker."""
+        return self._worker.output_cache
 
     @property
     def has_idle_tasks(self) -> bool:

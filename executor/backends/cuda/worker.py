@@ -181,6 +181,7 @@ class DeviceWorker:
         return self.tables.num_active_slots
 
     experts = None  # the device does not count expert use
+    output_cache = None
 
     @property
     def num_split(self) -> int:

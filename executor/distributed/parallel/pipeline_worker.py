@@ -88,6 +88,7 @@ class PipelineWorker:
     """The first stage, with the tables and the sampler for all stages."""
 
     num_split = 0
+    output_cache = None
 
     def __init__(self, context: WorkerContext, pipeline: Pipeline, links: Links) -> None:
         """Build the worker of the first stage."""

@@ -25,6 +25,7 @@ def config_of(text: str | None, **options: Any) -> SpeculativeConfig | None:
         ('{"num_speculative_tokens": 3}', (3, 2, 5)),
         ('{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}', (8, 4, 4)),
         ('{"num_speculative_tokens": 1, "prompt_lookup_min": 1, "prompt_lookup_max": 3}', (1, 1, 3)),
+        ('{"method": "suffix", "num_speculative_tokens": 7}', (7, 2, 5)),
     ],
 )
 def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) -> None:
@@ -38,7 +39,10 @@ def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) 
     [
         ("{", "write JSON such as"),
         ('{"method": "ngram"}', "num_speculative_tokens"),
-        ('{"method": "beam", "num_speculative_tokens": 4}', 'the method is "beam"; it must be one of ngram'),
+        (
+            '{"method": "beam", "num_speculative_tokens": 4}',
+            'the method is "beam"; it must be one of ngram, suffix',
+        ),
         ('{"method": "draft_model", "num_speculative_tokens": 4}', "needs the key model"),
         ('{"method": "ngram", "model": "x", "num_speculative_tokens": 4}', "the key model is only for"),
         ('{"model": "x", "num_speculative_tokens": 4, "prompt_lookup_min": 2}', "prompt_lookup_min"),
@@ -52,12 +56,59 @@ def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) 
             "prompt_lookup_min is 0",
         ),
         ('{"num_speculative_tokens": 4, "tree": "x"}', "tree"),
+        (
+            '{"method": "suffix", "prompt_lookup_max": 4}',
+            "the key prompt_lookup_max is only for the method ngram: drop",
+        ),
+        (
+            '{"num_speculative_tokens": 4, "suffix_decoding_max_tree_depth": 9}',
+            "the key suffix_decoding_max_tree_depth is only for the method suffix: drop",
+        ),
+        (
+            '{"method": "suffix", "suffix_decoding_max_tree_depth": 1}',
+            "suffix_decoding_max_tree_depth is 1; it must be 2 to 256",
+        ),
+        (
+            '{"method": "suffix", "suffix_decoding_max_cached_requests": -1}',
+            "suffix_decoding_max_cached_requests is -1",
+        ),
+        (
+            '{"method": "suffix", "suffix_decoding_corpus_tokens": 0}',
+            "suffix_decoding_corpus_tokens is 0; it must be 1024 to",
+        ),
+        (
+            '{"method": "suffix", "suffix_decoding_min_token_prob": 1.5}',
+            "suffix_decoding_min_token_prob is 1.5; it must be 0 to 1",
+        ),
+        ('{"method": "suffix", "suffix_decoding_max_spec_factor": "1"}', "suffix_decoding_max_spec_factor"),
     ],
 )
 def test_error_names_the_key(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match="--speculative-config") as error:
         config_of(text)
     assert message in str(error.value)
+
+
+def test_keys_of_suffix_decoding_have_defaults_of_vllm() -> None:
+    config = config_of('{"method": "suffix"}')
+    assert config == SpeculativeConfig(method="suffix", num_speculative_tokens=24)
+    assert (
+        config.suffix_decoding_max_tree_depth == 24 and config.suffix_decoding_max_cached_requests == 10_000
+    )
+    given = (
+        '{"method": "suffix", "suffix_decoding_max_tree_depth": 64, "suffix_decoding_max_cached_requests": 5,'
+        ' "suffix_decoding_corpus_tokens": 2048, "suffix_decoding_max_spec_factor": 2,'
+        ' "suffix_decoding_min_token_prob": 0.25}'
+    )
+    assert config_of(given) == SpeculativeConfig(
+        method="suffix",
+        num_speculative_tokens=32,
+        suffix_decoding_max_tree_depth=64,
+        suffix_decoding_max_cached_requests=5,
+        suffix_decoding_corpus_tokens=2048,
+        suffix_decoding_max_spec_factor=2.0,
+        suffix_decoding_min_token_prob=0.25,
+    )
 
 
 def test_layouts_and_devices_without_support_are_refused() -> None:

@@ -12,19 +12,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import CoreAndWorker, changed, small_kv
 
 from quintet.core.token_messages import StepMessages
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
-from quintet.executor.slots import SlotTables
-from quintet.executor.speculation.drafters import DraftRows, NgramDrafter, Tokens
+from quintet.executor.speculation.drafters import DraftRows
+from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.worker import Worker
 from quintet.wire.codec import unpack_i64
 from quintet.wire.config import EngineConfig, SpeculativeConfig
-from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import StepPlan
 
@@ -68,6 +66,11 @@ class Oracle:
         self._sequences = sequences
         self._rng = random.Random(0)
 
+    output_cache = None
+
+    def end(self, slot: int, num_tokens: int) -> None:
+        pass
+
     def note(self, plan: StepPlan) -> None:
         pass
 
@@ -94,11 +97,16 @@ def drafting_worker(config: EngineConfig) -> Worker:
 
 def run(config: EngineConfig, worker: Worker, params: SamplingParams) -> Recorder:
     driver = Recorder(config, worker)
+    send(driver, params)
+    return driver
+
+
+def send(driver: Recorder, params: SamplingParams, first: int = 0) -> None:
+    """Run four requests; their ids are ``first`` + 10, 20, 30 and 40."""
     for index, prompt in enumerate(prompts_of((1, 8, 29, 50))):
         seeded = msgspec.structs.replace(params, seed=index, max_tokens=NUM_TOKENS)
-        driver.admit(10 * index + 10, prompt, seeded)
+        driver.admit(first + 10 * index + 10, prompt, seeded)
     driver.run()
-    return driver
 
 
 @pytest.mark.drawn(3)
@@ -148,14 +156,31 @@ def test_ngram_drafts_of_a_repetitive_text_are_accepted(serve: Callable[..., Any
     assert counters.steps < 20 and counters.num_accepted_tokens > 40
 
 
-def test_ngram_drafter_prefers_the_longest_then_the_last_occurrence() -> None:
-    def proposed(tokens: list[int], most: int = 3, shortest: int = 1, longest: int = 3) -> list[int]:
-        tables = SlotTables(1, len(tokens), full_layers(1, 1, 16, 4, 16), torch.device("cpu"))
-        tables.token_ids[0, : len(tokens)] = torch.tensor(tokens)
-        rows = DraftRows(np.array([0]), np.array([len(tokens)]), np.array([most]))
-        return NgramDrafter(tables, shortest, longest).propose(rows)[0].tolist()
-
-    assert proposed([1, 2, 3, 9, 8, 7, 4, 3, 5, 1, 2, 3]) == [9, 8, 7]
-    assert proposed([3, 6, 3, 5, 1, 3]) == [5, 1, 3]
-    assert proposed([3, 6, 3, 5, 1, 3], shortest=2) == []
-    assert proposed([5, 5, 5]) == [5, 5, 5] and proposed([5]) == [] and proposed([1, 2]) == []
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "llama-gqa-biases"])
+def test_suffix_decoding_changes_no_output(family: str, name: str, serve: Callable[..., Any]) -> None:
+    """Requests are sent again, so that their earlier outputs are drafted. A new worker has an empty cache."""
+    served = serve(FAMILIES[family](), max_model_len=96)
+    plain = run(changed(served.config), served.core.worker, PARAMS[name])
+    drafts = SpeculativeConfig(
+        method="suffix",
+        num_speculative_tokens=6,
+        suffix_decoding_max_spec_factor=3.0,
+        suffix_decoding_corpus_tokens=500,
+    )
+    config = changed(served.config, speculative=drafts)
+    for each in (config, small_kv(config)):
+        worker = drafting_worker(config)
+        driver = Recorder(each, worker)
+        for first in (0, 100, 200):
+            send(driver, PARAMS[name], first)
+            for request_id, output in plain.outputs.items():
+                again = first + request_id
+                assert driver.outputs[again] == output and driver.endings[again] == plain.endings[request_id]
+                if isinstance(worker.runner, ProgramRunner):  # torch's bits depend on the batch
+                    assert driver.logprobs.get(again) == plain.logprobs.get(request_id)
+        assert driver.engine.state is not None
+        assert driver.engine.state.counters.num_accepted_tokens > 20
+        cache = worker.output_cache
+        assert cache is not None and cache.num_requests > 0
