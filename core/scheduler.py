@@ -61,7 +61,7 @@ def schedule(state: SchedulerState, now_ns: int) -> StepPlan | None:
 def _decode(state: SchedulerState, step: StepBuilder) -> list[Request]:
     """Add the requests with one uncomputed token, and return those with more."""
     rows, starts = step.rows, step.starts
-    is_plain = state.limits.groups.is_plain
+    is_plain, has_states = state.limits.groups.is_plain, bool(state.limits.groups.states)
     unfinished: list[Request] = []
     num_reserved = 0
     num_left, drawn_for = _stage_share(state)
@@ -78,6 +78,8 @@ def _decode(state: SchedulerState, step: StepBuilder) -> list[Request]:
         if len(rows) >= num_left or request.request_id in drawn_for:
             continue  # scheduled with another stage's step
         if planned == request.num_covered:
+            if has_states and request.num_unverified_drafts:
+                continue  # a checkpoint needs the exact length
             if not is_plain:
                 num_lacking = _extend(state, step, request, num_reserved)
                 if num_lacking:

@@ -263,8 +263,7 @@ class SchedulerState:
         request.is_draining = True
         if request.status is not Status.RUNNING or request.length == len(request.tokens):
             return True
-        taken_by = self.limits.taken_by
-        self.num_reserved += taken_by(request.length) - taken_by(request.limit)
+        self.num_reserved += self.limits.taken_by(request.length) - self.limits.taken_by(request.limit)
         request.limit = request.length
         request.plan_until = request.length - request.num_unverified_drafts
         return False
@@ -332,12 +331,13 @@ class SchedulerState:
         """Register the state and partial block that a request leaves, for a request that continues its tokens (next chat turn).
 
         It covers all planned tokens if all are known. A step planned before a stop token was known has computed that
-        token.
+        token, but no drafts: the executor proposes none after a stop token.
         """
         limits, planned = self.limits, request.planned
         if not (limits.groups.states and limits.prefix_caching):
             return
-        if planned > len(request.tokens) or planned == request.kv.state_start:
+        is_exact = not request.num_unverified_drafts or request.tokens[-1] in request.stops
+        if not is_exact or planned > len(request.tokens) or planned == request.kv.state_start:
             return
         if planned >= request.register_at:
             self.publish(request, planned)

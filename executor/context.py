@@ -132,9 +132,11 @@ class WorkerContext:
     def reserve_kv(self, dtype: torch.dtype) -> KvMemory:
         """Reserve the KV memory of this process's layers. dtype: of keys and values. Raises `ConfigError`."""
         from quintet.executor.kv_memory import KvMemory  # imports torch
+        from quintet.executor.speculation.draft_states import num_draft_states
 
-        kv, device = self.config.model.kv, self.platform.device
-        self.kv = KvMemory.reserve(kv, self.num_blocks(), dtype, device, self.share)
+        kv, device, num_blocks = self.config.model.kv, self.platform.device, self.num_blocks()
+        num_states = num_draft_states(self.config.scheduler, kv, num_blocks)
+        self.kv = KvMemory.reserve(kv, num_blocks, dtype, device, self.share, num_states)
         return self.kv
 
     def of_draft(self, max_step_tokens: int) -> WorkerContext | None:

@@ -22,24 +22,37 @@ class KvMemory:
     """KV memory of this process's layers, initially zeros."""
 
     def __init__(
-        self, spec: KvSpec, places: Sequence[torch.Tensor], dtype: torch.dtype, stripe: BlockStripe = ALONE
+        self,
+        spec: KvSpec,
+        places: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        stripe: BlockStripe = ALONE,
+        num_draft_states: int = 0,
     ) -> None:
         """places: uint8 ``[num_blocks, layer_bytes]``; empty ones are of layers of other stages. dtype: of keys and values.
 
-        stripe: blocks that this process writes, if ranks share the memory (context parallelism).
+        stripe: blocks that this process writes, if ranks share the memory (context parallelism). num_draft_states: of each
+        state group, in the last blocks (`quintet.executor.speculation.draft_states`).
         """
+        self.num_draft_states = num_draft_states
         self.spec, self.places, self.dtype, self.stripe = spec, places, dtype, stripe
         self._of_layer: dict[int, tuple[int, Planes]] = {}
 
     @staticmethod
     def reserve(
-        spec: KvSpec, num_blocks: int, dtype: torch.dtype, device: torch.device, share: Share = WHOLE
+        spec: KvSpec,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        share: Share = WHOLE,
+        num_draft_states: int = 0,
     ) -> KvMemory:
         """Reserve the memory of the share's layers. On a CPU, the kernel maps a page on its first write."""
+        num_blocks += num_draft_states * sum(group.is_state for group in spec.groups)
         used = spec.places_of(share.has_layer)
         widths = (spec.layer_bytes if place in used else 0 for place in range(spec.layers_per_block))
         places = [lazy_zeros((num_blocks, width), torch.uint8, device) for width in widths]
-        return KvMemory(spec, places, dtype)
+        return KvMemory(spec, places, dtype, num_draft_states=num_draft_states)
 
     @property
     def blocks(self) -> list[torch.Tensor]:
@@ -71,6 +84,11 @@ class KvMemory:
         """Return the group of a layer's states, and a part of them, ``[num_blocks, *part.shape]``."""
         group, place = self.spec.place(part.index, state=True)
         return group, part.of(self.places[place], dtype)
+
+    def draft_block(self, group: int) -> int:
+        """Return the first block with a draft state of a state group."""
+        num_groups = sum(each.is_state for each in self.spec.groups[group:])
+        return len(self.places[0]) - num_groups * self.num_draft_states
 
     def copy(self, pairs: bytes) -> None:
         """Copy whole blocks in every layer; see `quintet.wire.step.StepPlan.copies`. No block is source and target."""

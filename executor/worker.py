@@ -29,6 +29,7 @@ from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
 from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
+from quintet.executor.speculation.draft_states import DraftStates
 from quintet.executor.speculation.drafters import DRAFTERS, Drafter
 from quintet.executor.speculation.output_cache import OutputCache
 from quintet.executor.speculation.verify import Speculation
@@ -98,7 +99,10 @@ class Worker:
                 *(speculative.draft, draft_runner, self.tables, self._sampler.settings),
                 *(self.num_blocks, draft_tokens(limits), config.model.vocab_size),
             )
-        return Speculation(drafter, self.tables, most_outputs(limits), limits.max_num_batched_tokens)
+        states = None
+        if config.model.kv.has_states:
+            states = DraftStates(self.tables, self._kv, self.copy_blocks)
+        return Speculation(drafter, self.tables, most_outputs(limits), limits.max_num_batched_tokens, states)
 
     @property
     def work_done(self) -> int:
@@ -165,7 +169,7 @@ class Worker:
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the plan's deltas, then its swaps and block copies; then compute its rows and draw tokens."""
         if self._speculation is not None:
-            self._speculation.end(plan.freed)
+            self._speculation.end_requests(plan.freed)
         self.tables.apply(plan)
         check_tables(plan, self.tables)
         for row in plan.new_rows:

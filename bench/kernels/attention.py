@@ -145,7 +145,7 @@ class Layers:
         self._program = library.new()
         described = c_attention(case.layer, dtype, DTYPE_CODES[kv_dtype], BLOCK_SIZE)
         for layer in memory:
-            place = KvPlace(layer.data_ptr(), layer.stride(0), 0, 1, 0)
+            place = KvPlace(layer.data_ptr(), layer.stride(0), 0, 1, 0, 0)
             library.attention(
                 *(self._program, ctypes.byref(described), q.data_ptr(), q.stride(0), ctypes.byref(place)),
                 *(out.data_ptr(), out.stride(0), len(q)),

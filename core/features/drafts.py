@@ -6,6 +6,9 @@ them. A draft is accepted if it equals the token drawn at its position. Outputs 
 The number of accepted drafts is known when the result arrives. Until then ``length`` and ``planned`` of a request are
 lower bounds, and ``num_unverified_drafts`` is the number of drafts in flight: the largest error of both. Drafts only use blocks
 that the request has, or that are free.
+
+With recurrent states, the executor keeps the state after the accepted drafts. No draft passes a state checkpoint: the
+scheduler waits there until the request's length is known (`quintet.core.scheduler._decode`).
 """
 
 from __future__ import annotations
@@ -26,8 +29,7 @@ def build(setup: Setup) -> Feature | None:
 
     def claim(state: SchedulerState, request: Request) -> bool:
         """Return True unless the draws of a step depend on a state that advances by one token at a time."""
-        is_stepwise = request.spec.params.is_drawn_stepwise or bool(state.limits.groups.states)
-        request.max_drafts = 0 if is_stepwise else most
+        request.max_drafts = 0 if request.spec.params.is_drawn_stepwise else most
         return request.max_drafts > 0
 
     return Feature("drafts", claim=claim, attach=attach)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int
 from quintet.executor.slots import SlotTables
+from quintet.executor.speculation.draft_states import DraftStates
 from quintet.executor.speculation.drafters import Drafter, DraftRows
 from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.lengths import DraftLengths
@@ -29,16 +31,47 @@ from quintet.executor.speculation.output_cache import OutputCache
 from quintet.wire.step import StepPlan, StepResult, TokenLogprobs
 
 
+def until_stop(drafts: Tokens, stop_ids: frozenset[int]) -> Tokens:
+    """Return the drafts before the first stop token. It is drawn after them, as the last token of the request."""
+    for index, token in enumerate(drafts.tolist()):
+        if token in stop_ids:
+            return drafts[:index]
+    return drafts
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedStep:
+    """A plan with drafts, between its start and its result."""
+
+    plan: StepPlan
+    """The plan, with the executor's starts; rows with drafts compute and draw more tokens."""
+    starts: Int
+    drafts: list[tuple[int, Tokens]]
+    """Rows with drafts, ascending."""
+    began_s: float
+    proposed_s: float
+    """Time at which the drafts were known."""
+
+
 class Speculation:
     """Drafts of a worker's slots."""
 
-    def __init__(self, drafter: Drafter, tables: SlotTables, max_rows: int, max_tokens: int) -> None:
-        """max_rows, max_tokens: the largest step, drafts included."""
+    def __init__(
+        self,
+        drafter: Drafter,
+        tables: SlotTables,
+        max_rows: int,
+        max_tokens: int,
+        states: DraftStates | None = None,
+    ) -> None:
+        """max_rows, max_tokens: the largest step, drafts included. states: of a model with recurrent states."""
         self._token_ids: Tokens = tables.token_ids.numpy()
-        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self._max_rows, self._max_tokens, self._states = max_rows, max_tokens, states
         self._drafter = drafter
         self._num_tokens: Int = np.zeros(len(self._token_ids), np.int64)
         """Known tokens of each slot."""
+        self._stop_ids: list[frozenset[int]] = [frozenset()] * len(self._token_ids)
+        """Tokens that end the request of each slot."""
         self._lengths = DraftLengths(len(self._token_ids))
 
     @property
@@ -46,22 +79,29 @@ class Speculation:
         """See `Drafter.output_cache`."""
         return self._drafter.output_cache
 
-    def end(self, freed: bytes) -> None:
+    def end_requests(self, freed: bytes) -> None:
         """Note the freed slots of a plan, before the slot tables change."""
         for slot in np.frombuffer(freed, np.int32).tolist():
             self._drafter.end(slot, int(self._num_tokens[slot]))
 
     def note(self, plan: StepPlan) -> None:
-        """Note a plan before `compute`, also one without drafts. The slot tables hold its deltas."""
+        """Note a plan before `begin`, also one without drafts. The slot tables hold its deltas."""
         for new in plan.new_rows:
             self._num_tokens[new.slot] = len(new.token_ids) // 4
+            self._stop_ids[new.slot] = frozenset(new.stop_ids)
             self._lengths.begin(new.slot)
         self._drafter.note(plan)
 
     def compute(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
         """Return the result of a plan, with drafts where it allows them. ``compute`` computes and draws rows."""
-        slots = np.frombuffer(plan.slots, np.int32)
-        most = np.frombuffer(plan.drafts, np.uint8)
+        step = self.begin(plan)
+        result = compute(step.plan)
+        self.end(step, result)
+        return result
+
+    def begin(self, plan: StepPlan) -> DraftedStep:
+        """Add drafts to a plan. The tokens of all earlier steps with these slots are known."""
+        slots, most = np.frombuffer(plan.slots, np.int32), np.frombuffer(plan.drafts, np.uint8)
         starts = np.where(most > 0, self._num_tokens[slots] - 1, np.frombuffer(plan.starts, np.int32))
         began_s = time.perf_counter()
         drafts = self._propose(plan, starts, most)
@@ -78,19 +118,26 @@ class Speculation:
             "counts": counts.tobytes(),
             "samples": samples.tobytes(),
         }
-        result = compute(msgspec.structs.replace(plan, **columns, drafts=b""))
-        ended_s = time.perf_counter()
-        if len(plan.samples) == plan.samples.count(1):  # no prefill
-            self._lengths.time.note(int(counts.sum()), ended_s - proposed_s)
-        self._lengths.note_step(ended_s - began_s, proposed_s - began_s)
-        num_tokens = self._accept(result, samples, drafts)
-        for row, proposed in drafts:
-            self._lengths.note(slots[row], int(num_tokens[row]) - 1, len(proposed))
+        drafted = msgspec.structs.replace(plan, **columns, drafts=b"")
+        return DraftedStep(drafted, starts, drafts, began_s, proposed_s)
+
+    def end(self, step: DraftedStep, result: StepResult) -> None:
+        """Verify the drafts of a computed step: remove rejected tokens from its result."""
+        slots, samples = np.frombuffer(step.plan.slots, np.int32), np.frombuffer(step.plan.samples, np.uint8)
+        counts, ended_s = np.frombuffer(step.plan.counts, np.int32), time.perf_counter()
+        if (counts == samples).all():  # no prefill
+            self._lengths.time.note(int(counts.sum()), ended_s - step.proposed_s)
+        self._lengths.note_step(ended_s - step.began_s, step.proposed_s - step.began_s)
+        num_tokens = self._accept(result, samples, step.drafts)
+        verified = [(int(slots[row]), len(drafts), int(num_tokens[row]) - 1) for row, drafts in step.drafts]
+        for slot, num_drafts, num_accepted in verified:
+            self._lengths.note(slot, num_accepted, num_drafts)
+        if self._states is not None:
+            self._states.restore(verified)
         sampling = np.flatnonzero(samples)
         result.num_tokens = num_tokens[sampling].tobytes()
         result.num_drafts = (samples[sampling] - 1).astype(np.uint8).tobytes()
-        self._num_tokens[slots[sampling]] = (starts + counts - samples + 1 + num_tokens)[sampling]
-        return result
+        self._num_tokens[slots[sampling]] = (step.starts + counts - samples + 1 + num_tokens)[sampling]
 
     def _propose(self, plan: StepPlan, starts: Int, most: NDArray[np.uint8]) -> list[tuple[int, Tokens]]:
         """Return the drafts by row, and write them into the token table. starts: int64[R], of the executor."""
@@ -99,7 +146,9 @@ class Speculation:
             int(np.frombuffer(plan.counts, np.int32).sum()),
         )
         num_free = min(self._max_tokens - num_planned, self._max_rows - plan.samples.count(1))
-        rows = np.flatnonzero(most > 1)
+        if self._states is not None:
+            num_free = min(num_free, self._states.num_states)
+        rows = self._running_rows(slots, starts, np.flatnonzero(most > 1))
         wanted = self._lengths.choose(
             *(slots[rows], most[rows].astype(np.int64) - 1, num_planned, plan.samples.count(1)),
             self._drafter.step_time,
@@ -113,10 +162,21 @@ class Speculation:
         drafts: list[tuple[int, Tokens]] = []
         proposals = self._drafter.propose(DraftRows(slots[rows].astype(np.int64), begins, wanted))
         for row, begin, proposed in zip(rows.tolist(), begins.tolist(), proposals, strict=True):
-            if len(proposed):
-                self._token_ids[slots[row], begin : begin + len(proposed)] = proposed
-                drafts.append((row, proposed.copy()))
+            tokens = until_stop(proposed, self._stop_ids[slots[row]]).copy()
+            if len(tokens):
+                self._token_ids[slots[row], begin : begin + len(tokens)] = tokens
+                drafts.append((row, tokens))
         return drafts
+
+    def _running_rows(self, slots: NDArray[np.int32], starts: Int, rows: Int) -> Int:
+        """Return those of the rows that do not begin with a stop token.
+
+        The core relies on it: the state after a stop token is exact (`quintet.core.scheduler_state`).
+        """
+        newest = self._token_ids[slots[rows], starts[rows]].tolist()
+        stop_ids = [self._stop_ids[slot] for slot in slots[rows].tolist()]
+        runs = [token not in stops for token, stops in zip(newest, stop_ids, strict=True)]
+        return rows[np.array(runs, np.bool_)]
 
     @staticmethod
     def _accept(

@@ -179,6 +179,7 @@ class FakeExecutor:
             assert samples == (end == len(slot_state.tokens) + len(drafts[slot]))
             if samples:
                 accepted = self._verify(slot_state, drafts[slot])
+                self._keep_states(slot_state, end - len(drafts[slot]) + len(accepted) - 2)
                 drawn += accepted
                 num_tokens_drawn.append(len(accepted))
                 num_drafts.append(len(drafts[slot]))
@@ -198,10 +199,7 @@ class FakeExecutor:
     def _resolve(
         self, plan: StepPlan, rows: list[tuple[int, int, int, int]]
     ) -> tuple[list[tuple[int, int, int, int]], dict[int, list[int]]]:
-        """Return the rows with the executor's own starts and with drafts, and the drafts of each slot.
-
-        Some drafts are the tokens that will be drawn, others are wrong.
-        """
+        """Return the rows with the executor's own starts and with drafts, some wrong, and the drafts of each slot."""
         resolved, drafts = [], {}
         for index, (slot, start, count, samples) in enumerate(rows):
             drafts[slot] = chosen = list[int]()
@@ -209,12 +207,14 @@ class FakeExecutor:
                 self.num_in_doubt[slot] = 0
                 resolved.append((slot, start, count, samples))
                 continue
-            seed, tokens = self.slot_states[slot].row.seed, self.slot_states[slot].tokens
+            row, tokens = self.slot_states[slot].row, self.slot_states[slot].tokens
             assert count == 1 and samples and 0 <= len(tokens) - 1 - start <= self.num_in_doubt[slot]
             rng = Random(plan.step * 1000 + slot)
             for _ in range(rng.randint(0, plan.drafts[index] - 1)):
-                right = draw(seed, tokens + chosen)
-                chosen.append(right if rng.random() < 0.8 else (right + 1) % VOCAB)
+                draft = (draw(row.seed, tokens + chosen) + (rng.random() > 0.8)) % VOCAB
+                if tokens[-1] in row.stop_ids or draft in row.stop_ids:
+                    break
+                chosen.append(draft)
             self.num_in_doubt[slot] += plan.drafts[index] - 1
             resolved.append((slot, len(tokens) - 1, 1 + len(chosen), samples))
         return resolved, drafts
@@ -227,6 +227,12 @@ class FakeExecutor:
             drawn.append(draw(slot_state.row.seed, slot_state.tokens + drawn))
         slot_state.tokens += drawn
         return drawn
+
+    def _keep_states(self, slot_state: MirroredSlot, position: int) -> None:
+        """Replace the states after rejected drafts by those after the token at ``position``."""
+        link = self._chain(slot_state.tokens, position + 1)[-1]
+        for index in (index for index, group in enumerate(self.kv.groups) if group.is_state):
+            self.shadow[slot_state.blocks[index, 1]] = {0: (index, position, link)}
 
     def _write(
         self,

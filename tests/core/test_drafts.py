@@ -7,6 +7,7 @@ import random
 import msgspec
 import pytest
 
+from quintet.core import recurrent_state
 from quintet.core.requests.deadlines import predict
 from quintet.wire.config import SchedulerConfig, SpeculativeConfig
 from quintet.wire.kv_spec import KvGroup
@@ -21,10 +22,12 @@ def drafts_of(world: World) -> list[bytes]:
     return [msgspec.msgpack.decode(plan, type=StepPlan).drafts for plan in world.plans]
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_trace_with_drafts_has_the_outputs_without(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(80))
+def test_random_trace_with_drafts_has_the_outputs_without(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 1 + seed % 9)
+    monkeypatch.setattr(recurrent_state, "GRAIN", 1 + seed % 5)
     rng = random.Random(seed)
-    host, poisonous, groups = 20 * (seed % 2), 0.1 * (seed % 3 == 0), seed % 4 == 0
+    host, poisonous, groups = 20 * (seed % 2), 0.1 * (seed % 3 == 0), seed % 4 < 2
     world, sent = random_trace(
         seed, 250, 1 + seed % 3, poisonous, host, in_groups=groups, num_drafts=rng.choice([1, 3, 8])
     )
@@ -77,11 +80,46 @@ def test_draft_scopes_differ_by_salt() -> None:
     assert scopes[1] == scopes[5] != scopes[2] == scopes[4] != scopes[3] != scopes[1]
 
 
-@pytest.mark.parametrize("form", ["state", "grammar"])
-def test_no_drafts_where_draws_need_a_state(form: str) -> None:
-    groups = [KvGroup("full", [0]), KvGroup("state", [1])] if form == "state" else [KvGroup("full", [0])]
-    world = World(groups=groups, speculative=SpeculativeConfig())
-    options = {} if form == "state" else {"thinking_token_budget": 5}
-    world.admit(1, [5, 6, 7], max_tokens=9, ignore_eos=True, **options)
+def test_no_drafts_where_draws_need_a_state() -> None:
+    world = World(speculative=SpeculativeConfig())
+    world.admit(1, [5, 6, 7], max_tokens=9, ignore_eos=True, thinking_token_budget=5)
     world.run()
     assert not any(drafts_of(world))
+
+
+def test_state_checkpoints_among_drafts_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later prompt that diverges within the output continues from the last checkpoint before it."""
+    monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 16)
+    groups = [KvGroup("full", [0]), KvGroup("state", [1])]
+    world = World(groups=groups, speculative=SpeculativeConfig(num_speculative_tokens=8), num_blocks=128)
+    world.admit(1, [5, 6, 7], max_tokens=60, ignore_eos=True)
+    world.run()
+    assert world.engine.state is not None and world.engine.state.counters.num_accepted_tokens > 10
+    known = [5, 6, 7, *world.outcomes[1].tokens]
+    for request_id, length in ((2, 40), (3, 55)):
+        world.admit(request_id, [*known[:length], 9, 9], max_tokens=2)
+        world.run()
+        assert world.outcomes[request_id].num_cached == length // 16 * 16
+
+
+@pytest.mark.parametrize("ends", ["stop token", "stop string"])
+def test_state_of_an_ended_request_is_reused_only_if_it_is_exact(ends: str) -> None:
+    """The step after the last token is already planned. It may verify drafts, unless a stop token precedes it."""
+    groups = [KvGroup("full", [0]), KvGroup("state", [1])]
+    world = World(groups=groups, speculative=SpeculativeConfig(num_speculative_tokens=8), block_size=16)
+    num_reused = 0
+    for turn in range(1, 21):
+        prompt = [turn, 6, 7]
+        stop_ids = [expected(prompt, turn, 20 + turn, ())[-1]] if ends == "stop token" else []
+        world.admit(turn, prompt, max_tokens=60, stop_token_ids=stop_ids, min_tokens=5, ignore_eos=True)
+        while world.engine.num_live:
+            world.step()
+            if not stop_ids and turn in world.outcomes and len(world.outcomes[turn].tokens) >= 20:
+                world.engine.stop_hit([turn], [0], world.tick())
+        world.run()
+        prompt += [*world.outcomes[turn].tokens, 9, 9]
+        world.admit(100 + turn, prompt, max_tokens=2, ignore_eos=True)
+        world.run()
+        assert world.outcomes[100 + turn].tokens == expected(prompt, 100 + turn, 2, ())
+        num_reused += (world.outcomes[100 + turn].num_cached or 0) > 16
+    assert num_reused > 15 or not stop_ids

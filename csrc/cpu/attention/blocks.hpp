@@ -13,6 +13,7 @@ struct KvPlace {
   index_t group;        // cache group; its table has the block ids
   index_t sharers;      // ranks that share these blocks: each writes every sharers-th block, all read all blocks
   index_t sharer;       // index of this rank among them
+  index_t drafts;       // state group: block of its first draft state
 };
 
 // Block table of a row in a cache group. Block i of keys and values holds positions [i * block_size, (i + 1) * block_size).
@@ -28,6 +29,12 @@ inline const char* state_read(const Step& step, index_t row, const KvPlace& plac
 // Destination of the row's state. It may equal state_read; no other row uses it.
 inline char* state_written(const Step& step, index_t row, const KvPlace& place) {
   return place.memory + blocks_of(step, row, place.group)[1] * place.block_bytes;
+}
+
+// Destination of the state before a draft of the step, by the number of the draft. See
+// `quintet.executor.speculation.draft_states`.
+inline char* draft_state(const KvPlace& place, index_t draft) {
+  return place.memory + (place.drafts + draft) * place.block_bytes;
 }
 
 }  // namespace qt

@@ -37,6 +37,36 @@ Work work_of(const StateCall& call, Run run, index_t num_rows, const void* descr
           .bytes = 2 * num_rows * call.state_bytes()};
 }
 
+// Rows [first, first + count) of the call: one row of the step. Each continues from the state of the one before it.
+struct RowChain {
+  index_t first, count;
+};
+
+// Pieces of chains: `chain * units + unit`.
+struct ChainedCall {
+  const StateCall* call;
+  Run run;
+  const RowChain* chains;
+
+  static void run_pieces(const void* description, index_t begin, index_t end) {
+    const ChainedCall& c = *static_cast<const ChainedCall*>(description);
+    for (index_t piece = begin; piece < end; ++piece) {
+      const RowChain& chain = c.chains[piece / c.call->units];
+      for (index_t row = chain.first; row < chain.first + chain.count; ++row) {
+        const index_t own = row * c.call->units + piece % c.call->units;
+        c.run(c.call, own, own + 1);
+      }
+    }
+  }
+
+  static index_t cost(const void* description, index_t piece) {
+    const ChainedCall& c = *static_cast<const ChainedCall*>(description);
+    const RowChain& chain = c.chains[piece / c.call->units];
+    const StateRow &first = c.call->rows[chain.first], &last = c.call->rows[chain.first + chain.count - 1];
+    return c.call->token_cost * (last.token + last.count - first.token);
+  }
+};
+
 template <class Call>
 void run_once(Call call, Run run, const StateRow* rows, index_t num_rows) {
   call.rows = rows;
@@ -51,23 +81,55 @@ class StateOp final : public Op {
 
   Work prepare(const Step& step, index_t) override {
     constexpr index_t kLong = 16;
-    rows_.clear();
+    rows_.clear(), chains_.clear();
+    count_drafts(step);
     for (const bool of_many : {true, false})  // long rows first: the threads finish with small pieces
       for (index_t row = 0; row < step.num_rows; ++row)
-        if ((step.row_counts[row] >= kLong) == of_many) rows_.push_back(row_of(step, row));
+        if ((step.row_counts[row] >= kLong) == of_many) add(step, row);
     call_.rows = rows_.data();
-    return work_of(call_, run_, index_t(rows_.size()), static_cast<const StateCall*>(&call_));
+    const StateCall* const call = &call_;
+    Work work = work_of(call_, run_, index_t(rows_.size()), call);
+    if (rows_.size() == chains_.size()) return work;
+    chained_ = {call, run_, chains_.data()};
+    work.count = index_t(chains_.size()) * call_.units;
+    work.run = ChainedCall::run_pieces, work.call = &chained_, work.region = nullptr, work.cost = ChainedCall::cost;
+    return work;
   }
 
  private:
-  StateRow row_of(const Step& step, index_t row) const {
-    return {state_read(step, row, place_), state_written(step, row, place_), step.row_offsets[row], step.row_counts[row]};
+  // Drafts before each row. A row has an output for each draft, and one more.
+  void count_drafts(const Step& step) {
+    drafts_.assign(1, 0);
+    index_t output = 0;
+    for (index_t row = 0; row < step.num_rows; ++row) {
+      const index_t first = output, end = step.row_offsets[row] + step.row_counts[row];
+      while (output < step.num_outputs && step.output_tokens[output] < end) ++output;
+      drafts_.push_back(drafts_.back() + std::max(index_t(0), output - first - 1));
+    }
+  }
+
+  // Adds a row of the step. If it has drafts, the state before each of them is saved.
+  void add(const Step& step, index_t row) {
+    const index_t first = index_t(rows_.size()), begin = drafts_[std::size_t(row)], end = drafts_[std::size_t(row) + 1];
+    StateRow next{state_read(step, row, place_), state_written(step, row, place_), step.row_offsets[row],
+                  step.row_counts[row] - (end - begin)};
+    char* const written = next.to;
+    for (index_t draft = begin; draft < end; ++draft) {
+      next.to = draft_state(place_, draft);
+      rows_.push_back(next);
+      next = {next.to, written, next.token + next.count, 1};
+    }
+    rows_.push_back(next);
+    chains_.push_back({first, index_t(rows_.size()) - first});
   }
 
   Call call_;
   Run run_;
   KvPlace place_;
   std::vector<StateRow> rows_;
+  std::vector<RowChain> chains_;
+  std::vector<index_t> drafts_;
+  ChainedCall chained_;
 };
 
 template <class Call>

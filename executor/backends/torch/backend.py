@@ -20,10 +20,10 @@ def make_worker(context: WorkerContext) -> StepWorker:
             f" model with block size {config.model.kv.block_size}: use --kv-cache-dtype model"
         )
     speculative = config.scheduler.speculative
-    if speculative is not None and speculative.draft is not None:
+    if speculative is not None and (speculative.draft is not None or config.model.kv.has_states):
         raise ConfigError(
-            "--speculative-config: a draft model needs the compiled CPU kernels, which are not built or do not support the"
-            " model: use the method ngram"
+            "--speculative-config: a draft model, and a model with recurrent states, need the compiled CPU kernels, which are"
+            " not built or do not support the model: drop the flag, or use the method ngram without recurrent states"
         )
     model, kv = context.load(), context.reserve_kv(MODEL_DTYPES[config.model.dtype])
     return Worker(context, EagerRunner(model, context.platform.device, kv, context.span))

@@ -211,7 +211,7 @@ def test_kernel_arguments_are_checked_when_recorded(
     shape = {"heads": 4, "kv_heads": 2, "key_width": 64, "value_width": 64, "block_size": 16, "period": 1}
     layer = ctypes.byref(CAttention(**(shape | changed)))
 
-    place = ctypes.byref(KvPlace(at, at, 0, 1, 0))
+    place = ctypes.byref(KvPlace(at, at, 0, 1, 0, 0))
 
     def record() -> None:
         if attends:

@@ -26,20 +26,22 @@ def foresee(worker: Worker, plain: Recorder) -> None:
     """Propose the tokens of an earlier run without choices, as many as allowed."""
     speculation = worker._speculation
     assert speculation is not None
-    prompts = enumerate(prompts_of((1, 8, 29, 50)))
-    speculation._drafter = Oracle(
-        worker, [prompt + plain.outputs[10 * index + 10] for index, prompt in prompts]
-    )
+    sequences = [
+        prompt + plain.outputs[10 * index + 10] for index, prompt in enumerate(prompts_of((1, 8, 29, 50)))
+    ]
+    speculation._drafter = Oracle(worker, sequences)
     speculation._lengths.choose = lambda slots, most, *_: most  # type: ignore[method-assign]
 
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("params", ["sampled", "penalties", "logprobs"])
-@pytest.mark.parametrize(("name", "size", "context"), [("llama", 2, 1), ("mixtral", 2, 1), ("llama", 4, 2)])
+@pytest.mark.parametrize(
+    ("name", "size", "context"), [("llama", 2, 1), ("mixtral", 2, 1), ("llama", 4, 2), ("qwen 3.5", 2, 1)]
+)
 def test_ranks_have_the_outputs_without_drafts(
     name: str, size: int, context: int, params: str, tmp_path: Path
 ) -> None:
-    """Also of ranks that share KV memory."""
+    """Also of ranks that share KV memory, and of ranks with recurrent states."""
     made(ROWS[name], tmp_path)
     with in_ranks(tmp_path, size, context=context, change=with_drafts) as loaded:
         worker = loaded.worker

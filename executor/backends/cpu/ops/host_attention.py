@@ -121,7 +121,7 @@ class PagedKv:
     @property
     def place(self) -> KvPlace:
         """Descriptor for the kernels."""
-        return KvPlace(self.memory.data_ptr(), self.memory.stride(0), self.group, 1, 0)
+        return KvPlace(self.memory.data_ptr(), self.memory.stride(0), self.group, 1, 0, 0)
 
     @staticmethod
     def of_layer(kv: KvMemory, layer: AttentionLayer) -> PagedKv:

@@ -15,7 +15,9 @@ from quintet.wire.kv_spec import KvSpec
 def kv_place(kv: KvMemory, layer: int, *, state: bool = False) -> KvPlace:
     """Return the location of a layer's keys and values, or of its recurrent state."""
     group, place = kv.spec.place(layer, state=state)
-    return KvPlace(kv.places[place].data_ptr(), kv.spec.layer_bytes, group, kv.stripe.size, kv.stripe.index)
+    drafts = kv.draft_block(group) if state else 0
+    address, stripe = kv.places[place].data_ptr(), kv.stripe
+    return KvPlace(address, kv.spec.layer_bytes, group, stripe.size, stripe.index, drafts)
 
 
 def takes_layer(library: ProgramLibrary, layer: AttentionLayer, code: int, block_size: int) -> bool:

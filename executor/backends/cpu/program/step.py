@@ -70,6 +70,7 @@ class KvPlace(ctypes.Structure):
         ("group", _SIZE),
         ("sharers", _SIZE),
         ("sharer", _SIZE),
+        ("drafts", _SIZE),
     )
 
 
@@ -141,6 +142,7 @@ class Step:
             ("row_starts", starts),
             ("row_counts", counts),
             ("row_offsets", ends - counts),
+            ("output_tokens", ends - 1),
         ):
             self.columns[name][:num_rows] = column
 
