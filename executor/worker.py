@@ -65,7 +65,9 @@ class Worker:
         config, device = context.config, context.platform.device
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, device)
-        grammars = Grammars(max_num_seqs, model)
+        speculative = config.scheduler.speculative
+        max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        grammars = Grammars(max_num_seqs, model, max_drafts=max_drafts)
         ops = sampling_ops_of(context.platform.name)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
         share, moves = context.share, Moves(ranks)
@@ -81,13 +83,15 @@ class Worker:
         self.kv = KvConnector(blocks, config, type(runner).__name__, self._host_blocks)
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
-        self._speculation = self._open_speculation(config, draft_runner)
+        self._speculation = self._open_speculation(config, grammars, draft_runner)
         self._oom_split = OomSplit(
             torch.cuda.empty_cache if device.type == "cuda" else lambda: None,
             self.tables.continue_states if model.kv.has_states else None,
         )
 
-    def _open_speculation(self, config: EngineConfig, draft_runner: Runner | None) -> Speculation | None:
+    def _open_speculation(
+        self, config: EngineConfig, grammars: Grammars, draft_runner: Runner | None
+    ) -> Speculation | None:
         limits, speculative = config.scheduler, config.scheduler.speculative
         if speculative is None:
             return None
@@ -102,7 +106,9 @@ class Worker:
         states = None
         if config.model.kv.has_states:
             states = DraftStates(self.tables, self._kv, self.copy_blocks)
-        return Speculation(drafter, self.tables, most_outputs(limits), limits.max_num_batched_tokens, states)
+        return Speculation(
+            drafter, self.tables, grammars, most_outputs(limits), limits.max_num_batched_tokens, states
+        )
 
     @property
     def work_done(self) -> int:

@@ -173,11 +173,6 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         return not self.skip_reading_prefix_cache and self.prompt_logprobs is None
 
     @property
-    def is_drawn_stepwise(self) -> bool:
-        """A draw needs a state that the host advances by one token at a time: a grammar or a reasoning budget."""
-        return self.structured_outputs is not None or self.thinking_token_budget is not None
-
-    @property
     def greedy(self) -> bool:
         """The most likely token is taken at every position."""
         return self.temperature < GREEDY_BELOW

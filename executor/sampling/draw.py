@@ -73,12 +73,12 @@ def draw(
 
     settings: of every slot. slots, positions: int64[n]: a row's slot, and its token's position, which determines the
     random number. rows: int64[n], or None for the first n. Temperature 0 selects the most likely token, the lowest id
-    among equals. A random row with a NaN or without any token gives token 0. masks: of every slot, or None; a masked
+    among equals. A random row with a NaN or without any token gives token 0. masks: of the n rows, or None; a masked
     row gives a token of its mask for any logits.
     """
     chosen = logits[: len(slots)] if rows is None else logits[to_device(rows, logits.device)]
     if masks is not None:
-        chosen = masks.applied(chosen, slots)
+        chosen = masks.applied(chosen)
     mine = settings[slots]
     random = np.flatnonzero(mine["temperature"])
     if not len(random):

@@ -1,6 +1,6 @@
-"""Token masks of a step: the allowed next tokens of each slot.
+"""Token masks of a step: the allowed tokens of each draw.
 
-A mask is a row of bits per slot, applied last: the processed logits decide among its tokens. If the processed logits
+A mask is a row of bits, applied last: the processed logits decide among its tokens. If the processed logits
 exclude all of them, the mask's first token is drawn, so an output always matches its grammar.
 """
 
@@ -23,44 +23,44 @@ MOST = 1e30
 class CMasks(ctypes.Structure):
     """The layout of ``qt::Masks`` in ``csrc/cpu/ops/sampling.hpp``."""
 
-    _fields_ = (("words", ctypes.c_void_p), ("stride", ctypes.c_int64), ("used", ctypes.c_void_p))
+    _fields_ = (("words", ctypes.c_void_p), ("stride", ctypes.c_int64), ("rows", ctypes.c_void_p))
 
 
-def mask_words(max_num_seqs: int, num_tokens: int) -> NDArray[np.uint32]:
-    """Return rows of bits, one per slot. Pages of slots without a mask are never mapped."""
-    return np.zeros((max_num_seqs, -(-num_tokens // 32)), np.uint32)
+def mask_words(num_masks: int, num_tokens: int) -> NDArray[np.uint32]:
+    """Return one row of bits per mask. Pages of unused rows are never mapped."""
+    return np.zeros((num_masks, -(-num_tokens // 32)), np.uint32)
 
 
 class Masks:
-    """Masks of every slot for one step.
+    """Masks of the n draws of a call. Steps share the rows of bits; no two of them use the same row at once."""
 
-    Concurrent steps share the bit rows, because no slot draws in two of them, but have separate ``used`` flags.
-    """
-
-    def __init__(self, words: NDArray[np.uint32]) -> None:
-        """words: see `mask_words`."""
+    def __init__(self, words: NDArray[np.uint32], rows: Int) -> None:
+        """words: see `mask_words`. rows: int64[n], the row of each draw's mask, -1 for none."""
         self.words = words
         """Bit t of a row, counted from the lowest bit of its first word: token t."""
-        self.used: NDArray[np.uint8] = np.zeros(len(words), np.uint8)
-        """0 for a slot without a mask; its row is undefined."""
+        self.rows = rows
+
+    def take(self, which: Int) -> Masks:
+        """Return the masks of a subset of the draws."""
+        return Masks(self.words, self.rows[which])
 
     @cached_property
     def address(self) -> int:
         """Address for the kernels, valid while this object exists."""
         _, stride = self.words.shape
-        self._described = CMasks(self.words.ctypes.data, stride, self.used.ctypes.data)
+        self._described = CMasks(self.words.ctypes.data, stride, self.rows.ctypes.data)
         return ctypes.addressof(self._described)
 
-    def applied(self, logits: torch.Tensor, slots: Int) -> torch.Tensor:
+    def applied(self, logits: torch.Tensor) -> torch.Tensor:
         """Return rows of ``logits [n, vocab]`` in fp32 with masks applied; the same tensor if no row has a mask.
 
         Reference of ``copy_masked`` in ``csrc/cpu/kernels/logit_row.hpp``.
         """
-        which = np.flatnonzero(self.used[slots])
+        which = np.flatnonzero(self.rows >= 0)
         if not len(which):
             return logits
         device, vocab_size = logits.device, logits.shape[1]
-        words = np.ascontiguousarray(self.words[slots[which], : -(-vocab_size // 32)])
+        words = np.ascontiguousarray(self.words[self.rows[which], : -(-vocab_size // 32)])
         bits = np.unpackbits(words.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
         allowed = to_device(bits, device).bool()
         at = to_device(which, device)

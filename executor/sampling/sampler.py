@@ -131,7 +131,7 @@ class Sampler:
         which = np.flatnonzero(self._features[slots] & self._has_grammar)
         if not len(which):
             return None
-        return self._grammars.begin(slots, rows.draw_positions, which)
+        return self._grammars.begin(slots, rows.draw_positions, which, self._host_token_ids)
 
     def draw(
         self, rows: Rows, logits: torch.Tensor, masks: Masks | None = None
@@ -189,7 +189,8 @@ class Sampler:
                 processor.apply(wide, rows, np.flatnonzero(features & flag))
         if step_features & self._budget_due:
             self._thinking.apply(wide, rows, np.flatnonzero(features & self._budget_due))
-        drawn = draw(wide, settings, shaped_slots, positions[shaped], None, masks)
+        own_masks = None if masks is None else masks.take(shaped)
+        drawn = draw(wide, settings, shaped_slots, positions[shaped], None, own_masks)
         if len(shaped) == len(slots):
             return drawn
         others = np.ones(len(slots), np.bool_)
@@ -198,7 +199,12 @@ class Sampler:
         all_tokens = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
         all_tokens[to_device(shaped, logits.device)] = drawn
         all_tokens[to_device(plain, logits.device)] = draw(
-            logits, settings, slots[plain], positions[plain], plain, masks
+            logits,
+            settings,
+            slots[plain],
+            positions[plain],
+            plain,
+            None if masks is None else masks.take(plain),
         )
         return all_tokens
 

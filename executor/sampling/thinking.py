@@ -31,6 +31,8 @@ class ThinkingBudgets:
         self._earliest = np.zeros(max_num_seqs, np.int64)
         self._ends = np.zeros(max_num_seqs, np.int64)
         """Numbers of outputs between which a token may be forced, as known to the host."""
+        self._num_known = np.zeros(max_num_seqs, np.int64)
+        """Outputs of each slot before this step. Draft tokens follow them in the token table."""
         self._bounds: dict[int, ThinkingBound] = {}
 
     def admit(self, row: NewRow) -> bool:
@@ -49,7 +51,12 @@ class ThinkingBudgets:
         return True
 
     def due(self, slots: Int, num_outputs: Int) -> Int:
-        """Return the indexes of rows for which this step may force a token. num_outputs: before the step."""
+        """Return the indexes of draws for which this step may force a token.
+
+        slots, num_outputs: of all draws; those of a slot are in order. num_outputs: before the draw, with drafts.
+        """
+        is_first = np.diff(slots, prepend=-1) != 0
+        self._num_known[slots[is_first]] = num_outputs[is_first]
         return np.flatnonzero((num_outputs >= self._earliest[slots]) & (num_outputs < self._ends[slots]))
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
@@ -75,7 +82,8 @@ class ThinkingBudgets:
         """Return the forced token of each row, or `NONE`: int64[n]. All rows have the same ways and end markers."""
         device, slots = rows.tables.device, rows.slots
         bound = self._bounds[int(slots[0])]
-        num_outputs = to_device(rows.lengths - rows.num_prompt, device)  # [n]
+        lengths = rows.lengths - rows.num_prompt
+        num_outputs = to_device(lengths, device)  # [n]
         tokens = _outputs(rows)  # [n, most outputs]
         budget = to_device(self._budgets[slots], device)
         begin, way = self._reasoning_starts(bound, rows, tokens)
@@ -87,7 +95,9 @@ class ThinkingBudgets:
             is_within = (places >= begin.unsqueeze(1)) & (places + len(close) <= end.unsqueeze(1))
             is_over |= (found & is_within).any(dim=1)
         if device.type == "cpu":  # other devices would need a synchronization
-            self._ends[slots] = np.where(begin >= 0, end + _most_forced(bound), NEVER)
+            known = np.flatnonzero(lengths == self._num_known[slots])  # the others follow drafts
+            ends = np.where(begin >= 0, end + _most_forced(bound), NEVER)
+            self._ends[slots[known]] = ends[known]
         number = num_outputs - end
         forced = to_device(_padded([way.forced for way in bound.ways]), device)  # [ways, longest]
         chosen = forced[way].gather(1, number.clamp(0, forced.shape[1] - 1).unsqueeze(1)).squeeze(1)

@@ -2,8 +2,9 @@
 
 A step of ``n`` tokens takes about ``base + n * each`` seconds; both are fitted to recent steps. The first draft of a
 request is accepted with probability ``p``, the second with ``p ** 2`` and so on; ``p`` is the recent acceptance
-rate of that request. A draft is worth its time while its probability, over ``each`` seconds, exceeds the tokens per
-second of the step without it. Drafts are taken in order of their probability, over all requests.
+rate of that request. Tokens that a grammar forces have a rate of their own. A draft is worth its time while its
+probability, over ``each`` seconds, exceeds the tokens per second of the step without it. Drafts are taken in order of
+their probability, over all requests.
 
 A draft model computes the k-th drafts of all requests in its k-th step, which has a base time too. So the choice is made
 for each maximum length, and the one with the most tokens per second is used.
@@ -22,6 +23,9 @@ STEP_MEMORY, DRAFT_MEMORY = 0.98, 0.9
 
 PRIOR_SHARE, PRIOR_WEIGHT = 0.6, 2.0
 """Assumed acceptance of the first request, and the number of drafts that the acceptance of a new request counts as."""
+
+FORCED_SHARE = 0.95
+"""Assumed acceptance of the tokens that a grammar forces, for a new request."""
 
 TYPICAL_MEMORY = 0.99
 """Weight of the past in the acceptance of all requests, at each new draft."""
@@ -67,8 +71,9 @@ class DraftLengths:
 
     def __init__(self, num_slots: int) -> None:
         self.time = StepTime()
-        self._accepted = np.zeros(num_slots)
-        self._weights = np.zeros(num_slots)
+        self._accepted = np.zeros((num_slots, 2))
+        """Weighted sums by slot, of the drafter's and of forced drafts."""
+        self._weights = np.zeros((num_slots, 2))
         self._num_waited = np.zeros(num_slots, np.int64)
         self._typical = PRIOR_SHARE
         self._is_trial = False
@@ -78,16 +83,19 @@ class DraftLengths:
 
     def begin(self, slot: int) -> None:
         """Forget the former request of a slot."""
-        self._accepted[slot], self._weights[slot] = self._typical * PRIOR_WEIGHT, PRIOR_WEIGHT
+        self._accepted[slot] = self._typical * PRIOR_WEIGHT, FORCED_SHARE * PRIOR_WEIGHT
+        self._weights[slot] = PRIOR_WEIGHT
         self._num_waited[slot] = 0
 
-    def note(self, slot: int, num_accepted: int, num_drafts: int) -> None:
-        """Record a verification. Drafts after the first rejected one are not counted."""
+    def note(self, slot: int, num_accepted: int, num_drafts: int, num_forced: int = 0) -> None:
+        """Record a verification. Drafts after the first rejected one are not counted. num_forced: the first of the drafts."""
         for index in range(min(num_accepted + 1, num_drafts)):
-            is_accepted = index < num_accepted
-            self._accepted[slot] = DRAFT_MEMORY * self._accepted[slot] + is_accepted
-            self._weights[slot] = DRAFT_MEMORY * self._weights[slot] + 1.0
-            self._typical += (1.0 - TYPICAL_MEMORY) * (is_accepted - self._typical)
+            is_accepted, is_forced = index < num_accepted, index < num_forced
+            at = slot, int(is_forced)
+            self._accepted[at] = DRAFT_MEMORY * self._accepted[at] + is_accepted
+            self._weights[at] = DRAFT_MEMORY * self._weights[at] + 1.0
+            if not is_forced:
+                self._typical += (1.0 - TYPICAL_MEMORY) * (is_accepted - self._typical)
 
     def note_step(self, seconds: float, proposing_s: float) -> None:
         """Record the time of a step, of which ``proposing_s`` was spent on proposing drafts."""
@@ -101,16 +109,21 @@ class DraftLengths:
         num_tokens: int,
         num_draws: int,
         draft_time: tuple[float, float] = (0.0, 0.0),
+        num_forced: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int64]:
         """Return the number of drafts to propose for each of these slots, at most ``most``.
 
         num_tokens, num_draws: tokens that the step computes and draws without drafts. draft_time: see
-        `quintet.executor.speculation.drafters.Drafter.step_time`.
+        `quintet.executor.speculation.drafters.Drafter.step_time`. num_forced: forced tokens of each slot, which are
+        proposed first.
         """
-        rates = np.minimum(self._accepted[slots] / self._weights[slots], 0.99)
+        rates, forced_rates = np.minimum(self._accepted[slots] / self._weights[slots], 0.99).T
         longest = int(most.max(initial=0))
-        expected_tokens: NDArray[np.float64] = rates[:, None] ** np.arange(1.0, longest + 1)
-        expected_tokens[np.arange(1, longest + 1) > most[:, None]] = 0.0
+        numbers = np.arange(1, longest + 1)
+        of_forced = np.minimum(numbers, 0 if num_forced is None else num_forced[:, None])
+        expected_tokens: NDArray[np.float64] = rates[:, None] ** (numbers - of_forced)
+        expected_tokens = expected_tokens * forced_rates[:, None] ** of_forced
+        expected_tokens[numbers > most[:, None]] = 0.0
         base, each = self.time.fit()
         draft_base, draft_each = draft_time
         counts, best_rate = np.zeros(len(slots), np.int64), 0.0

@@ -22,10 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int
+from quintet.executor.sampling.grammar import Grammars
 from quintet.executor.slots import SlotTables
 from quintet.executor.speculation.draft_states import DraftStates
 from quintet.executor.speculation.drafters import Drafter, DraftRows
 from quintet.executor.speculation.gram_index import Tokens
+from quintet.executor.speculation.grammar_drafts import GrammarDrafts
 from quintet.executor.speculation.lengths import DraftLengths
 from quintet.executor.speculation.output_cache import OutputCache
 from quintet.wire.step import StepPlan, StepResult, TokenLogprobs
@@ -60,6 +62,7 @@ class Speculation:
         self,
         drafter: Drafter,
         tables: SlotTables,
+        grammars: Grammars,
         max_rows: int,
         max_tokens: int,
         states: DraftStates | None = None,
@@ -68,6 +71,7 @@ class Speculation:
         self._token_ids: Tokens = tables.token_ids.numpy()
         self._max_rows, self._max_tokens, self._states = max_rows, max_tokens, states
         self._drafter = drafter
+        self._grammar_drafts = GrammarDrafts(grammars)
         self._num_tokens: Int = np.zeros(len(self._token_ids), np.int64)
         """Known tokens of each slot."""
         self._stop_ids: list[frozenset[int]] = [frozenset()] * len(self._token_ids)
@@ -131,7 +135,7 @@ class Speculation:
         num_tokens = self._accept(result, samples, step.drafts)
         verified = [(int(slots[row]), len(drafts), int(num_tokens[row]) - 1) for row, drafts in step.drafts]
         for slot, num_drafts, num_accepted in verified:
-            self._lengths.note(slot, num_accepted, num_drafts)
+            self._lengths.note(slot, num_accepted, num_drafts, self._grammar_drafts.num_forced(slot))
         if self._states is not None:
             self._states.restore(verified)
         sampling = np.flatnonzero(samples)
@@ -149,9 +153,10 @@ class Speculation:
         if self._states is not None:
             num_free = min(num_free, self._states.num_states)
         rows = self._running_rows(slots, starts, np.flatnonzero(most > 1))
+        limits = most[rows].astype(np.int64) - 1
+        num_forced = self._grammar_drafts.begin(slots[rows].astype(np.int64), limits)
         wanted = self._lengths.choose(
-            *(slots[rows], most[rows].astype(np.int64) - 1, num_planned, plan.samples.count(1)),
-            self._drafter.step_time,
+            *(slots[rows], limits, num_planned, plan.samples.count(1)), self._drafter.step_time, num_forced
         )
         used = np.cumsum(wanted)
         wanted -= np.clip(used - num_free, 0, wanted)  # the last rows get fewer
@@ -160,7 +165,8 @@ class Speculation:
             return []
         begins = starts[rows].astype(np.int64) + 1
         drafts: list[tuple[int, Tokens]] = []
-        proposals = self._drafter.propose(DraftRows(slots[rows].astype(np.int64), begins, wanted))
+        asked = DraftRows(slots[rows].astype(np.int64), begins, wanted)
+        proposals = self._grammar_drafts.propose(asked, self._drafter)
         for row, begin, proposed in zip(rows.tolist(), begins.tolist(), proposals, strict=True):
             tokens = until_stop(proposed, self._stop_ids[slots[row]]).copy()
             if len(tokens):

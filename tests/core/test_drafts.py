@@ -80,13 +80,6 @@ def test_draft_scopes_differ_by_salt() -> None:
     assert scopes[1] == scopes[5] != scopes[2] == scopes[4] != scopes[3] != scopes[1]
 
 
-def test_no_drafts_where_draws_need_a_state() -> None:
-    world = World(speculative=SpeculativeConfig())
-    world.admit(1, [5, 6, 7], max_tokens=9, ignore_eos=True, thinking_token_budget=5)
-    world.run()
-    assert not any(drafts_of(world))
-
-
 def test_state_checkpoints_among_drafts_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later prompt that diverges within the output continues from the last checkpoint before it."""
     monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 16)

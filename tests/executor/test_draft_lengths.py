@@ -49,6 +49,24 @@ def test_drafts_of_a_small_batch_are_longer_than_of_a_large_one() -> None:
     assert chosen(lengths, 1)[0] > chosen(lengths, 32)[0]
 
 
+def test_forced_drafts_pay_where_the_drafter_fails() -> None:
+    lengths = lengths_of([0.02], base=0.01, each=0.001)
+    slots, most = np.zeros(1, np.int32), np.full(1, MOST)
+    assert lengths.choose(slots, most, 1, 1, num_forced=np.array([5])).tolist() == [5]
+    lengths.note(0, 4, 5, num_forced=5)
+    assert lengths.choose(slots, most, 1, 1, num_forced=np.array([5])).tolist() == [5]
+    assert chosen(lengths, 1) == [0]  # their acceptance says nothing about the drafter
+
+
+def test_rejected_forced_drafts_are_no_longer_proposed() -> None:
+    lengths = lengths_of([0.02], base=0.001, each=0.001)
+    for _ in range(50):
+        lengths.note(0, 0, 5, num_forced=5)
+    assert lengths.choose(
+        np.zeros(1, np.int32), np.full(1, MOST), 1, 1, num_forced=np.array([5])
+    ).tolist() == [0]
+
+
 def test_request_without_useful_drafts_tries_one_sometimes() -> None:
     lengths = lengths_of([0.02], base=0.001, each=0.001)
     found = [chosen(lengths, 1)[0] for _ in range(3 * TRIAL_EVERY)]
@@ -69,7 +87,7 @@ def test_number_of_drafts_with_a_cost_has_the_highest_throughput() -> None:
         tokens = sum(share**depth for depth in range(count + 1))
         return tokens / (base + each * (1 + count) + (draft_base + draft_each) * count)
 
-    share = float(lengths._accepted[0] / lengths._weights[0])
+    share = float(lengths._accepted[0, 0] / lengths._weights[0, 0])
     assert chosen(lengths, 1, (draft_base, draft_each)) == [max(range(MOST + 1), key=rate)]
 
 

@@ -244,8 +244,9 @@ void draw(const void* call, index_t begin, index_t end) {
     const DrawSettings* settings = c.settings ? c.settings + c.slots[i] : nullptr;
     const std::int64_t position = c.positions ? c.positions[i] : 0;
     std::int32_t token;
-    if (c.masks && c.masks->used[c.slots[i]]) {
-      copy_masked(x, c.of.vocab_size, c.masks->words + c.slots[i] * c.masks->stride, scratch.masked);
+    const std::int64_t mask = c.masks ? c.masks->rows[i] : -1;
+    if (mask >= 0) {
+      copy_masked(x, c.of.vocab_size, c.masks->words + mask * c.masks->stride, scratch.masked);
       token = draw_row<float>(scratch.masked, c.of.vocab_size, nullptr, scratch, settings, position);
     } else {
       token = draw_row(x, c.of.vocab_size, maxima, scratch, settings, position);

@@ -98,7 +98,7 @@ void run(const Work& work) {
 // rows: index of each item's row of logits, or null: item i is row i.
 // settings: [slots], or null: greedy for all items; slots and positions are then not read.
 // slots, positions: [count], slot of each item, and position of the sampled token.
-// masks: of all slots, or null. A row of a masked slot samples a token of its mask, independent of its logits.
+// masks: of all items, or null. A masked item samples a token of its mask, independent of its logits.
 // tokens: [count], output.
 // Rows with a NaN: greedy rows return the first NaN, as torch.argmax does; sampled rows return token 0. Sampled rows without a
 // candidate also return token 0.

@@ -18,11 +18,11 @@ struct DrawSettings {
   std::uint64_t seed;
 };
 
-// Allowed tokens of some slots, with the layout of `quintet.executor.sampling.masks.CMasks`.
+// Allowed tokens of some items, with the layout of `quintet.executor.sampling.masks.CMasks`.
 struct Masks {
-  const std::uint32_t* words;  // [slots][stride]: bit t % 32 of word t / 32 is token t
+  const std::uint32_t* words;  // [masks][stride]: bit t % 32 of word t / 32 is token t
   index_t stride;
-  const std::uint8_t* used;    // [slots]: 0: no mask; the slot's words are ignored
+  const std::int64_t* rows;    // [items]: the item's mask; -1: none
 };
 
 constexpr index_t kBlock = 128;  // size of a logit block: consecutive logits with a known maximum

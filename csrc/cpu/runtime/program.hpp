@@ -54,7 +54,7 @@ struct Step {
   std::int64_t* output_slots;       // [num_outputs]
   std::int64_t* output_positions;   // [num_outputs]: positions of the sampled tokens
   std::int32_t* drawn;              // [num_outputs]: the sampled tokens
-  const Masks* masks;               // of all slots; or null
+  const Masks* masks;               // of all outputs; or null
   std::int64_t* marks;              // timestamps of the program's marks, in ns of the monotonic clock; or null
 };
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from quintet.deploy.embedded import default_model_path
-from quintet.executor.sampling.grammar import Grammars
+from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.masks import Masks
 from quintet.process.grammars import open_vocabulary
 from quintet.wire.codec import pack_i32
@@ -26,6 +26,7 @@ from quintet.wire.structured import StructuredOutputsParams
 
 PROMPT = [9, 8, 7]
 EOS, OTHER_END = 0, 3
+MAX_DRAFTS = 4
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -68,7 +69,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def grammars() -> Grammars:
-    return Grammars(8, model(), lambda _: vocabulary())
+    return Grammars(8, model(), lambda _: vocabulary(), max_drafts=MAX_DRAFTS)
 
 
 def enter(grammars: Grammars, slot: int, grammar: str, outputs: list[int] | None = None, **more: Any) -> None:
@@ -86,8 +87,9 @@ def enter(grammars: Grammars, slot: int, grammar: str, outputs: list[int] | None
     assert grammars.admit(row)
 
 
-def allowed(masks: Masks, slot: int) -> list[int]:
-    bits = np.unpackbits(masks.words[slot].view(np.uint8), bitorder="little")
+def allowed(masks: Masks, draw: int) -> list[int]:
+    """Return the tokens that a draw of the step may give."""
+    bits = np.unpackbits(masks.words[masks.rows[draw]].view(np.uint8), bitorder="little")
     return [int(token) for token in np.flatnonzero(bits)]
 
 
@@ -102,7 +104,7 @@ class Walk:
         """Run one step of these slots; return the allowed tokens of each."""
         positions = np.array([len(PROMPT) + len(self.outputs[slot]) for slot in slots])
         step = self.grammars.begin(np.array(slots), positions, np.arange(len(slots)))
-        may = [allowed(step.wait(), slot) for slot in slots]
+        may = [allowed(step.wait(), draw) for draw in range(len(slots))]
         tokens = [self.random.choice(choices) for choices in may]
         step.note(tokens)
         for slot, token in zip(slots, tokens, strict=True):
@@ -201,6 +203,106 @@ def test_a_failed_matcher_does_not_affect_other_requests(grammars: Grammars) -> 
     enter(grammars, 5, YES)
     positions = np.array([len(PROMPT), len(PROMPT) + len(wrong)])
     step = grammars.begin(np.array([5, 0]), positions, np.array([0, 1]))
-    assert allowed(step.wait(), 0) == [EOS]
+    assert allowed(step.wait(), 1) == [EOS]
     assert step.failed(np.array([3, 7])) == pack_i32([7])
-    assert EOS not in allowed(step.wait(), 5)
+    assert EOS not in allowed(step.wait(), 0)
+
+
+def drafted_step(grammars: Grammars, slot: int, outputs: list[int], drafts: list[int]) -> StepMasks:
+    """Begin the step of a row that verifies these drafts."""
+    num_tokens, num_draws = len(PROMPT) + len(outputs), 1 + len(drafts)
+    token_ids = np.zeros((8, num_tokens + num_draws), np.int32)
+    token_ids[slot, num_tokens : num_tokens + len(drafts)] = drafts
+    draws = np.arange(num_draws)
+    return grammars.begin(np.full(num_draws, slot), num_tokens + draws, draws, token_ids)
+
+
+def walk_with_drafts(grammars: Grammars, grammar: str, seed: int) -> tuple[list[int], bool]:
+    """Draw the first or the last allowed token of each position, with random drafts of them; return the outputs, and
+    whether the request failed."""
+    rng, outputs = random.Random(seed), list[int]()
+    enter(grammars, 2, grammar)
+    while True:
+        forced = grammars.forced(2) if rng.random() < 0.5 else None
+        drafts = list(forced or [rng.randrange(1, 4096) for _ in range(rng.randrange(MAX_DRAFTS + 1))])[
+            :MAX_DRAFTS
+        ]
+        step = drafted_step(grammars, 2, outputs, drafts)
+        masks = step.wait()
+        may = [allowed(masks, draw) if masks.rows[draw] >= 0 else [] for draw in range(1 + len(drafts))]
+        if rng.random() < 0.6 and not forced:  # a second try, with drafts that the first one makes likely
+            token = chosen_of(may[0], len(outputs))
+            drafts = [token, *drafts[1:]]
+            step = drafted_step(grammars, 2, outputs, drafts)
+            masks = step.wait()
+            may = [allowed(masks, draw) if masks.rows[draw] >= 0 else [] for draw in range(1 + len(drafts))]
+        tokens = [chosen_of(choices, len(outputs) + draw) for draw, choices in enumerate(may)]
+        step.note(tokens)
+        for token, draft in zip(tokens, [*drafts, None], strict=True):
+            outputs.append(token)
+            if token == EOS:
+                return outputs, bool(step.failed(np.zeros(len(tokens), np.int64)))
+            if token != draft:
+                break
+
+
+def walk_without(grammars: Grammars, grammar: str) -> tuple[list[int], bool]:
+    outputs = list[int]()
+    enter(grammars, 5, grammar)
+    while outputs[-1:] != [EOS]:
+        step = drafted_step(grammars, 5, outputs, [])
+        token = chosen_of(allowed(step.wait(), 0), len(outputs))
+        step.note([token])
+        outputs.append(token)
+    return outputs, bool(step.failed(np.zeros(1, np.int64)))
+
+
+def chosen_of(choices: list[int], index: int) -> int:
+    """Return a token that depends on the choices and the position only; -1 without choices."""
+    if not choices:
+        return -1
+    return choices[(37 * index) % len(choices)] if index < 60 else choices[0]
+
+
+@pytest.mark.parametrize("grammar", [JSON, YES])
+def test_masks_along_drafts_are_those_without(grammars: Grammars, grammar: str) -> None:
+    """Also after rejected drafts."""
+    wanted = walk_without(grammars, grammar)
+    for seed in range(10):
+        assert walk_with_drafts(grammars, grammar, seed) == wanted
+    assert not wanted[1]
+
+
+@pytest.mark.parametrize("most", [40, 80, 120, 200])
+def test_grammar_exceeds_its_limits_at_the_same_token_with_drafts(
+    grammars: Grammars, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rejected drafts and other requests of the same grammar do not count."""
+    limits = LLParserLimits(max_lexer_states=most, verbose_errors=False)
+    monkeypatch.setattr("quintet.process.grammars.bounds", lambda: limits)
+    wanted = walk_without(grammars, JSON)
+    for seed in range(5):
+        assert walk_with_drafts(grammars, JSON, seed) == wanted
+    assert most > 40 or wanted[1]
+
+
+def test_forced_tokens_and_allowed_drafts(grammars: Grammars) -> None:
+    ids = tokenizer().encode('{"name":"', add_special_tokens=False).ids
+    enter(grammars, 0, JSON)
+    assert grammars.forced(0) == [] and grammars.num_allowed(0, ids) == 0  # no matcher yet
+    drafted_step(grammars, 0, [], []).wait()
+    forced = grammars.forced(0)
+    assert forced and forced == ids[: len(forced)]
+    assert grammars.num_allowed(0, ids) == len(ids)
+    assert grammars.num_allowed(0, [*ids[:2], ids[0], ids[1]]) == 2
+    assert grammars.forced(1) is None
+
+
+def test_no_end_token_is_a_draft(grammars: Grammars) -> None:
+    ids = tokenizer().encode("no", add_special_tokens=False).ids
+    enter(grammars, 0, YES)
+    drafted_step(grammars, 0, [], []).wait()
+    assert grammars.num_allowed(0, [*ids, EOS]) == len(ids)
+    enter(grammars, 0, YES, ids)
+    drafted_step(grammars, 0, ids, []).wait()
+    assert grammars.forced(0) == []

@@ -22,13 +22,13 @@ MODES = {
 
 
 def masks_of(vocab_size: int, allowed: list[list[int]], extra: int = 0) -> Masks:
-    """One slot for each mask; ``extra`` bits beyond the vocabulary are set."""
-    masks = Masks(mask_words(len(allowed), vocab_size + extra))
-    for slot, tokens in enumerate(allowed):
-        masks.used[slot] = bool(tokens)
+    """One draw for each mask, which are in another order; ``extra`` bits beyond the vocabulary are set."""
+    words = mask_words(len(allowed), vocab_size + extra)
+    rows = np.arange(len(allowed))[::-1].copy()
+    for row, tokens in zip(rows.tolist(), allowed, strict=True):
         for token in [*tokens, *range(vocab_size, vocab_size + extra)]:
-            masks.words[slot, token // 32] |= np.uint32(1 << token % 32)
-    return masks
+            words[row, token // 32] |= np.uint32(1 << token % 32)
+    return Masks(words, np.where([bool(tokens) for tokens in allowed], rows, -1))
 
 
 def drawn_both(

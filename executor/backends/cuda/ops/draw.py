@@ -112,7 +112,7 @@ class DeviceDraw:
         count = len(slots)
         if masks is not None:
             selected = logits[:count] if rows is None else logits[to_device(rows, logits.device)]
-            logits, rows = masks.applied(selected, slots), None
+            logits, rows = masks.applied(selected), None
         row_settings = settings[slots]
         is_greedy = not row_settings["temperature"].any()
         words = np.empty(count * (RECORD.itemsize // 4 + 2), np.int32)
