@@ -136,6 +136,8 @@ def _apply_accepted(
         assert num_more <= num_drafts, f"row {row} has {count} tokens; the plan allows {num_drafts} drafts"
         counters.num_draft_tokens += num_verified
         counters.num_drafts += num_verified > 0
+        for position in range(num_more):
+            counters.num_accepted_tokens_per_pos[position] += 1
         request.num_unverified_drafts -= num_drafts
         request.num_covered += num_drafts
         request.plan_until += num_drafts
@@ -155,6 +157,8 @@ def _apply_accepted(
                 ended.append(request)
             if num_kept != 1:
                 builder.num_tokens[len(builder.request_ids)] = num_kept
+            if num_verified:
+                builder.num_drafts[len(builder.request_ids)] = num_verified
             builder.request_ids.append(request.request_id)
             builder.first_indexes.append(known - request.num_prompt)
             builder.token_ids += drawn[:num_kept]

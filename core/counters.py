@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from quintet.wire.config import MAX_DRAFTS
 from quintet.wire.kv_tiers import TierName
 
 
@@ -37,6 +38,8 @@ class Counters:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Draft tokens that were part of the output."""
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
+    """These by their place among the drafts of the step."""
     steps: int = 0
     expired: int = 0
     """Choices that passed their deadline before they ended."""

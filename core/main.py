@@ -54,8 +54,12 @@ class Core:
         config = process.config
         self.process = process
         self.engine = Engine(config.model, config.cache, config.scheduler)
-        peers = config.cache.peers
-        self.metrics = CoreMetrics(self.process.metrics, "" if peers is None else peers.role)
+        peers, speculative = config.cache.peers, config.scheduler.speculative
+        self.metrics = CoreMetrics(
+            self.process.metrics,
+            "" if peers is None else peers.role,
+            1 if speculative is None else speculative.num_speculative_tokens,
+        )
         self._span = self.process.span
         self._reconcilers = Reconcilers()
         self._path_reconcilers = Reconcilers()

@@ -72,11 +72,20 @@ def _draft_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
         yield name, metrics.counter(f"spec_decode_{name}", help)
 
 
+def _position_counters(metrics: Metrics, num_positions: int) -> list[CounterSeries]:
+    """Return the counters of accepted drafts by position."""
+    name, help = (
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Draft tokens that were accepted, by position from 0.",
+    )
+    return [metrics.counter(name, help, position=str(position)) for position in range(num_positions)]
+
+
 class CoreMetrics:
     """All metric series of the process, created at start."""
 
-    def __init__(self, metrics: Metrics, role: str = "") -> None:
-        """role: "prefill" or "decode" part of disaggregated serving; "" for none."""
+    def __init__(self, metrics: Metrics, role: str = "", max_drafts: int = 1) -> None:
+        """role: "prefill" or "decode" part of disaggregated serving; "" for none. max_drafts: of a request in a step."""
         gauge, counter, histogram = metrics.gauge, metrics.counter, metrics.histogram
         if role:
             help = "Role of this server in disaggregated prefill and decode; always 1."
@@ -88,6 +97,7 @@ class CoreMetrics:
         self.deferred = gauge("num_requests_waiting_by_reason", help, reason="deferred")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
         self._transfers = tuple(_transfer_counters(metrics))
+        self._accepted = _position_counters(metrics, max_drafts)
         self._counters: tuple[tuple[str, CounterSeries], ...] = (
             *_swap_counters(metrics),
             *_draft_counters(metrics),
@@ -181,6 +191,8 @@ class CoreMetrics:
         self.kv_usage.set(pool.num_used / pool.num_blocks if pool.num_blocks else 0.0)
         for name, series in self._counters:
             series.value = getattr(state.counters, name)
+        for series, value in zip(self._accepted, state.counters.num_accepted_tokens_per_pos, strict=False):
+            series.value = value
         for transfer, series in self._transfers:
             series.value = state.counters.transfers[transfer]
 

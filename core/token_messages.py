@@ -40,6 +40,7 @@ class TokensBuilder:
         "finishes",
         "first_indexes",
         "logprobs",
+        "num_drafts",
         "num_tokens",
         "opens",
         "prompt_logprobs",
@@ -55,6 +56,8 @@ class TokensBuilder:
         self.token_ids: list[int] = []
         self.num_tokens: dict[int, int] = {}
         """Row -> token count, for rows without exactly one token."""
+        self.num_drafts: dict[int, int] = {}
+        """Row -> draft tokens that its step verified."""
         self.finishes: dict[int, Ending] = {}
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
@@ -73,6 +76,9 @@ class TokensBuilder:
         num_tokens = bytearray(b"\1" * num_rows)
         for row, count in self.num_tokens.items():
             num_tokens[row] = count
+        num_drafts = bytearray(num_rows if self.num_drafts else 0)
+        for row, count in self.num_drafts.items():
+            num_drafts[row] = count
         finishes = bytearray(num_rows)
         named_stops = array("i")
         for row, (reason, is_named) in self.finishes.items():
@@ -92,6 +98,7 @@ class TokensBuilder:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             closed=array("q", self.closed).tobytes(),
+            num_drafts=bytes(num_drafts),
         )
 
 

@@ -25,7 +25,7 @@ from quintet.wire.messages import (
     Text,
     Tokens,
 )
-from quintet.wire.step import PromptLogprobs, TokenLogprobs
+from quintet.wire.step import DraftCounts, PromptLogprobs, TokenLogprobs
 
 MAX_ENDED = 1 << 16
 """Requests ended by a stop string that are remembered until the core acknowledges it."""
@@ -34,8 +34,10 @@ MAX_ENDED = 1 << 16
 class OpenRequest(TextState):
     """Text state of a request and the builder of its frontend."""
 
-    __slots__ = ("builder", "prompt_offsets")
+    __slots__ = ("builder", "drafts", "prompt_offsets")
     builder: TextBuilder
+    drafts: DraftCounts | None
+    """Draft tokens of its steps; None before the first."""
     prompt_offsets: Sequence[int] | None
     """Text offset of each prompt token, for an echoed prompt with log-probabilities, until the prompt is sent."""
 
@@ -132,12 +134,21 @@ class Steps:
         request_ids = unpack_i64(message.request_ids)
         for entry in message.prompt_logprobs:
             self._record_prompt(request_ids[entry.row], entry)
+        if message.num_drafts:
+            self._note_drafts(message, request_ids)
         self._apply_rows(message, request_ids)
         return [
             (builder, text)
             for builder in self._builders.values()
             if (text := builder.take(message.step, message.sent_ns)) is not None
         ]
+
+    def _note_drafts(self, message: Tokens, request_ids: Sequence[int]) -> None:
+        for row, num_drafts in enumerate(message.num_drafts):
+            request = self._open.get(request_ids[row]) if num_drafts else None
+            if request is not None:
+                request.drafts = request.drafts or DraftCounts()
+                request.drafts.note(num_drafts, message.num_tokens[row] - 1)
 
     def _apply_rows(self, message: Tokens, request_ids: Sequence[int]) -> None:
         entries: dict[int, list[TokenLogprobs]] = {}
@@ -204,7 +215,7 @@ class Steps:
         table, reader = self._parsers.table_of(opened), self._parsers.reader_of(opened)
         request = OpenRequest(opened, table, stops, reader, self._parsers.echo_table_of(opened))
         request.builder = self._builder_of(request_id)
-        request.prompt_offsets = None
+        request.prompt_offsets = request.drafts = None
         self._open[request_id] = request
         outputs = unpack_i32(opened.output_ids)
         if request.hit is not None:  # the frontend has the text up to the stop string, but not the finish
@@ -279,6 +290,7 @@ class Steps:
         if request.reader is not None:
             ended.num_reasoning_tokens = request.reader.num_reasoning_tokens
             ended.num_calls = request.reader.num_calls
+        ended.drafts = request.drafts
         request.builder.finishes.append(ended)
 
     def _queue_stop_hit(self, request: OpenRequest) -> None:

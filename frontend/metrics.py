@@ -52,6 +52,7 @@ VLLM_NAMES = frozenset(
     request_max_num_generation_tokens request_params_n request_params_max_tokens request_num_preemptions
     request_prefill_kv_computed_tokens iteration_tokens_total
     spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens
+    spec_decode_num_accepted_tokens_per_pos
     """.split()  # noqa: SIM905 - thirty names read better as words than as literals
 )
 """Series that also appear with vLLM's prefix."""

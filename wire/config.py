@@ -403,6 +403,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Default arguments of chat templates; a request may override them."""
     force_include_usage: bool = False
     """Every stream ends with its usage."""
+    reports_drafts: bool = False
+    """Responses report the draft tokens of their request."""
     tokens_as_ids: bool = False
     """Log-probabilities spell tokens as ``token_id:7`` unless a request overrides it."""
     middleware: list[str] = []

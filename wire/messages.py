@@ -16,7 +16,7 @@ from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Count, Id, SlotIndex, WorkerId
 from quintet.wire.params import StopString
 from quintet.wire.request import Choice, Echo, OutputParsing, RequestSpec
-from quintet.wire.step import PromptLogprobs, TokenLogprobs
+from quintet.wire.step import DraftCounts, PromptLogprobs, TokenLogprobs
 
 
 class FinishReason(IntEnum):
@@ -255,6 +255,8 @@ class Tokens(msgspec.Struct, array_like=True, tag="tokens", gc=False):
     """int64[…]: requests moved to another detokenizer; applied first."""
     core: SlotIndex = 0
     """Index of the sender. A newer attempt from another core replaces the request of the older core."""
+    num_drafts: bytes = b""
+    """uint8[K], or empty for zeros: draft tokens that the step of the row verified."""
 
 
 class StopHit(msgspec.Struct, array_like=True, tag="stop_hit", gc=False):
@@ -312,6 +314,7 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     """Reasoning tokens among them, by the request's output parser."""
     num_calls: int = 0
     """Tool calls in the output."""
+    drafts: DraftCounts | None = None
 
 
 class RowLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -394,6 +397,3 @@ class Detokenized(msgspec.Struct, array_like=True, tag="detokenized"):
     """Channels of the text, with `OutputParsing`."""
     num_reasoning_tokens: int = 0
     num_calls: int = 0
-
-
-# --- supervision --------------------------------------------------------------------------------------------------

@@ -118,6 +118,21 @@ class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
     """float32[entries, width]"""
 
 
+class DraftCounts(msgspec.Struct, array_like=True, gc=False):
+    """Draft tokens of one choice."""
+
+    num_draft_tokens: int = 0
+    """Verified draft tokens."""
+    num_steps: list[int] = []
+    """Steps that verified drafts, by the number of accepted ones, from 0 on."""
+
+    def note(self, num_drafts: int, num_accepted: int) -> None:
+        """Count one step."""
+        self.num_draft_tokens += num_drafts
+        self.num_steps += [0] * (num_accepted + 1 - len(self.num_steps))
+        self.num_steps[num_accepted] += 1
+
+
 class StepResult(msgspec.Struct, array_like=True, tag="result", gc=False):
     """Result of one step."""
 

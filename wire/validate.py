@@ -256,6 +256,7 @@ class Validator:
             and len(msg.token_ids) == sum(msg.num_tokens) * ID_BYTES
             and all_below(msg.token_ids, self._vocab_size)
             and not msg.finishes.translate(None, _FINISHES)
+            and is_byte_column(msg.num_drafts, num_rows, MAX_DRAFTS)
             and (not msg.named_stops or self._named_stops(msg, num_rows))
             and all(self._open(opened) for opened in msg.opens)
             and self._logprobs(msg.logprobs, num_rows)

@@ -484,6 +484,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "JSON",
         ),
     ] = None
+    per_request_spec_decode_metrics: Annotated[
+        Literal["none", "summary"],
+        Flag(
+            SCHEDULING,
+            "summary: responses report the draft tokens of their request in metrics.speculative_decoding",
+        ),
+    ] = "none"
     deadline_admission: Annotated[
         bool,
         Flag(

@@ -141,6 +141,7 @@ def frontend_config(options: Options) -> FrontendConfig:
         chat_template_kwargs=options.default_chat_template_kwargs,
         force_include_usage=options.enable_force_include_usage,
         tokens_as_ids=options.return_tokens_as_token_ids,
+        reports_drafts=options.per_request_spec_decode_metrics == "summary",
         middleware=network.listed(options.middleware, "--middleware"),
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,

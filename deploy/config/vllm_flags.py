@@ -237,7 +237,6 @@ REFUSED_SWITCHES: dict[str, str] = {
     "return_sampling_mask": "sampling masks are not returned",
     "enable_trace_replay": "use --record and `quintet replay`",
     "enable_per_request_metrics": "use GET /metrics, aggregated over requests",
-    "per_request_spec_decode_metrics": "use GET /metrics, aggregated over requests",
     "enable_log_outputs": "outputs are not logged",
     "disable_fastapi_docs": "/docs and /openapi.json are always served; block them in a reverse proxy",
     "enable_ssl_refresh": "restart the server to change the certificate",

@@ -45,6 +45,9 @@ def test_accepted_drafts_save_steps() -> None:
     counters = world.engine.state.counters
     assert len(world.plans) < 80 and counters.num_accepted_tokens > 40
     assert counters.generation_tokens == 120 and counters.num_draft_tokens > counters.num_accepted_tokens
+    by_position = counters.num_accepted_tokens_per_pos
+    assert sum(by_position) == counters.num_accepted_tokens and by_position == sorted(by_position)[::-1]
+    assert by_position[0] <= counters.num_drafts and not any(by_position[8:])
 
 
 def test_forecast_counts_accepted_drafts() -> None:

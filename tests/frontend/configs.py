@@ -14,6 +14,7 @@ from quintet.wire.config import (
     ParsersConfig,
     ProcessesConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from quintet.wire.kv_spec import full_layers
 
@@ -27,6 +28,7 @@ def make_config(
     resume_grace_s: float = 30.0,
     parsers: ParsersConfig | None = None,
     peers: KvPeersConfig | None = None,
+    speculative: SpeculativeConfig | None = None,
     **frontend: Any,
 ) -> EngineConfig:
     """Return a toy model's configuration with the given frontend settings."""
@@ -47,7 +49,11 @@ def make_config(
         ),
         cache=CacheConfig(memory_bytes=1 << 20, peers=peers),
         scheduler=SchedulerConfig(
-            max_num_seqs=16, max_num_batched_tokens=256, policy=policy, resume_grace_s=resume_grace_s
+            max_num_seqs=16,
+            max_num_batched_tokens=256,
+            policy=policy,
+            resume_grace_s=resume_grace_s,
+            speculative=speculative,
         ),
         executor=ExecutorConfig(kind="mock"),
         frontend=FrontendConfig(**frontend),

@@ -53,6 +53,7 @@ from quintet.wire.messages import (
     TokenPrompt,
 )
 from quintet.wire.metrics import Metrics
+from quintet.wire.step import DraftCounts
 from quintet.wire.supervision import (
     MetricsQuery,
     MetricsReport,
@@ -103,6 +104,8 @@ class FakeEngine:
     """Send nothing more after this many tokens."""
     script: list[list[tuple[int, int, str]]] = field(default_factory=list)
     """Text of each token by channel and call, for requests with parsers. The last token stops the request."""
+    drafts: DraftCounts | None = None
+    """Draft tokens of each choice."""
     resumed: Resumed = field(default_factory=lambda: Resumed(0, None))
     """Answer of the core for a resumed stream."""
     live: dict[int, Submit] = field(default_factory=dict)
@@ -258,6 +261,7 @@ class FakeEngine:
                         index + 1,
                         channels.count(Channel.REASONING),
                         channels.count(Channel.NAME),
+                        self.drafts,
                     )
                     for rid in ids
                 ]

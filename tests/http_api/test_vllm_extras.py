@@ -13,8 +13,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quintet.frontend.main import wrap_middleware
 from quintet.wire.codec import unpack_i32
+from quintet.wire.config import SpeculativeConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.messages import Submit, TokenPrompt
+from quintet.wire.step import DraftCounts
 
 C, H = "/v1/completions", "/v1/chat/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -155,3 +157,29 @@ def test_middleware_wraps_the_application(serve: Callable[..., Any]) -> None:
 def test_invalid_middleware_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         wrap_middleware(Refusing, [name])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", [C, H])
+def test_responses_report_their_draft_tokens_if_configured(serve: Callable[..., Any], path: str) -> None:
+    server = serve(reports_drafts=True, speculative=SpeculativeConfig(num_speculative_tokens=3))
+    server.engine.drafts = DraftCounts(9, [1, 1, 2])
+    reported = {
+        "mean_acceptance_length": 2.25,
+        "draft_acceptance_rate": 5 / 9,
+        "acceptance_histogram": [1, 1, 2, 0],
+        "num_spec_steps": 4,
+        "num_accepted_draft_tokens": 5,
+        "num_draft_tokens": 9,
+        "num_spec_tokens": 3,
+    }
+    assert server.ask("POST", path, BODIES[path]).json["metrics"] == {"speculative_decoding": reported}
+    streamed = {**BODIES[path], "stream": True, "stream_options": {"include_usage": True}}
+    assert server.ask("POST", path, streamed).events[-1]["metrics"] == {"speculative_decoding": reported}
+    two = {**BODIES[path], "n": 2, "temperature": 1}
+    assert server.ask("POST", path, two).json["metrics"] == {"speculative_decoding": None}
+    server.engine.drafts = None
+    assert server.ask("POST", path, BODIES[path]).json["metrics"] == {"speculative_decoding": None}
+
+
+def test_responses_have_no_metrics_by_default(shared: Any) -> None:
+    assert "metrics" not in shared.ask("POST", H, BODIES[H]).json

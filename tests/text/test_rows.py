@@ -16,7 +16,7 @@ from quintet.wire.codec import pack_f32, pack_i32, pack_i64, pack_u8, unpack_i32
 from quintet.wire.ids import RequestIds
 from quintet.wire.messages import FinishReason, Open, Text, Tokens
 from quintet.wire.request import Echo
-from quintet.wire.step import PromptLogprobs, TokenLogprobs
+from quintet.wire.step import DraftCounts, PromptLogprobs, TokenLogprobs
 
 NONE, STOP, LENGTH, ABORT = FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 ONE = RequestIds(0, 1).take()
@@ -399,3 +399,15 @@ def test_a_request_belongs_to_one_core(steps: Steps) -> None:
     assert (text.token_ids, cores.num_open) == (pack_i32([7]), 1)
     cores.forget_core(1, 3)
     assert cores.num_open == 0
+
+
+def test_draft_tokens_are_counted_until_the_end(steps: Steps, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three four five six").ids
+    other = RequestIds(0, 1).take() + 1
+    message = tokens((ONE, 0, ids[:3], NONE), (other, 0, ids[:1], NONE), opens=[opening(), opening(other)])
+    message.num_drafts = bytes([4, 0])
+    only(steps, message)
+    only(steps, tokens((ONE, 3, ids[3:4], NONE), num_drafts=bytes([2])))
+    last = tokens((ONE, 4, ids[4:6], LENGTH), (other, 1, ids[1:2], LENGTH), num_drafts=bytes([1, 0]))
+    finishes = only(steps, last).finishes
+    assert [finish.drafts for finish in finishes] == [DraftCounts(7, [1, 1, 1]), None]

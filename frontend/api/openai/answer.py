@@ -70,6 +70,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, array_like=True):
     echo: bool = False
     echo_only: bool = False
     """Only the prompt is returned (``max_tokens: 0``); generated tokens are dropped."""
+    num_spec_tokens: int | None = None
+    """Maximum draft tokens of a step, if the response reports drafts."""
 
 
 def options_of(
@@ -97,7 +99,15 @@ def options_of(
         return_token_ids=bool(body.return_token_ids),
         echo=bool(body.echo),
         echo_only=isinstance(body, CompletionBody) and bool(body.echo) and body.max_tokens == 0,
+        num_spec_tokens=_reported_drafts(config),
     )
+
+
+def _reported_drafts(config: EngineConfig) -> int | None:
+    speculative = config.scheduler.speculative
+    if not config.frontend.reports_drafts:
+        return None
+    return 0 if speculative is None else speculative.num_speculative_tokens
 
 
 def running_usage(started: Started, num_outputs: int) -> dict[str, object]:
@@ -129,6 +139,27 @@ def usage_of(
         num_reasoning = sum(finish.num_reasoning_tokens for finish in finishes)
         usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     return usage
+
+
+def metrics_of(streams: Sequence[Stream], num_spec_tokens: int) -> dict[str, object]:
+    """Return the ``metrics`` object with the drafts of a response with one choice, in vLLM's format."""
+    choices = [choice for stream in streams for choice in stream.choices]
+    finish = choices[0].finish if len(choices) == 1 else None
+    if finish is None or finish.drafts is None:
+        return {"speculative_decoding": None}
+    histogram, num_draft_tokens = finish.drafts.num_steps, finish.drafts.num_draft_tokens
+    num_steps = sum(histogram)
+    num_accepted = sum(count * number for count, number in enumerate(histogram))
+    metrics = {
+        "mean_acceptance_length": 1 + num_accepted / num_steps,
+        "draft_acceptance_rate": num_accepted / num_draft_tokens,
+        "acceptance_histogram": histogram + [0] * (num_spec_tokens + 1 - len(histogram)),
+        "num_spec_steps": num_steps,
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": num_draft_tokens,
+        "num_spec_tokens": num_spec_tokens,
+    }
+    return {"speculative_decoding": metrics}
 
 
 def head_of(object_name: str) -> Callable[[AnswerOptions], dict[str, object]]:
@@ -331,4 +362,6 @@ class ChunkWriter:
             return sse.DONE
         self._position.note = USAGE_SENT
         usage = encode_json(usage_of(streams, self.options.echo_only, self.streams_per_prompt))
+        if self.options.num_spec_tokens is not None:
+            usage += b',"metrics":' + encode_json(metrics_of(streams, self.options.num_spec_tokens))
         return self._identified(self._head + b'],"usage":' + usage + b"}\n\n") + sse.DONE

@@ -26,6 +26,7 @@ from quintet.frontend.api.openai.answer import (
     encode_json,
     finish_name,
     head_of,
+    metrics_of,
     options_of,
     token_ids_json,
     usage_of,
@@ -337,6 +338,8 @@ def _response_json(outputs: list[Output], submissions: Submissions, how: ChatAns
         "usage": usage_of(submissions.streams, streams_per_prompt=submissions.streams_per_prompt),
         "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
     }
+    if options.num_spec_tokens is not None:
+        answer["metrics"] = metrics_of(submissions.streams, options.num_spec_tokens)
     with_ids = options.return_token_ids and started is not None
     answer["prompt_token_ids"] = (
         list(unpack_i32(started.prompt_ids)) if started is not None and with_ids else None

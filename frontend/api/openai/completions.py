@@ -23,6 +23,7 @@ from quintet.frontend.api.openai.answer import (
     encode_json,
     finish_name,
     head_of,
+    metrics_of,
     options_of,
     token_ids_json,
     usage_of,
@@ -238,7 +239,7 @@ def writer(
 def _response_json(
     outputs: list[Output], submissions: Submissions, options: AnswerOptions
 ) -> dict[str, object]:
-    return {
+    answer: dict[str, object] = {
         "id": options.response_id,
         "object": "text_completion",
         "created": options.created,
@@ -246,6 +247,9 @@ def _response_json(
         "choices": [_choice(output, options) for output in outputs],
         "usage": usage_of(submissions.streams, options.echo_only, submissions.streams_per_prompt),
     }
+    if options.num_spec_tokens is not None:
+        answer["metrics"] = metrics_of(submissions.streams, options.num_spec_tokens)
+    return answer
 
 
 def _choice(output: Output, options: AnswerOptions) -> dict[str, object]:

@@ -33,10 +33,11 @@ TAKEN = (
     "headless", "hf_overrides", "host", "kv_cache_dtype", "kv_events_config", "kv_transfer_config", "load_format",
     "long_prefill_token_threshold", "master_addr", "master_port", "max_logprobs", "max_model_len",
     "max_num_batched_tokens", "max_num_seqs", "middleware", "model_impl", "nnodes", "node_rank",
-    "override_generation_config", "pipeline_parallel_size", "port", "quantization", "reasoning_parser",
-    "return_tokens_as_token_ids", "revision", "root_path", "scheduling_policy", "seed", "served_model_name",
-    "speculative_config", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "swap_space", "tensor_parallel_size",
-    "tokenizer", "tokenizer_revision", "tool_call_parser", "trust_remote_code", "trust_request_chat_template", "uds",
+    "override_generation_config", "per_request_spec_decode_metrics", "pipeline_parallel_size", "port", "quantization",
+    "reasoning_parser", "return_tokens_as_token_ids", "revision", "root_path", "scheduling_policy", "seed",
+    "served_model_name", "speculative_config", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "swap_space",
+    "tensor_parallel_size", "tokenizer", "tokenizer_revision", "tool_call_parser", "trust_remote_code",
+    "trust_request_chat_template", "uds",
 )  # fmt: skip
 """Flags with the same name in vLLM and Quintet."""
 
