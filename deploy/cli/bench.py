@@ -20,6 +20,7 @@ from quintet.deploy.http_client.connection import BadUrl, Target
 from quintet.deploy.http_client.pool import ask
 from quintet.deploy.tools.load_client.load import Load, Outcome, run_load
 from quintet.deploy.tools.load_client.report import Summary, summarise, table
+from quintet.deploy.tools.load_client.speculation import acceptance, acceptance_lines, read_counters
 from quintet.deploy.tools.load_client.talk import Client, ServerError
 from quintet.deploy.tools.load_client.workload import (
     ENDPOINTS,
@@ -143,6 +144,11 @@ def _add_serve(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     result = parser.add_argument_group("result")
     result.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    result.add_argument(
+        "--speculative-report",
+        action="store_true",
+        help="also print the acceptance of draft tokens, from the server's /metrics before and after",
+    )
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -210,7 +216,9 @@ def _run_serve(args: argparse.Namespace) -> int:
     arrivals = None if args.rate is None else poisson_arrivals(len(bodies), args.rate, args.seed)
     concurrency = args.concurrency or (None if args.rate is not None else 16)
     load = Load(target, endpoint, bodies, concurrency, arrivals, args.timeout_s)
+    before = read_counters(target) if args.speculative_report else None
     summary = measured(load)
+    accepted = None if before is None else acceptance(before, read_counters(target))
     if args.json is not None:
         settings = {
             k: str(v) if isinstance(v, Path) else v
@@ -218,8 +226,12 @@ def _run_serve(args: argparse.Namespace) -> int:
             if k not in ("api_key", "header") and _plain(v)
         }
         report = {"settings": settings | {"model": model}, "result": msgspec.to_builtins(summary)}
+        if args.speculative_report:
+            report["speculation"] = msgspec.to_builtins(accepted)
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     print(table(summary))
+    if args.speculative_report:
+        print("\n".join(("", *acceptance_lines(accepted))))
     return 0 if summary.num_completed else 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter
 
 import msgspec
 import pytest
@@ -12,6 +13,12 @@ from quintet.deploy.http_client.connection import BadUrl, Connection, Target
 from quintet.deploy.http_client.pool import ask
 from quintet.deploy.tools.load_client.load import Load, Outcome, Run, run_load
 from quintet.deploy.tools.load_client.report import summarise, table
+from quintet.deploy.tools.load_client.speculation import (
+    Acceptance,
+    acceptance,
+    acceptance_lines,
+    counters_of,
+)
 from quintet.deploy.tools.load_client.tally import StreamTally
 from quintet.deploy.tools.load_client.workload import (
     BadWorkload,
@@ -315,3 +322,24 @@ def test_gaps_count_simultaneous_events_as_zero() -> None:
     assert (summary.inter_token_ms.count, summary.inter_token_ms.max) == (3, 2000.0)
     assert summary.inter_token_ms.p50 == 500.0
     assert not summary.has_usage and summary.output_tokens == 4
+
+
+METRICS = """# TYPE vllm:spec_decode_num_drafts counter
+quintet:spec_decode_num_drafts_total{engine="0"} 7
+vllm:spec_decode_num_drafts_total{engine="0"} 7
+vllm:spec_decode_num_drafts_total{engine="1"} 3.0
+vllm:spec_decode_num_draft_tokens_total 40
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 12
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="10",engine="0"} 3.0
+vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9
+"""
+
+
+def test_acceptance_is_the_difference_of_two_readings() -> None:
+    before = Counter({"drafts": 2, "draft_tokens": 8, "accepted_tokens": 4, "0": 1})
+    accepted = acceptance(before, counters_of(METRICS))
+    assert accepted == Acceptance(8, 32, 8, 0.25, 2.0, [1.0, 0.375])
+    assert acceptance_lines(accepted)[-1].endswith(": 100 38")
+    assert acceptance(counters_of(METRICS), counters_of(METRICS)) is None
+    assert acceptance_lines(None) == ["drafts       none was verified"]
