@@ -2,16 +2,16 @@
 
     python -m bench.speculation [--model smollm2] [--drafts 8] [--streams 1 8] [--rounds 5]
 
-Both servers run at once, and one at a time is asked, in alternating order. Requests are greedy, of a fixed length, and their
-prompts are cached by a warm-up, so the time is that of decoding. Prints one JSON object: per kind and number of streams, tokens
-per second without drafts, the median ratio with drafts, the smallest and largest ratio, and the share of accepted drafts.
+Both servers run at once, and one at a time is asked, in alternating order. Requests are greedy, and of a fixed length unless they
+have a JSON schema. Their prompts are cached by a warm-up, so the time is that of decoding. Prints one JSON object: per kind and
+number of streams, tokens per second without drafts, the median ratio with drafts, the smallest and largest ratio, and the
+acceptance rate.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 import statistics
 import time
 from pathlib import Path
@@ -21,6 +21,7 @@ import msgspec
 from bench.arguments import command_parser
 from bench.overhead.server import Server, serve
 from quintet.deploy.http_client.pool import ConnectionPool, ask
+from quintet.deploy.tools.load_client.speculation import acceptance, read_counters
 
 NUM_TOKENS = 256
 SOURCE = (Path(__file__).parents[1] / "core" / "policy.py").read_text()
@@ -39,29 +40,59 @@ TEXTS = {
     "extraction": f"{FACTS}\nWrite each invoice again as a line of CSV: number, customer, amount, date.",
     "chat": "Explain in a few paragraphs what a prefix cache is good for.",
     "prose": "Tell a story about a lighthouse keeper and her collection of sounds.",
+    "extracted JSON": f"{FACTS}\nWrite all invoices as JSON.",
+    "invented JSON": "Invent a customer of a bakery, and write the record as JSON.",
 }
 
 
-def body_of(text: str, model: str, index: int) -> dict[str, object]:
+def _object(**properties: object) -> dict[str, object]:
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+_TEXT, _NUMBER = {"type": "string", "maxLength": 24}, {"type": "integer", "minimum": 0, "maximum": 9999}
+_INVOICE = _object(
+    invoice_number=_NUMBER, customer_name=_TEXT, amount_in_euros=_NUMBER, date_of_payment=_TEXT
+)
+SCHEMAS: dict[str, dict[str, object]] = {
+    "extracted JSON": _object(invoices={"type": "array", "items": _INVOICE, "minItems": 5, "maxItems": 5}),
+    "invented JSON": _object(
+        first_name=_TEXT,
+        last_name=_TEXT,
+        delivery_address=_object(street_and_number=_TEXT, postal_code=_TEXT, city=_TEXT, country=_TEXT),
+        preferred_payment_method={"enum": ["credit_card", "bank_transfer", "cash_on_delivery"]},
+        number_of_orders=_NUMBER,
+        subscribed_to_newsletter={"type": "boolean"},
+    ),
+}
+"""Schemas of the answers of some kinds."""
+
+
+def body_of(kind: str, model: str, index: int) -> dict[str, object]:
     """Return a request; ``index`` makes concurrent ones differ at their end."""
-    return {
+    schema = SCHEMAS.get(kind)
+    body = {
         "model": model,
-        "messages": [{"role": "user", "content": f"{text}{' ' * index}"}],
+        "messages": [{"role": "user", "content": f"{TEXTS[kind]}{' ' * index}"}],
         "temperature": 0,
         "max_tokens": NUM_TOKENS,
-        "ignore_eos": True,
+        "ignore_eos": schema is None,
         "return_token_ids": True,
     }
+    if schema is not None:
+        described = {"name": "answer", "schema": schema}
+        body["response_format"] = {"type": "json_schema", "json_schema": described}
+    return body
 
 
-async def wave(server: Server, text: str, model: str, streams: int) -> tuple[float, list[list[int]]]:
+async def wave(server: Server, kind: str, model: str, streams: int) -> tuple[float, list[list[int]]]:
     """Send a number of requests at once; return tokens per second and the outputs."""
     pool = ConnectionPool(server.target, 10.0)
     try:
         began = time.perf_counter()
         answers = await asyncio.gather(
             *(
-                pool.ask("POST", "/v1/chat/completions", body_of(text, model, index), 600.0)
+                pool.ask("POST", "/v1/chat/completions", body_of(kind, model, index), 600.0)
                 for index in range(streams)
             )
         )
@@ -72,33 +103,24 @@ async def wave(server: Server, text: str, model: str, streams: int) -> tuple[flo
     return sum(map(len, outputs)) / seconds, outputs
 
 
-def counters(server: Server) -> tuple[float, float]:
-    """Return the numbers of verified and accepted draft tokens so far."""
-    text = ask(server.target, "GET", "/metrics").body.decode()
-    found = re.findall(
-        r"^quintet:spec_decode_num_(draft|accepted)_tokens_total{[^}]*} (\S+)$", text, re.MULTILINE
-    )
-    return tuple(sum(float(value) for name, value in found if name == kind) for kind in ("draft", "accepted"))  # type: ignore[return-value]
-
-
 def compare(
     plain: Server, drafting: Server, model: str, kind: str, streams: int, rounds: int
 ) -> dict[str, object]:
     """Measure one row of the table."""
     rates: dict[str, list[float]] = {"plain": [], "drafting": []}
-    before = (0.0, 0.0)
+    before = read_counters(drafting.target)
     for number in range(rounds + 1):
         order = [("plain", plain), ("drafting", drafting)][:: 1 if number % 2 else -1]
         outputs = []
         for name, server in order:
-            rate, found = asyncio.run(wave(server, TEXTS[kind], model, streams))
+            rate, found = asyncio.run(wave(server, kind, model, streams))
             rates[name].append(rate)
             outputs.append(found)
         assert outputs[0] == outputs[1], f"{kind}: outputs differ with drafts"
         if number == 0:  # the warm-up
             rates = {"plain": [], "drafting": []}
-            before = counters(drafting)
-    num_drafts, num_accepted = (now - then for now, then in zip(counters(drafting), before, strict=True))
+            before = read_counters(drafting.target)
+    accepted = acceptance(before, read_counters(drafting.target))
     ratios = [new / old for old, new in zip(rates["plain"], rates["drafting"], strict=True)]
     return {
         "kind": kind,
@@ -106,7 +128,7 @@ def compare(
         "plain_tokens_per_s": round(statistics.median(rates["plain"]), 1),
         "ratio": round(statistics.median(ratios), 3),
         "range": [round(min(ratios), 3), round(max(ratios), 3)],
-        "accepted": round(num_accepted / num_drafts, 3) if num_drafts else 0.0,
+        "accepted": 0.0 if accepted is None else accepted.acceptance_rate,
     }
 
 
@@ -117,6 +139,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=8, help="maximum drafts of a request in a step")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="concurrent requests")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements of each row")
+    parser.add_argument("--kinds", nargs="+", choices=list(TEXTS), default=list(TEXTS), help="kinds of text")
     options = parser.parse_args()
     config = json.dumps({"method": "ngram", "num_speculative_tokens": options.drafts})
     flags = ["--kv-cache-memory", "1GB", "--max-model-len", "4096"]
@@ -128,7 +151,7 @@ def main() -> None:
         rows = [
             compare(plain, drafting, served, kind, streams, options.rounds)
             for streams in options.streams
-            for kind in TEXTS
+            for kind in options.kinds
         ]
     print(json.dumps({"drafts": options.drafts, "rows": rows}, indent=1))
 
