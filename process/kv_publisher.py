@@ -17,20 +17,13 @@ import zmq
 
 from quintet.wire.config import KvEventsConfig
 from quintet.wire.errors import ConfigError
+from quintet.wire.kv_events import address_for
 
 END = (-1).to_bytes(8, "big", signed=True)
 """Sequence number that ends a replay."""
 LOCAL = "inproc://kv-events"
 BOUND = ("*", "0.0.0.0", "127.0.0.1", "[::]", "[::1]")
 """Hosts of endpoints that are bound; other endpoints are connected."""
-
-
-def address_for(endpoint: str, engine: int) -> str:
-    """Return the address of one engine: the port plus its index. For an endpoint without a port, append the index."""
-    head, _, port = endpoint.rpartition(":")
-    if not engine:
-        return endpoint
-    return f"{head}:{int(port) + engine}" if port.isdigit() else f"{endpoint}-{engine}"
 
 
 class KvPublisher:

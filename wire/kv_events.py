@@ -12,6 +12,14 @@ MEDIUM = "GPU"
 """Memory kind in the events, on every device: routers expect this name."""
 
 
+def address_for(endpoint: str, engine: int) -> str:
+    """Return the address of one engine: the port plus its index. For an endpoint without a port, append the index."""
+    head, _, port = endpoint.rpartition(":")
+    if not engine:
+        return endpoint
+    return f"{head}:{int(port) + engine}" if port.isdigit() else f"{endpoint}-{engine}"
+
+
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, gc=False, frozen=True):
     """Full blocks that are now reusable, in sequence order."""
 

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from quintet.process.kv_publisher import address_for
-from quintet.process.runtime import Process
 from quintet.process.wakeup import Wakeup
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
 from quintet.wire.kv_admin import KvPins
+from quintet.wire.kv_events import address_for
 from quintet.wire.kv_tiers import MAX_KEPT, KvTierRequests, StoredBlocks, TierName, TierResultsReady
 from quintet.wire.step import Capacity, StepPlan
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from quintet.executor.kv_transfer.back_end import BackEnd
     from quintet.executor.kv_transfer.block_bytes import WholeBlocks
     from quintet.executor.kv_transfer.host_blocks import HostBlocks
+    from quintet.process.runtime import Process
 
 OpenBackEnd = Callable[["WholeBlocks", EngineConfig, str, int], "BackEnd | None"]
 """Open a back end for these blocks, a model runner's name and the number of its first staging block.

@@ -119,21 +119,22 @@ def test_abort_while_a_long_prompt_is_encoded(llm: AsyncLLM, num_words: int) -> 
 
 
 def test_breaking_or_cancelling_aborts_the_request(llm: AsyncLLM) -> None:
+    async def until_idle() -> None:
+        async with asyncio.timeout(10):
+            while llm._engine.sessions.num_live:
+                await asyncio.sleep(0)
+
     async def main() -> None:
-        idle = asyncio.Event()
-        llm._engine.sessions.when_idle(idle.set)
         async with contextlib.aclosing(llm.generate("x", params(OutputKind.DELTA, 400))) as outputs:
             await anext(outputs)
-        await asyncio.wait_for(idle.wait(), 10)
-        idle.clear()
+        await until_idle()
         task = asyncio.create_task(collect(llm, OutputKind.FINAL_ONLY, 400))
         while not llm._streams:
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(idle.wait(), 10)
-        llm._engine.sessions.when_idle(None)
+        await until_idle()
         assert llm._streams == {}
 
     asyncio.run(main())

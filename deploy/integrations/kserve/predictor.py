@@ -17,14 +17,13 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import get_args
 
 import kserve
 import msgspec
 from kserve.errors import InvalidInput, ModelNotReady
 from kserve.model_server import parser as kserve_parser
 from kserve.protocol.infer_type import to_http_parameters
+from msgspec import inspect
 
 from quintet.deploy.config.config_file import read_config_file
 from quintet.deploy.python_api.engine import EngineError
@@ -38,10 +37,19 @@ Prompts = Sequence[tuple[str, Mapping[str, object]]]
 
 _LATER = frozenset({ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL})
 
+
+def _is_number(type_: inspect.Type) -> bool:
+    if isinstance(type_, inspect.Metadata):
+        return _is_number(type_.type)
+    if isinstance(type_, inspect.UnionType):
+        return all(map(_is_number, type_.types))
+    return isinstance(type_, inspect.IntType | inspect.FloatType | inspect.NoneType)
+
+
 _NUMBERS = frozenset(
     field.name
     for field in msgspec.structs.fields(SamplingParams)
-    if {*(get_args(field.type) or (field.type,))} <= {int, float, NoneType}
+    if _is_number(inspect.type_info(field.type))
 )
 """Numeric parameters, for which strings are converted to numbers."""
 

@@ -19,9 +19,9 @@ import msgspec
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.types import GenerationBody
 from quintet.frontend.streams import Stream
-from quintet.process.kv_publisher import address_for
 from quintet.wire.config import EngineConfig, KvPeersConfig
 from quintet.wire.errors import RequestError
+from quintet.wire.kv_events import address_for
 from quintet.wire.messages import FinishReason
 from quintet.wire.params import shown
 from quintet.wire.request import MAX_PEER_CHARS, KvTransfer

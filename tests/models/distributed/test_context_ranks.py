@@ -29,8 +29,8 @@ from tests.models.test_engine import CoreAndWorker, changed
 from tests.models.test_equal import ROWS, check_tokens, made
 
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
-from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.worker import Worker
 from quintet.wire.config import KvCacheDtype
 from quintet.wire.params import SamplingParams
 
@@ -229,12 +229,9 @@ def test_failed_move_keeps_the_exchanges_in_step(tmp_path: Path) -> None:
     """The step fails, its requests are computed again, and the ranks' exchanges still match."""
     prompt = made(ROWS["deepseek v3"], tmp_path)[1].prompt
     params = SamplingParams(n=2, temperature=0.9, max_tokens=8, seed=7)
-    copy = Stage._copy
 
-    def fail_at_rank_0(stage: Stage, mail: bytes) -> None:
-        if stage.share.rank == 0:
-            raise MemoryError("a copy of blocks")
-        copy(stage, mail)
+    def fail(pairs: bytes) -> None:
+        raise MemoryError("a copy of blocks")
 
     def ask() -> dict[int, list[int]]:
         loaded.worker.reset()
@@ -245,6 +242,8 @@ def test_failed_move_keeps_the_exchanges_in_step(tmp_path: Path) -> None:
 
     with in_ranks(tmp_path, 2, context=2) as loaded:
         expected = ask()
-        with mock.patch.object(Stage, "_copy", fail_at_rank_0), pytest.raises(MemoryError):
+        worker = loaded.worker
+        assert isinstance(worker, Worker)
+        with mock.patch.object(worker._kv, "copy", fail), pytest.raises(MemoryError):
             ask()
         assert ask() == expected
