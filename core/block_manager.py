@@ -84,12 +84,17 @@ def extend(state: SchedulerState, step: StepBuilder, request: Request) -> int:
     return 0
 
 
-def extend_early(state: SchedulerState, step: StepBuilder, request: Request) -> None:
-    """Give a decoding request one block before it needs it, if all layers share one group and blocks are plentiful."""
+def extend_early(state: SchedulerState, step: StepBuilder, request: Request, count: int) -> None:
+    """Give a decoding request a block for its next ``count`` tokens in each group that lacks one, if blocks are plentiful."""
     limits, pool = state.limits, state.pool
-    if limits.groups.is_plain and pool.num_available > limits.watermark + len(state.running):
-        _append(step, request, 0, pool.take())
-        request.num_covered += limits.block_size
+    end = request.planned + request.num_unverified_drafts + count
+    groups = limits.groups.tokens
+    short = [index for index in groups if request.kv.held[index].end * limits.block_size < end]
+    if not short or pool.num_available < limits.watermark + len(state.running) + len(short):
+        return
+    for index in short:
+        _append(step, request, index, pool.take())
+    set_num_covered(state, request, request.planned)
 
 
 def allocate(state: SchedulerState, step: StepBuilder, request: Request, count: int) -> int:

@@ -43,7 +43,7 @@ def attach(state: SchedulerState, step: StepBuilder) -> None:
             continue
         wanted = min(request.max_drafts, request.plan_until - request.length)
         if request.num_covered - request.planned < wanted:
-            block_manager.extend_early(state, step, request)
+            block_manager.extend_early(state, step, request, wanted)
         num_drafts = min(wanted, request.num_covered - request.planned)
         request.num_unverified_drafts += num_drafts
         request.num_covered -= num_drafts

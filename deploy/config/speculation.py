@@ -138,9 +138,9 @@ def check_support(options: Options, kind: Literal["torch", "mock"], device: Lite
         )
     if options.model_impl == "transformers":
         raise ConfigError(f"{FLAG} is not supported with --model-impl transformers: drop one of them")
-    if options.pipeline_parallel_size > 1:
-        raise ConfigError(f"{FLAG} is not supported with --pipeline-parallel-size: drop one of them")
-    if options.tensor_parallel_size > 1 and draft_model_name(options) is not None:
+    num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+    if num_ranks > 1 and draft_model_name(options) is not None:
         raise ConfigError(
-            f"{FLAG}: a draft model is not supported with --tensor-parallel-size: drop one of them, or use the method ngram"
+            f"{FLAG}: a draft model is not supported with --tensor-parallel-size and --pipeline-parallel-size: drop one of them,"
+            " or use the method ngram"
         )

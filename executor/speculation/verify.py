@@ -50,9 +50,10 @@ class DraftedStep:
     starts: Int
     drafts: list[tuple[int, Tokens]]
     """Rows with drafts, ascending."""
+    proposing_s: float
+    """Time spent on proposing drafts."""
     began_s: float
-    proposed_s: float
-    """Time at which the drafts were known."""
+    """Start of the computation."""
 
 
 class Speculation:
@@ -76,6 +77,8 @@ class Speculation:
         """Known tokens of each slot."""
         self._stop_ids: list[frozenset[int]] = [frozenset()] * len(self._token_ids)
         """Tokens that end the request of each slot."""
+        self._ended_s = 0.0
+        """End of the last step. Steps overlap in a pipeline; the later one is measured from there."""
         self._lengths = DraftLengths(len(self._token_ids))
 
     @property
@@ -123,15 +126,16 @@ class Speculation:
             "samples": samples.tobytes(),
         }
         drafted = msgspec.structs.replace(plan, **columns, drafts=b"")
-        return DraftedStep(drafted, starts, drafts, began_s, proposed_s)
+        return DraftedStep(drafted, starts, drafts, proposed_s - began_s, proposed_s)
 
     def end(self, step: DraftedStep, result: StepResult) -> None:
         """Verify the drafts of a computed step: remove rejected tokens from its result."""
         slots, samples = np.frombuffer(step.plan.slots, np.int32), np.frombuffer(step.plan.samples, np.uint8)
         counts, ended_s = np.frombuffer(step.plan.counts, np.int32), time.perf_counter()
+        seconds, self._ended_s = ended_s - max(step.began_s, self._ended_s), ended_s
         if (counts == samples).all():  # no prefill
-            self._lengths.time.note(int(counts.sum()), ended_s - step.proposed_s)
-        self._lengths.note_step(ended_s - step.began_s, step.proposed_s - step.began_s)
+            self._lengths.time.note(int(counts.sum()), seconds)
+        self._lengths.note_step(seconds + step.proposing_s, step.proposing_s)
         num_tokens = self._accept(result, samples, step.drafts)
         verified = [(int(slots[row]), len(drafts), int(num_tokens[row]) - 1) for row, drafts in step.drafts]
         for slot, num_drafts, num_accepted in verified:

@@ -28,8 +28,12 @@ def test_random_trace_with_drafts_has_the_outputs_without(seed: int, monkeypatch
     monkeypatch.setattr(recurrent_state, "GRAIN", 1 + seed % 5)
     rng = random.Random(seed)
     host, poisonous, groups = 20 * (seed % 2), 0.1 * (seed % 3 == 0), seed % 4 < 2
+    stages, num_drafts = 1 + (seed % 5 == 0), rng.choice([1, 3, 8])
     world, sent = random_trace(
-        seed, 250, 1 + seed % 3, poisonous, host, in_groups=groups, num_drafts=rng.choice([1, 3, 8])
+        *(seed, 250, seed % 3 + stages, poisonous, host),
+        in_groups=groups,
+        stages=stages,
+        num_drafts=num_drafts,
     )
     assert_served(world, sent)
 

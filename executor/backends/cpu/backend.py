@@ -36,7 +36,12 @@ def make_worker(context: WorkerContext) -> StepWorker:
 
 
 def _make_pipeline_worker(context: WorkerContext) -> PipelineWorker:
-    """Load the first stage of a pipeline."""
+    """Load the first stage of a pipeline. Raises `ConfigError` for drafts with recurrent states."""
+    if context.config.scheduler.speculative is not None and context.config.model.kv.has_states:
+        raise ConfigError(
+            "--speculative-config is not supported with --pipeline-parallel-size for a model with recurrent states: drop"
+            " one of them"
+        )
     context.share = share_of_rank(context.config, 0)
     links = open_links(context.config, context.memory.links, 0)
     pipeline = Pipeline(open_stage(context), context.config, links, context.span)

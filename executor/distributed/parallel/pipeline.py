@@ -48,8 +48,7 @@ class Pipeline:
         self.expert_counts = stage.expert_counts
         """Expert counters of the first stage's layers."""
         self._steps = [
-            Step(stage.library, stage.max_tokens, config.scheduler.max_num_seqs)
-            for _ in range(self.depth + 1)
+            Step(stage.library, stage.max_tokens, stage.max_outputs) for _ in range(self.depth + 1)
         ]
         for step in self._steps:
             step.c.rotations, step.c.marks = stage.rotations.address, None

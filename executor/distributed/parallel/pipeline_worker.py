@@ -6,6 +6,8 @@
 A step's tokens are in the token table only after its end. So `begin` first finishes every step with tokens that the
 new rows read, and every step that draws into a slot with a new request. `waits_for` reports this in advance, so that
 the loop sends those results first.
+
+Drafts are proposed in `begin`, where the tokens of the rows are known, and verified after the draw.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
+from quintet.executor.speculation.drafters import DRAFTERS
+from quintet.executor.speculation.verify import DraftedStep, Speculation
 from quintet.executor.worker import STEPS_PER_IDLE_TASK
 from quintet.wire.step import StepPlan, StepResult
 
@@ -46,6 +50,8 @@ class PipelinedStep:
     rows: Rows
     flight: InFlightStep
     masks: StepMasks | None
+    drafted: DraftedStep | None
+    """Drafts of the rows; ``rows`` include them."""
     _wait: Callable[[InFlightStep], None]
     _finish: Callable[[PipelinedStep], None]
     outcome: StepResult | Exception | None = None
@@ -115,6 +121,12 @@ class PipelineWorker:
         blocks = partial(open_whole_blocks, config, gather, layers, pipeline.share, moves)
         self.kv = KvConnector(blocks, config, ProgramRunner.__name__, host_blocks)
         self.swap_bytes_per_s = own.measure()
+        self._speculation, limits = None, config.scheduler
+        if limits.speculative is not None:
+            drafter = DRAFTERS[limits.speculative.method](limits.speculative, self.tables)
+            self._speculation = Speculation(
+                drafter, self.tables, pipeline.max_outputs, limits.max_num_batched_tokens
+            )
 
     @property
     def work_done(self) -> int:
@@ -184,10 +196,15 @@ class PipelineWorker:
             self.kv.copy_in(plan.swaps_in)
         if plan.copies:
             self._moves.move(OrderKind.COPY_BLOCKS, plan.copies, self._kv.copy)
+        if self._speculation is not None:
+            self._speculation.note(plan)
         self._span("tables", plan.step)
         if not plan.slots:
             return Finished(StepResult(plan.step, 0, b""))
-        rows = Rows(plan)
+        drafted = None
+        if self._speculation is not None and plan.drafts:
+            drafted = self._speculation.begin(plan)
+        rows = Rows(plan if drafted is None else drafted.plan)
         reports_prompt = self._sampler.reports_prompt(rows)
         while reports_prompt and self._pending:
             self._finish(self._pending[0])
@@ -195,7 +212,7 @@ class PipelineWorker:
         self._span("tables", plan.step)
         flight = self._pipeline.begin(rows, self.tables, self._sampler.settings)
         self._span("layers")
-        step = PipelinedStep(plan, rows, flight, masks, self._pipeline.wait, self._finish)
+        step = PipelinedStep(plan, rows, flight, masks, drafted, self._pipeline.wait, self._finish)
         self._pending.append(step)
         if reports_prompt:
             self._finish(step)
@@ -231,6 +248,9 @@ class PipelineWorker:
         if masks is not None:
             masks.note(np.frombuffer(result.token_ids, np.int32).tolist())
             result.failed = masks.failed(rows.sampling)
+        if step.drafted is not None:
+            assert self._speculation is not None
+            self._speculation.end(step.drafted, result)
         self._span("sampling")
         return result
 

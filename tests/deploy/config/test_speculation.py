@@ -113,10 +113,9 @@ def test_keys_of_suffix_decoding_have_defaults_of_vllm() -> None:
 
 def test_layouts_and_devices_without_support_are_refused() -> None:
     text = '{"num_speculative_tokens": 4}'
-    assert config_of(text, tensor_parallel_size=2, data_parallel_size=2) is not None
-    with pytest.raises(ConfigError, match="pipeline-parallel-size"):
-        config_of(text, pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="a draft model is not supported with --tensor-parallel-size"):
-        config_of('{"num_speculative_tokens": 4, "model": "x"}', tensor_parallel_size=2)
+    assert config_of(text, tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2) is not None
+    for layout in ("tensor_parallel_size", "pipeline_parallel_size"):
+        with pytest.raises(ConfigError, match="a draft model is not supported with --tensor-parallel-size"):
+            config_of('{"num_speculative_tokens": 4, "model": "x"}', **{layout: 2})
     with pytest.raises(ConfigError, match="not on CUDA"):
         speculative_config(Options(speculative_config=text), "torch", "cuda")

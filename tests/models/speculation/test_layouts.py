@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from tests.models.distributed.ranks import in_ranks
+from tests.models.distributed.ranks import config_of, in_ranks
 from tests.models.equality import few_blocks, with_blocks
 from tests.models.small_models import prompts_of
 from tests.models.speculation.test_bits import DRAFTS, PARAMS, Oracle, Recorder, run
 from tests.models.test_engine import changed
 from tests.models.test_equal import ROWS, made
 
+from quintet.executor.backends.registry import make_worker
+from quintet.executor.context import RankMemory
+from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.worker import Worker
 from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ConfigError
 
 
 def with_drafts(config: EngineConfig) -> EngineConfig:
@@ -22,7 +27,7 @@ def with_drafts(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 
-def foresee(worker: Worker, plain: Recorder) -> None:
+def foresee(worker: Worker | PipelineWorker, plain: Recorder) -> None:
     """Propose the tokens of an earlier run without choices, as many as allowed."""
     speculation = worker._speculation
     assert speculation is not None
@@ -54,3 +59,30 @@ def test_ranks_have_the_outputs_without_drafts(
             assert driver.outputs == plain.outputs and driver.logprobs == plain.logprobs
             assert driver.engine.state is not None
             assert driver.engine.state.counters.num_accepted_tokens > 5
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("params", ["sampled", "penalties", "logprobs"])
+@pytest.mark.parametrize(("name", "stages", "size"), [("llama", 2, 1), ("llama", 3, 1), ("gemma3", 2, 2)])
+def test_stages_have_the_outputs_without_drafts(
+    name: str, stages: int, size: int, params: str, tmp_path: Path
+) -> None:
+    made(ROWS[name], tmp_path)
+    with in_ranks(tmp_path, size, stages=stages, change=with_drafts) as loaded:
+        worker: Any = loaded.worker
+        assert isinstance(worker, PipelineWorker)
+        plain = run(changed(loaded.config, speculative=None), worker, PARAMS[params])
+        foresee(worker, plain)
+        config = changed(loaded.config)
+        for each in (config, with_blocks(config, few_blocks(config))):
+            driver = run(each, worker, PARAMS[params])
+            assert driver.outputs == plain.outputs and driver.logprobs == plain.logprobs
+            assert driver.engine.state is not None
+            assert driver.engine.state.counters.num_accepted_tokens > 5
+
+
+def test_stages_with_recurrent_states_are_refused(tmp_path: Path) -> None:
+    made(ROWS["mamba"], tmp_path)
+    config = with_drafts(config_of(tmp_path, 1, 2, "float32", "none", "auto", None, experts=False))
+    with pytest.raises(ConfigError, match="recurrent states"):
+        make_worker(config, memory=RankMemory(links=(0, 0)))
