@@ -21,7 +21,7 @@ import msgspec
 
 from bench.core_step import make_engine
 from quintet.core.poison_isolation.rejections import Rejections
-from quintet.process.frame_hmac import KEY_BYTES, FrameHmac
+from quintet.process.sockets import KEY_BYTES, FrameHmac
 from quintet.wire import codec
 from quintet.wire.embeds import EmbedsSpan, digest_of
 from quintet.wire.messages import Admit

@@ -33,15 +33,15 @@ from quintet.deploy.config.flags import Options
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.backends.registry import make_worker
-from quintet.executor.batch import Rows
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.fitting import leaves_of
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.share import Share
 from quintet.executor.model_config.spec import DecoderSpec
+from quintet.executor.slots import Rows
 from quintet.executor.worker import Worker
-from quintet.process.trace import no_span
+from quintet.process.runtime import no_span
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.config import (
     ActivationDtype,

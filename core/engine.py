@@ -9,18 +9,18 @@ from collections.abc import Iterable
 
 import msgspec
 
-from quintet.core.admission import apply_limits, resolve_limits
 from quintet.core.commit import commit
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.tiers import Tiers
 from quintet.core.kv_services.kv_admin import KvAdmin
+from quintet.core.kv_services.kv_events import KvEvents
 from quintet.core.kv_services.kv_tier_client import KvTierClient
 from quintet.core.poison_isolation.rejections import Rejections
 from quintet.core.poison_isolation.suspects import PoisonIsolation
 from quintet.core.poison_isolation.trial import advance_trial, cancel_trial, reject_poison
-from quintet.core.requests.admission_steps import AdmissionContext, admit
+from quintet.core.requests.admission import AdmissionContext, admit, apply_limits, resolve_limits
 from quintet.core.requests.request import Request, Status
 from quintet.core.requests.resumption import RetainedRequests
 from quintet.core.scheduler import schedule
@@ -48,11 +48,13 @@ class Engine:
         cache: CacheConfig,
         scheduler: SchedulerConfig,
         features: dict[str, str] = FEATURES,
+        *,
+        prompt_embeds: bool = False,
     ) -> None:
         self._model = model
         self._cache = cache
         self._scheduler = scheduler
-        self._hooks = flatten(build_features(Setup(scheduler, cache), features))
+        self._hooks = flatten(build_features(Setup(scheduler, cache, prompt_embeds), features))
         self._early: list[Admit | Cancel] = []
         """Messages received before the capacity is known, in order."""
         self._frontends: dict[int, tuple[int, bool]] = {}
@@ -131,7 +133,8 @@ class Engine:
         )
         self.kv_admin.begin(state)
         if cache.events is not None:
-            state.enable_kv_events()
+            state.events = KvEvents(limits.groups)
+            tiers.evict_listener = state.events.removed
         if before is None:
             effects = StepMessages()
             for early in self._early:
@@ -157,7 +160,7 @@ class Engine:
         return effects
 
     def admit(self, message: Admit, now_ns: int) -> StepMessages:
-        """Queue a new request, one entry per choice (`quintet.core.requests.admission_steps`).
+        """Queue a new request, one entry per choice (`quintet.core.requests.admission`).
 
         Ignores requests of a frontend that is gone.
         """
@@ -331,6 +334,8 @@ class Engine:
 
     def kv_requests(self, now_ns: int) -> list[KvTierRequests]:
         """Return the KV transfers for the executor. Called before each plan and after the last one."""
+        if self.state is None or not self.state.pool.tiers.is_configured:
+            return []
         return self.tier_client.requests(self.state, self._tables, now_ns)
 
     def kv_results(self, message: KvTierResults) -> None:
@@ -353,11 +358,12 @@ class Engine:
     def expire(self, now_ns: int) -> StepMessages:
         """End requests past their deadline and drop retained requests past their TTL."""
         self.retained.expire(now_ns)
-        due = self.deadlines.due(now_ns)
+        due = self.deadlines.due(now_ns) if self.deadlines.entries else []
         state = self.state
         if state is None:
             return StepMessages()
-        state.pool.tiers.expire(now_ns)
+        if state.pool.tiers.is_configured:
+            state.pool.tiers.expire(now_ns)
         effects = self._report_ended(now_ns)
         if not due:
             return effects

@@ -28,6 +28,8 @@ class Setup:
 
     scheduler: SchedulerConfig
     cache: CacheConfig
+    prompt_embeds: bool = False
+    """Requests may have embeddings in their prompts."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,9 +110,7 @@ class Hooks:
 
 
 FEATURES: dict[str, str] = {
-    "quarantine": "quintet.core.features.quarantine",
     "chunked_prefill": "quintet.core.features.chunked_prefill",
-    "fork": "quintet.core.features.fork",
     "prefix_cache": "quintet.core.features.prefix_cache",
     "kv_connector": "quintet.core.features.kv_connector",
     "prefill_pacing": "quintet.core.features.prefill_pacing",

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from quintet.core.engine import Engine
 from quintet.core.metrics import CoreMetrics, S
-from quintet.core.reconcile import Reconcilers, by_slot
+from quintet.core.reconcile import Reconciliation, by_slot, frontend_index
 from quintet.core.token_messages import StepMessages
+from quintet.process.child import child_main
 from quintet.process.kv_publisher import KvPublisher
 from quintet.process.pending_topology import PendingTopology
-from quintet.process.runtime import Process, child_main
+from quintet.process.runtime import Process
 from quintet.wire.codec import encode, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
+from quintet.wire.ids import Role, WorkerId, frontend_of
 from quintet.wire.kv_admin import KvPins, KvQuery
 from quintet.wire.kv_events import KvEventBatch
 from quintet.wire.kv_tiers import KvTierResults, StoredBlocks
@@ -53,7 +55,8 @@ class Core:
     def __init__(self, process: Process[Message]) -> None:
         config = process.config
         self.process = process
-        self.engine = Engine(config.model, config.cache, config.scheduler)
+        embeds = config.frontend.prompt_embeds
+        self.engine = Engine(config.model, config.cache, config.scheduler, prompt_embeds=embeds)
         peers, speculative = config.cache.peers, config.scheduler.speculative
         self.metrics = CoreMetrics(
             self.process.metrics,
@@ -61,9 +64,7 @@ class Core:
             1 if speculative is None else speculative.num_speculative_tokens,
         )
         self._span = self.process.span
-        self._reconcilers = Reconcilers()
-        self._path_reconcilers = Reconcilers()
-        """Compares requests per path, a pair of frontend and tokenizer."""
+        self._reconciliation = Reconciliation(self.engine)
         self._reported_ns = 0
         self._resumes: list[Resume] = []
         """Queries deferred until the steps in flight have drawn their requests' last tokens."""
@@ -74,6 +75,24 @@ class Core:
         events = config.cache.events
         self._publisher = None if events is None else KvPublisher(events, process.me.index)
         process.account = self._account
+        engine, me = self.engine, process.me.index
+        self._handlers: dict[type[Message], Callable[[Any, int], None]] = {
+            StepResult: self._apply_result,
+            Admit: self._admit,
+            Cancel: self._cancel,
+            StopHit: lambda hit, now: engine.stop_hit(
+                unpack_i64(hit.request_ids), unpack_i32(hit.attempts), now
+            ),
+            Resume: self._resume,
+            Live: self._reconcile,
+            InFlightReport: self._reconcile_path,
+            Unknown: lambda message, now: self._send_unknown(unpack_i64(message.request_ids)),
+            KvTierResults: lambda message, now: engine.kv_results(message),
+            StoredBlocks: lambda message, now: engine.tier_client.add_stored(message),
+            KvQuery: lambda message, now: engine.kv_admin.take(message, me),
+            KvPins: lambda message, now: engine.kv_admin.restore_pins(message),
+            Capacity: self._apply_capacity,
+        }
 
     def run(self) -> None:
         """Serve until the process is stopped."""
@@ -111,20 +130,23 @@ class Core:
             elif not isinstance(message, Topology):
                 self._handle(message)
         self._send(self.engine.expire(self.process.now_ns))
-        self._retry_resumes()
-        self.engine.kv_admin.advance(self.engine.state, self.process.now_ns)
+        resumes, self._resumes = self._resumes, []
+        for resume in resumes:
+            self._resume(resume, self.process.now_ns)
+        if self.engine.kv_admin.queries:
+            self.engine.kv_admin.advance(self.engine.state, self.process.now_ns)
         self._plan()
         self._publish()
         self._report_live()
         self._note_endings()
-        if self._is_retiring and not self.engine.is_needed and not self._early:
+        if self._is_retiring and not self.engine.is_needed and not self._early.waiting:
             self._is_retiring = False  # sent once per Drain
             self.process.peers.send(Role.SUPERVISOR, 0, Drained(self.process.me))
 
     def _handle_or_queue(self, message: Admit | Cancel | Resume) -> None:
         """Handle a frontend's message, or queue it until its topology arrives. Queues of frontends are independent."""
-        sender = _sender(message)
-        if sender not in self._early and not self._is_early(message):
+        sender = frontend_index(message)
+        if sender not in self._early.waiting and not self._is_early(message):
             self._handle(message)
         elif not self._early.enqueue(sender, message):
             self._reject(message)
@@ -138,7 +160,7 @@ class Core:
             case Admit():
                 words = "The server's queue of requests that wait for a topology update is full; retry the request."
                 failed = Failed(message.request_id, ErrorCode.OVERLOADED, words)
-                self.process.peers.send(Role.FRONTEND, _sender(message), failed)
+                self.process.peers.send(Role.FRONTEND, frontend_index(message), failed)
             case Cancel():
                 self._send_unknown(message.request_ids)
 
@@ -151,63 +173,55 @@ class Core:
 
     def _handle(self, message: Message) -> None:
         """Apply one message and send the resulting messages."""
-        now, start_ns = self.process.now_ns, time.monotonic_ns()
-        if isinstance(message, StepResult):
-            self.metrics.hop_result.observe(max(0, now - message.sent_ns) * S)
-            flights = self.engine.state.in_flight if self.engine.state else ()
-            if flights and flights[0].step == message.step:
-                self._compare_active_slots(message, flights[0].num_active_slots)
-                self.process.progress += 1
-            effects = self._commit(message, now)
-            self._span("commit", message.step, start_ns)
-            self._send(effects)
-            self._span("send")
-            self.metrics.commit.observe((time.monotonic_ns() - start_ns) * S)
-        elif isinstance(message, Admit):
-            self.metrics.hop_in.observe(max(0, now - message.sent_ns) * S)
-            self._send(self.engine.admit(message, now))
-            self._span("admit", len(message.prompt_ids), start_ns)
-        elif isinstance(message, Cancel):
-            if message.moved:
-                self._send(self.engine.forget_moved(message.request_ids, now))
-            else:
-                self._send(self.engine.cancel(message.request_ids, now, keep=message.keep))
-        elif isinstance(message, StopHit):
-            attempts = memoryview(message.attempts).cast("i")
-            self.engine.stop_hit(memoryview(message.request_ids).cast("q"), attempts, now)
-        elif isinstance(message, Resume):
-            self._resume(message, now)
-        elif isinstance(message, Live):
-            self._reconcile(message, now)
-        elif isinstance(message, InFlightReport):
-            self._reconcile_path(message)
-        elif isinstance(message, Unknown):
-            self._send_unknown(unpack_i64(message.request_ids))
-        elif isinstance(message, KvTierResults):
-            self.engine.kv_results(message)
-        elif isinstance(message, StoredBlocks):
-            self.engine.tier_client.add_stored(message)
-        elif isinstance(message, KvQuery):
-            self.engine.kv_admin.take(message, self.process.me.index)
-        elif isinstance(message, KvPins):
-            self.engine.kv_admin.restore_pins(message)
-        elif isinstance(message, Capacity):
-            self.process.log.info(
-                "executor epoch %d has %d blocks of %d tokens, %d slots",
-                message.executor_epoch, message.num_blocks, message.block_size, message.max_num_seqs,
+        handler = self._handlers.get(
+            type(message)
+        )  # None for those of every process, which are handled already
+        if handler is not None:
+            handler(message, self.process.now_ns)
+
+    def _apply_result(self, result: StepResult, now: int) -> None:
+        start_ns = time.monotonic_ns()
+        self.metrics.hop_result.observe(max(0, now - result.sent_ns) * S)
+        flights = self.engine.state.in_flight if self.engine.state else ()
+        if flights and flights[0].step == result.step:
+            self._compare_active_slots(result, flights[0].num_active_slots)
+            self.process.progress += 1
+        effects = self._commit(result, now)
+        self._span("commit", result.step, start_ns)
+        self._send(effects)
+        self._span("send")
+        self.metrics.commit.observe((time.monotonic_ns() - start_ns) * S)
+
+    def _admit(self, admit: Admit, now: int) -> None:
+        start_ns = time.monotonic_ns()
+        self.metrics.hop_in.observe(max(0, now - admit.sent_ns) * S)
+        self._send(self.engine.admit(admit, now))
+        self._span("admit", len(admit.prompt_ids), start_ns)
+
+    def _cancel(self, cancel: Cancel, now: int) -> None:
+        if cancel.moved:
+            self._send(self.engine.forget_moved(cancel.request_ids, now))
+        else:
+            self._send(self.engine.cancel(cancel.request_ids, now, keep=cancel.keep))
+
+    def _apply_capacity(self, capacity: Capacity, now: int) -> None:
+        """Start on an executor with empty tables, and log its size and the failure that emptied them."""
+        self.process.log.info(
+            "executor epoch %d has %d blocks of %d tokens, %d slots",
+            capacity.executor_epoch, capacity.num_blocks, capacity.block_size, capacity.max_num_seqs,
+        )  # fmt: skip
+        effects = self.engine.capacity(capacity, now)
+        if capacity.failure or self.engine.suspects.trial is not None:
+            self.process.log.warning(
+                "the executor %s; %s", f"failed in a step: {capacity.failure}" if capacity.failure else "died",
+                self.engine.suspects.describe(),
             )  # fmt: skip
-            effects = self.engine.capacity(message, now)
-            if message.failure or self.engine.suspects.trial is not None:
-                self.process.log.warning(
-                    "the executor %s; %s", f"failed in a step: {message.failure}" if message.failure else "died",
-                    self.engine.suspects.describe(),
-                )  # fmt: skip
-            for failed in effects.failed:
-                self.process.log.error("request %d ends: %s", failed.request_id, failed.message)
-            self._send(effects)
-            if self.engine.state is not None:
-                self.metrics.note_limits(self.engine.state.limits)
-                self.process.send_metrics()
+        for failed in effects.failed:
+            self.process.log.error("request %d ends: %s", failed.request_id, failed.message)
+        self._send(effects)
+        if self.engine.state is not None:
+            self.metrics.note_limits(self.engine.state.limits)
+            self.process.send_metrics()
 
     def _commit(self, result: StepResult, now: int) -> StepMessages:
         """Commit a step's result and observe its token count."""
@@ -221,12 +235,6 @@ class Core:
         self.metrics.step_tokens.observe(counters.computed_tokens + counters.first_tokens - num_before)
         return effects
 
-    def _retry_resumes(self) -> None:
-        """Retry the deferred queries."""
-        resumes, self._resumes = self._resumes, []
-        for resume in resumes:
-            self._resume(resume, self.process.now_ns)
-
     def _resume(self, message: Resume, now: int) -> None:
         answer, effects = self.engine.resume(message, now)
         self._send(effects)
@@ -238,25 +246,16 @@ class Core:
 
     def _reconcile(self, account: Live, now: int) -> None:
         """Drop requests that are alive here but unknown to their frontend."""
-        slot = account.sender.index, epoch_tag(account.sender.epoch)
-        ours = [request_id for request_id in self.engine.live_ids() if frontend_of(request_id) == slot]
-        orphans = self._reconcilers.compare(slot, unpack_i64(account.request_ids), ours).orphans
+        orphans = self._reconciliation.orphans(account)
         if orphans:
             self._note_differences("alive here, but unknown to their frontend", orphans)
             self._send(self.engine.drop(orphans, now))
 
-    def _reconcile_path(self, account: InFlightReport) -> None:
+    def _reconcile_path(self, account: InFlightReport, now: int) -> None:
         """Report forwarded requests that are not alive here as unknown, so that their frontend resends them."""
-        if self.engine.state is None or account.sender.index in self._early:
+        if self.engine.state is None or account.sender.index in self._early.waiting:
             return  # the requests may be queued here
-        ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
-        ours = [
-            request_id
-            for request_id, attempt in zip(ids, attempts, strict=True)
-            if self.engine.is_alive(request_id, attempt)
-        ]
-        path = (account.sender.index, account.tokenizer), epoch_tag(account.sender.epoch)
-        unknown = self._path_reconcilers.compare(path, ids, ours).unknown
+        unknown = self._reconciliation.unknown(account)
         if unknown:
             self._note_differences("awaited by a frontend, but not alive here", unknown)
             self._send_unknown(unknown)
@@ -279,9 +278,8 @@ class Core:
         """Send `Unknown` to the frontends of these requests, so that they resend them."""
         if not request_ids:
             return
-        for index, ids in by_slot(
-            (frontend_of(request_id)[0], request_id) for request_id in request_ids
-        ).items():
+        slots = by_slot((frontend_of(request_id)[0], request_id) for request_id in request_ids)
+        for index, ids in slots.items():
             self.process.peers.send(Role.FRONTEND, index, Unknown(pack_i64(ids)))
 
     def _report_live(self) -> None:
@@ -319,7 +317,8 @@ class Core:
 
     def _publish(self) -> None:
         """Send finished prefix exports to frontends and publish this iteration's KV events."""
-        for frontend, report in self.engine.kv_admin.files.take_done():
+        files = self.engine.kv_admin.files
+        for frontend, report in files.take_done() if files.done else ():
             self.process.peers.send(Role.FRONTEND, frontend, report)
         state = self.engine.state
         events = None if state is None or state.events is None else state.events.take()
@@ -329,10 +328,11 @@ class Core:
 
     def _send_transfers(self) -> None:
         """Send KV transfers: after the plans that write a block, before any plan that could overwrite it."""
-        changed_pins = self.engine.kv_admin.take_changes()
-        for message in (*self.engine.kv_requests(self.process.now_ns), changed_pins):
-            if message is not None:
-                self.process.peers.send(Role.EXECUTOR, self.process.me.index, message)
+        for message in self.engine.kv_requests(self.process.now_ns):
+            self.process.peers.send(Role.EXECUTOR, self.process.me.index, message)
+        if self.engine.kv_admin.has_changes:
+            pins = self.engine.kv_admin.take_changes()
+            self.process.peers.send(Role.EXECUTOR, self.process.me.index, pins)
 
     def _send(self, effects: StepMessages) -> None:
         peers = self.process.peers
@@ -382,17 +382,6 @@ class Core:
         """Return True when the connected executor has the known epoch. Waiting for another is not a stall of the core."""
         known = self.engine.executor_epoch
         return known is not None and self.process.peers.epoch(Role.EXECUTOR, self.process.me.index) == known
-
-
-def _sender(message: Admit | Cancel | Resume) -> int:
-    """Return the index of the frontend that sent the message."""
-    match message:
-        case Resume():
-            return message.frontend
-        case Admit():
-            return frontend_of(message.request_id)[0]
-        case _:
-            return frontend_of(message.request_ids[0])[0] if message.request_ids else 0
 
 
 def run(me: WorkerId, config: EngineConfig) -> None:

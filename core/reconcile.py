@@ -11,6 +11,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from quintet.core.engine import Engine
+from quintet.wire.codec import unpack_i32, unpack_i64
+from quintet.wire.ids import epoch_tag, frontend_of
+from quintet.wire.messages import Admit, Cancel, InFlightReport, Live, Resume
+
 
 @dataclass(slots=True)
 class Differences:
@@ -57,9 +62,47 @@ class Reconcilers:
         return self._by_frontend[frontend].compare(theirs, ours)
 
 
+class Reconciliation:
+    """Compares the reports of all frontends with the requests of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._direct = Reconcilers()
+        self._by_path = Reconcilers()
+        """Per path, a pair of frontend and tokenizer."""
+
+    def orphans(self, account: Live) -> list[int]:
+        """Return the requests of a frontend that are alive here, but not there."""
+        slot = account.sender.index, epoch_tag(account.sender.epoch)
+        ours = [request_id for request_id in self._engine.live_ids() if frontend_of(request_id) == slot]
+        return self._direct.compare(slot, unpack_i64(account.request_ids), ours).orphans
+
+    def unknown(self, account: InFlightReport) -> list[int]:
+        """Return the requests that a tokenizer has forwarded for a frontend, but that are not alive here."""
+        ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
+        ours = [
+            request_id
+            for request_id, attempt in zip(ids, attempts, strict=True)
+            if self._engine.is_alive(request_id, attempt)
+        ]
+        path = (account.sender.index, account.tokenizer), epoch_tag(account.sender.epoch)
+        return self._by_path.compare(path, ids, ours).unknown
+
+
 def by_slot(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     """Group ``(frontend, request id)`` by frontend."""
     grouped: dict[int, list[int]] = {}
     for frontend, request_id in pairs:
         grouped.setdefault(frontend, []).append(request_id)
     return grouped
+
+
+def frontend_index(message: Admit | Cancel | Resume) -> int:
+    """Return the index of the frontend that sent the message."""
+    match message:
+        case Resume():
+            return message.frontend
+        case Admit():
+            return frontend_of(message.request_id)[0]
+        case _:
+            return frontend_of(message.request_ids[0])[0] if message.request_ids else 0

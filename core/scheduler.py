@@ -20,7 +20,7 @@ it fits alone. So at least one request always progresses, and there is no livelo
 
 from __future__ import annotations
 
-from quintet.core import block_manager, recurrent_state
+from quintet.core import block_manager, forks, recurrent_state
 from quintet.core.hooks import PrefixMatch
 from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
@@ -173,7 +173,7 @@ def _admit_waiting(state: SchedulerState, step: StepBuilder, budget: int, now_ns
     position = 0
     while budget > 0 and position < len(waiting) and len(running) < max_running:
         request = waiting[position]
-        if not all(hook(state, request) for hook in state.hooks.can_schedule):
+        if not _may_enter(state, request):
             position += 1
             continue
         found = _longest_source(state, request)
@@ -196,6 +196,14 @@ def _admit_waiting(state: SchedulerState, step: StepBuilder, budget: int, now_ns
     return position
 
 
+def _may_enter(state: SchedulerState, request: Request) -> bool:
+    """Return True when a waiting request may enter; otherwise later ones pass it."""
+    if not state.may_run(request) or (request.parent and not forks.can_enter(state, request.parent)):
+        return False
+    hooks = state.hooks.can_schedule
+    return not hooks or all(hook(state, request) for hook in hooks)
+
+
 def _catch_up(state: SchedulerState, step: StepBuilder, request: Request) -> None:
     """Replace the next blocks of a prefilling request by full ones that others have computed since."""
     found = _longest_source(state, request)
@@ -211,7 +219,8 @@ def _compute(state: SchedulerState, step: StepBuilder, request: Request, count: 
 
 
 def _longest_source(state: SchedulerState, request: Request) -> PrefixMatch:
-    best = NO_MATCH
+    """Return the longest match of a prefix; of equal ones, that of the last hook."""
+    best = (request.parent and forks.match_prompt(state, request, request.parent)) or NO_MATCH
     for hook in state.hooks.match_prefix:
         found = hook(state, request)
         if found is not None and found.num_tokens >= best.num_tokens:
@@ -232,7 +241,8 @@ def _enter(
     block_manager.fill(state, step, request, found, num_own)
     if request.parent is not None:
         state.release_fork_state(request.parent)
-    state.pool.tiers.forget(request.request_id)
+    if state.pool.tiers.is_configured:
+        state.pool.tiers.forget(request.request_id)
     request.planned = request.computed = found.num_tokens
     block_size = state.limits.block_size
     num_restored = max(map(len, found.restored)) if found.restored else 0

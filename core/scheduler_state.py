@@ -135,11 +135,6 @@ class SchedulerState:
     num_deferred: int = 0
     """Waiting requests that others passed in the last step for another reason than missing blocks."""
 
-    def enable_kv_events(self) -> None:
-        """Start to record KV events for external routers."""
-        self.events = KvEvents(self.limits.groups)
-        self.pool.tiers.evict_listener = self.events.removed
-
     @property
     def fence(self) -> int | None:
         """The step after which a block released now may be reused; None when it may be reused at once."""
@@ -148,7 +143,7 @@ class SchedulerState:
     @property
     def is_waiting_for_contents(self) -> bool:
         """True when no step is in flight but KV transfers are: there may be nothing to compute until they finish."""
-        return not self.in_flight and self.pool.tiers.is_fetching
+        return not self.in_flight and self.pool.tiers.is_configured and self.pool.tiers.is_fetching
 
     @property
     def num_unreserved(self) -> int:
@@ -236,7 +231,8 @@ class SchedulerState:
             self._leave(request)
         else:
             self._remove(self.waiting, request)
-            self.pool.tiers.forget(request.request_id)
+            if self.pool.tiers.is_configured:
+                self.pool.tiers.forget(request.request_id)
             if request.parent is not None:
                 self.release_fork_state(request.parent)
         request.status = Status.ENDED
@@ -287,7 +283,8 @@ class SchedulerState:
         request.register_at = (num_full + 1) * block_size
         if self.events is not None:
             self.events.stored(request, first, num_full)
-        self.pool.tiers.completed(digests, first, num_full)
+        if self.pool.tiers.is_configured:
+            self.pool.tiers.completed(digests, first, num_full)
         if self.limits.groups.is_plain:
             blocks = request.kv.held[0].blocks
             for position in range(first, num_full):
@@ -319,7 +316,8 @@ class SchedulerState:
             return
         for group, block in states.items():
             index.register(key_of(before, group), block)
-        self.pool.tiers.completed_state(digests, num_full)
+        if self.pool.tiers.is_configured:
+            self.pool.tiers.completed_state(digests, num_full)
 
     def release_fork_state(self, request: Request) -> None:
         """Release the initial state of a request's further choices, once none of them waits."""

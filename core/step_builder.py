@@ -89,12 +89,12 @@ class StepBuilder:
                 seed=request.seed,
                 stop_ids=request.stop_ids,
                 bad_word_ids=request.bad_word_ids,
-                num_embedded=num_leading(request.embeds),
+                num_embedded=num_leading(request.embeds) if request.embeds else 0,
                 draft_scope=int.from_bytes(request.salt_digest[:8], "little"),
             )
         )
         for index, held in enumerate(request.kv.held):
-            if groups.all[index].is_state:
+            if index in groups.states:
                 self.blocks += (slot, index, 0, held.blocks[0], slot, index, 1, held.blocks[-1])
                 continue
             for position, block in enumerate(held.blocks, held.begin):
@@ -134,7 +134,8 @@ class StepBuilder:
             num_active_slots=len(state.running),
             planned_ns=now_ns,
         )
-        swaps_out = state.pool.tiers.take_copies()
+        tiers = state.pool.tiers
+        swaps_out = tiers.take_copies() if tiers.is_configured else []
         plan = StepPlan(
             step=state.step,
             sent_ns=now_ns,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quintet.detokenizer_proc.incremental import PieceTable
+from quintet.detokenizer_proc.queries import Queries
 from quintet.detokenizer_proc.rows import Cores, Steps
-from quintet.detokenizer_proc.text_state import TextState
 from quintet.detokenizer_proc.vocabulary import load_vocabulary
+from quintet.process.child import child_main
 from quintet.process.pending_topology import PendingTopology
-from quintet.process.runtime import Process, child_main
-from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
+from quintet.process.runtime import Process
+from quintet.wire.codec import pack_i32, pack_i64, unpack_i64
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.dropped import Dropped
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of, is_newer
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import (
@@ -24,56 +24,18 @@ from quintet.wire.messages import (
     DetokenizeQuery,
     Failed,
     Live,
-    Open,
     StopHit,
     Text,
     Tokens,
     Unknown,
 )
-from quintet.wire.params import check_token_ids
-from quintet.wire.request import Echo
 from quintet.wire.supervision import Drain, Drained, Topology
-
-QUERY_SLICE = 4096
-"""Tokens of a `DetokenizeQuery` decoded per loop iteration; bounds the delay of a step by a query."""
 
 MAX_QUEUED_TEXTS = 4096
 """Messages queued for frontends that are not in the topology yet. Requests of further messages fail."""
 
 MAX_FAILED = 1 << 16
 """Failed requests kept until their frontend is in the topology."""
-
-
-class QueryJob:
-    """A `DetokenizeQuery` in progress, decoded in slices."""
-
-    def __init__(self, query: DetokenizeQuery, token_ids: Sequence[int], state: TextState) -> None:
-        self.query = query
-        self._token_ids = token_ids
-        self._state = state
-        self._position = 0
-        self._parts: list[str] = []
-
-    def advance(self) -> Detokenized | None:
-        """Decode one slice; return the answer after the last slice."""
-        state, end = self._state, self._position + QUERY_SLICE
-        self._parts.append(state.add(self._token_ids[self._position : end]))
-        self._position = end
-        if end < len(self._token_ids) and state.hit is None:
-            return None
-        if state.hit is None:
-            self._parts.append(state.finish(is_cut=self.query.is_cut))
-        answer = Detokenized(self.query.query_id, "".join(self._parts))
-        reader = state.reader
-        if reader is not None:
-            answer.spans = reader.take_spans()
-            answer.num_reasoning_tokens, answer.num_calls = reader.num_reasoning_tokens, reader.num_calls
-        return answer
-
-
-def _open_without_request(query_id: int) -> Open:
-    """Return the `Open` of a text without a request: empty prompt, special tokens shown."""
-    return Open(query_id, 0, 0, b"", [], False, False, True, True, Echo.NONE, False, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +57,7 @@ class Detokenizer:
         self._showing, self._skipping = tables.showing, tables.skipping
         self._first = Steps(self._skipping, self._showing)
         self._cores = Cores(self._first)
-        self._jobs: deque[QueryJob] = deque()
+        self._queries = Queries(process.peers, self._first, self._showing.num_ids)
         self._queued_texts: PendingTopology[tuple[int, int], tuple[int, int, Text]] = PendingTopology(
             MAX_QUEUED_TEXTS
         )
@@ -129,7 +91,7 @@ class Detokenizer:
         """Handle messages until stopped."""
         process = self._process
         while True:
-            messages = process.receive(0.0 if self._jobs else None)
+            messages = process.receive(0.0 if self._queries.jobs else None)
             # The outboxes already follow a topology of this batch: send queued messages before handling the new ones.
             if any(isinstance(message, Topology) for message in messages):
                 self._follow()
@@ -139,10 +101,10 @@ class Detokenizer:
                 self._num_stop_hits.inc(len(hits))
                 ids, attempts = zip(*hits, strict=True)
                 process.peers.send(Role.CORE, core, StopHit(pack_i64(ids), pack_i32(attempts)))
-            if self._jobs:
-                self._advance_query()
+            if self._queries.jobs:
+                self._queries.advance()
             num_open = self._cores.num_open
-            process.pending = num_open + len(self._jobs)
+            process.pending = num_open + len(self._queries.jobs)
             self._num_open.set(num_open)
             # Count each iteration as progress: an open request without new tokens is not a stall of this process.
             process.progress += 1
@@ -155,7 +117,7 @@ class Detokenizer:
             case Tokens():
                 self._apply(message)
             case DetokenizeQuery():
-                self._accept_query(message)
+                self._queries.accept(message)
             case Live():
                 self._reconcile(message)
             case Dropped():
@@ -259,33 +221,6 @@ class Detokenizer:
         for index, tag, text in self._queued_texts.take():
             self._deliver(index, tag, text)
         self._send_failures()
-
-    def _accept_query(self, query: DetokenizeQuery) -> None:
-        token_ids = unpack_i32(query.token_ids)
-        try:
-            check_token_ids(token_ids, self.vocab_size, "tokens")
-        except RequestError as error:
-            failed = Failed(query.query_id, error.code, error.message, error.param)
-            self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
-            return
-        state = self._first.text_state(query.opened or _open_without_request(query.query_id))
-        self._jobs.append(QueryJob(query, token_ids, state))
-
-    def _advance_query(self) -> None:
-        job = self._jobs.popleft()
-        answer = job.advance()
-        if answer is None:
-            self._jobs.append(job)
-        else:
-            self._answer(job.query, answer)
-
-    def _answer(self, query: DetokenizeQuery, answer: Detokenized) -> None:
-        try:
-            self._process.peers.send(Role.FRONTEND, query.frontend, answer)
-        except FrameTooLarge as error:
-            cause = f"The text has {error.num_bytes} bytes, but at most {error.most} are allowed; send fewer tokens."
-            failed = Failed(query.query_id, ErrorCode.TOO_LARGE, cause, "tokens")
-            self._process.peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
 
 
 def _requests_in(text: Text) -> list[int]:

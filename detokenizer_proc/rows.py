@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from quintet.detokenizer_proc import logprobs
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.output_parsing import OutputParsers
-from quintet.detokenizer_proc.stops import StopCache
+from quintet.detokenizer_proc.stops import StopAutomaton, StopCache
 from quintet.detokenizer_proc.text_state import TextBuilder, TextState
 from quintet.wire.channels import RowSpans
 from quintet.wire.codec import unpack_i32, unpack_i64
@@ -202,7 +202,10 @@ class Steps:
     def text_state(self, opened: Open) -> TextState:
         """Return the text state of an output without an open request."""
         table, reader = self._parsers.table_of(opened), self._parsers.reader_of(opened)
-        return TextState(opened, table, self._stops.automaton(opened.stop), reader)
+        return TextState(opened, table, self._stops_of(opened), reader)
+
+    def _stops_of(self, opened: Open) -> StopAutomaton | None:
+        return self._stops.automaton(opened.stop) if opened.stop else None
 
     def _begin(self, opened: Open) -> None:
         request_id = opened.request_id
@@ -211,9 +214,11 @@ class Steps:
             self.stop_hits.append((request_id, opened.attempt))
             return
         self._ended.pop(request_id, None)
-        stops = self._stops.automaton(opened.stop)
-        table, reader = self._parsers.table_of(opened), self._parsers.reader_of(opened)
-        request = OpenRequest(opened, table, stops, reader, self._parsers.echo_table_of(opened))
+        if opened.parsing is None and not opened.echo:
+            table = self._skipping if opened.skip_special_tokens else self._showing
+            request = OpenRequest(opened, table, self._stops_of(opened))
+        else:
+            request = self._parsed_request(opened)
         request.builder = self._builder_of(request_id)
         request.prompt_offsets = request.drafts = None
         self._open[request_id] = request
@@ -225,6 +230,11 @@ class Steps:
             self._apply_row(
                 request, opened.num_seen, outputs[opened.num_seen :], FinishReason.NONE, False, None
             )
+
+    def _parsed_request(self, opened: Open) -> OpenRequest:
+        """Return a request with parsed output or an echoed prompt."""
+        table, reader = self._parsers.table_of(opened), self._parsers.reader_of(opened)
+        return OpenRequest(opened, table, self._stops_of(opened), reader, self._parsers.echo_table_of(opened))
 
     def _builder_of(self, request_id: int) -> TextBuilder:
         key = frontend_of(request_id)

@@ -129,10 +129,8 @@ class StopCache:
         self._automata: dict[tuple[str, ...], StopAutomaton] = {}
         self._num_characters = 0
 
-    def automaton(self, stops: Sequence[str]) -> StopAutomaton | None:
-        """Return the automaton of these strings; None for an empty sequence."""
-        if not stops:
-            return None
+    def automaton(self, stops: Sequence[str]) -> StopAutomaton:
+        """Return the automaton of these strings."""
         key = tuple(stops)
         known = self._automata.pop(key, None)
         if known is None:

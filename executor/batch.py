@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,11 +13,8 @@ from quintet.executor.backends.cpu.ops.paged_attention import MAX_FOLDED_TOKENS,
 from quintet.executor.backends.cpu.ops.state_rows import StateRows
 from quintet.executor.memory import to_device
 from quintet.executor.models.layers.attention import AttentionWindow, Heads
-from quintet.executor.ragged import ranges
-from quintet.executor.slots import SlotTables
-from quintet.wire.step import StepPlan
-
-Int = NDArray[np.int64]
+from quintet.executor.ragged import Int, ranges
+from quintet.executor.slots import Rows, SlotTables
 
 GATHER_BYTES = 32 << 20
 """Limit on a group's gathered keys and values, so that they fit the processor's caches."""
@@ -29,58 +25,6 @@ MAX_PADDING = 1.25
 
 View = tuple[int, AttentionWindow, Heads]
 """A layer's view: block table group, visible tokens, heads."""
-
-
-class Rows:
-    """A plan's rows as host columns, int64[R], each computed on first use: most steps use few."""
-
-    def __init__(self, plan: StepPlan) -> None:
-        self.plan = plan
-
-    @cached_property
-    def slots(self) -> Int:
-        """Each row's slot."""
-        return np.frombuffer(self.plan.slots, np.int32).astype(np.int64)
-
-    @cached_property
-    def starts(self) -> Int:
-        """The position of each row's first token."""
-        return np.frombuffer(self.plan.starts, np.int32).astype(np.int64)
-
-    @cached_property
-    def counts(self) -> Int:
-        """Tokens of each row."""
-        return np.frombuffer(self.plan.counts, np.int32).astype(np.int64)
-
-    @cached_property
-    def offsets(self) -> Int:
-        """Index of each row's first token among the step's."""
-        return np.cumsum(self.counts) - self.counts
-
-    @cached_property
-    def sampling(self) -> Int:
-        """int64[S]: the row of each drawn token. A row draws after each of its last ``samples`` tokens."""
-        return self._draws[0]
-
-    @cached_property
-    def draw_positions(self) -> Int:
-        """int64[S]: the position of each drawn token."""
-        return self._draws[1]
-
-    @cached_property
-    def draw_tokens(self) -> Int:
-        """int64[S]: the index, among the step's tokens, of the token before each draw."""
-        rows, positions = self._draws
-        return self.offsets[rows] + positions - self.starts[rows] - 1
-
-    @cached_property
-    def _draws(self) -> tuple[Int, Int]:
-        samples = np.frombuffer(self.plan.samples, np.uint8)
-        if samples.max(initial=0) > 1:
-            num_draws = samples.astype(np.int64)
-            return ranges(self.starts + self.counts - num_draws + 1, num_draws)
-        rows = np.flatnonzero(samples)
-        return rows, self.starts[rows] + self.counts[rows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
+from quintet.executor.slots import Rows
 from quintet.wire.embeds import EmbedsSpan
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -49,14 +49,11 @@ class InFlight:
     def __init__(self, inbox: Receives) -> None:
         """``inbox``: the inbox at which the loop waits."""
         self._inbox = inbox
-        self._steps: deque[StartedStep] = deque()
+        self.steps: deque[StartedStep] = deque()
+        """Steps with an outstanding wakeup, oldest first."""
         self._wakeup: Wakeup | None = None
         self._to_wait_for: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-
-    def __bool__(self) -> bool:
-        """Return whether a wakeup is outstanding."""
-        return bool(self._steps)
 
     def add(self, started: StartedStep) -> None:
         """Append a step; the thread wakes the loop at its end."""
@@ -67,20 +64,20 @@ class InFlight:
                 target=self._wait_for_each, args=(self._wakeup,), name="device", daemon=True
             )
             self._thread.start()
-        self._steps.append(started)
+        self.steps.append(started)
         self._to_wait_for.put(started.pending)
 
     def ended(self, count: int) -> Iterator[StartedStep]:
         """Remove the ``count`` oldest steps, and yield the unsettled ones in order."""
         for _ in range(count):
-            started = self._steps.popleft()
+            started = self.steps.popleft()
             if not started.is_settled:
                 started.is_settled = True
                 yield started
 
     def unsettled(self) -> Iterator[StartedStep]:
         """Mark and yield the unsettled steps in order, before their wakeups."""
-        for started in self._steps:
+        for started in self.steps:
             if not started.is_settled:
                 started.is_settled = True
                 yield started

@@ -45,7 +45,7 @@ class OomSplit:
         """
         self._release = release
         self._continue_states = continue_states
-        self._max_tokens: int | None = None
+        self.max_tokens: int | None = None
         """Token limit of a step that cannot be repeated, once a larger one ran out of memory."""
         self.num_split = 0
 
@@ -65,9 +65,7 @@ class OomSplit:
     def is_to_be_cut(self, plan: StepPlan) -> bool:
         """Return whether to split before the first attempt: the step is not repeatable and exceeds the known limit."""
         return (
-            self._max_tokens is not None
-            and num_tokens(plan) > self._max_tokens
-            and not self._can_repeat(plan)
+            self.max_tokens is not None and num_tokens(plan) > self.max_tokens and not self._can_repeat(plan)
         )
 
     def note_shortage(self, plan: StepPlan, error: torch.OutOfMemoryError) -> None:
@@ -109,15 +107,15 @@ class OomSplit:
 
     def _compute_and_record(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
         result = compute(plan)
-        if self._max_tokens is not None:
-            self._max_tokens = max(self._max_tokens, num_tokens(plan))
+        if self.max_tokens is not None:
+            self.max_tokens = max(self.max_tokens, num_tokens(plan))
         return result
 
     def _record_shortage(self, plan: StepPlan) -> bool:
         """Lower the token limit; return whether the step can be split and repeated."""
         count = num_tokens(plan)
         if self._continue_states is not None:
-            self._max_tokens = max(1, count // 2)
+            self.max_tokens = max(1, count // 2)
         return count > 1 and self._can_repeat(plan)
 
     def _can_repeat(self, plan: StepPlan) -> bool:

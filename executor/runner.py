@@ -6,10 +6,10 @@ from typing import Protocol
 
 import torch
 
-from quintet.executor.batch import Int, Rows
+from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 
 
 class LogitsSource(Protocol):

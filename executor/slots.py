@@ -1,4 +1,4 @@
-"""The slot tables: the executor's state of each running request, one fixed row per slot.
+"""The slot tables: the executor's state of each running request, one fixed row per slot; and the rows of a plan.
 
 Only plans change them: freed slots first, then new rows, then block entries. Block ids and lengths are on the host,
 which computes indexes from them. Token ids are on the device: the sampler writes drawn tokens there, so a plan can
@@ -10,15 +10,69 @@ refer to a token before the host knows it.
 from __future__ import annotations
 
 import copy
+from functools import cached_property
 from zlib import crc32
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quintet.executor.memory import lazy_zeros, to_device
+from quintet.executor.memory import lazy_zeros
+from quintet.executor.ragged import Int, ranges
 from quintet.wire.kv_spec import KvSpec
 from quintet.wire.step import StepPlan
+
+
+class Rows:
+    """A plan's rows as host columns, int64[R], each computed on first use: most steps use few."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+    @cached_property
+    def slots(self) -> Int:
+        """Each row's slot."""
+        return np.frombuffer(self.plan.slots, np.int32).astype(np.int64)
+
+    @cached_property
+    def starts(self) -> Int:
+        """The position of each row's first token."""
+        return np.frombuffer(self.plan.starts, np.int32).astype(np.int64)
+
+    @cached_property
+    def counts(self) -> Int:
+        """Tokens of each row."""
+        return np.frombuffer(self.plan.counts, np.int32).astype(np.int64)
+
+    @cached_property
+    def offsets(self) -> Int:
+        """Index of each row's first token among the step's."""
+        return np.cumsum(self.counts) - self.counts
+
+    @cached_property
+    def sampling(self) -> Int:
+        """int64[S]: the row of each drawn token. A row draws after each of its last ``samples`` tokens."""
+        return self._draws[0]
+
+    @cached_property
+    def draw_positions(self) -> Int:
+        """int64[S]: the position of each drawn token."""
+        return self._draws[1]
+
+    @cached_property
+    def draw_tokens(self) -> Int:
+        """int64[S]: the index, among the step's tokens, of the token before each draw."""
+        rows, positions = self._draws
+        return self.offsets[rows] + positions - self.starts[rows] - 1
+
+    @cached_property
+    def _draws(self) -> tuple[Int, Int]:
+        samples = np.frombuffer(self.plan.samples, np.uint8)
+        if samples.max(initial=0) > 1:
+            num_draws = samples.astype(np.int64)
+            return ranges(self.starts + self.counts - num_draws + 1, num_draws)
+        rows = np.flatnonzero(samples)
+        return rows, self.starts[rows] + self.counts[rows]
 
 
 class SlotTables:
@@ -53,8 +107,8 @@ class SlotTables:
         """Apply the plan's deltas to all tables."""
         self.note(plan)
         for row in plan.new_rows:
-            tokens = np.frombuffer(row.token_ids, np.int32)
-            self.token_ids[row.slot, : len(tokens)] = to_device(tokens.copy(), self.device)
+            tokens = torch.frombuffer(bytearray(row.token_ids), dtype=torch.int32)
+            self.token_ids[row.slot, : len(tokens)] = tokens
 
     def note(self, plan: StepPlan) -> None:
         """Apply the plan's deltas to the host tables only; the caller copies new rows' tokens to the device."""

@@ -11,9 +11,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from quintet.executor.backends.cpu.ops.huge_pages import gather_some, has_small_pages
+from quintet.executor.backends.cpu.ops.huge_pages import gather_some
 from quintet.executor.backends.cpu.program.stage import Stage
-from quintet.executor.batch import Rows
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.library import Note, OrderKind
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves, open_whole_blocks
@@ -27,7 +26,7 @@ from quintet.executor.runner import Runner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
-from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
+from quintet.executor.slots import Rows, SlotTables, TablesDiffer, check_tables
 from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
 from quintet.executor.speculation.draft_states import DraftStates
 from quintet.executor.speculation.drafters import DRAFTERS, Drafter
@@ -57,7 +56,9 @@ class Worker:
         self.num_blocks = num_blocks = context.num_blocks()
         self.facts = context.facts(num_blocks)
         self.runner = runner
-        self._pages, self._span = context.pages, context.span
+        self._span = context.span
+        self._pages = [each for each in context.pages if each.is_fragmented]
+        """Memory with small pages left."""
         self._ranks = ranks = context.ranks
         self._stage = stage
         self.experts = None if stage is None else stage.expert_counts
@@ -144,8 +145,7 @@ class Worker:
         """True if weights of any rank remain on small pages, or experts on overloaded ranks."""
         if self._stage is not None and self._stage.has_idle_tasks:
             return True
-        is_fragmented = has_small_pages(self._pages)
-        return is_fragmented or (self._ranks is not None and self._ranks.noted(Note.IDLE_TASKS) > 0)
+        return bool(self._pages) or (self._ranks is not None and self._ranks.noted(Note.IDLE_TASKS) > 0)
 
     def run_idle_task(self) -> None:
         """Move some weights to huge pages on every rank, or copy an expert to another rank."""
@@ -154,6 +154,7 @@ class Worker:
         if self._ranks is not None:
             self._ranks.send_idle_task()
         gather_some(self._pages)
+        self._pages = [each for each in self._pages if each.is_fragmented]
 
     @property
     def num_split(self) -> int:
@@ -191,7 +192,13 @@ class Worker:
         self._span("tables", plan.step)
         if not plan.slots:
             return StepResult(plan.step, 0, b"")
-        return self._oom_split.compute(plan, self._compute)
+        if self._oom_split.max_tokens is not None:
+            return self._oom_split.compute(plan, self._compute)
+        try:
+            return self._compute(plan)
+        except torch.OutOfMemoryError as error:
+            self._oom_split.note_shortage(plan, error)
+        return self._oom_split.compute_in_parts(plan, self._compute)
 
     def _compute(self, plan: StepPlan) -> StepResult:
         """Compute a plan, or a part of one, with drafts where it allows them. The tables already hold its deltas."""

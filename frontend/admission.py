@@ -10,8 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from quintet.frontend.load_balancing.load_ledger import LoadLedger
-from quintet.frontend.prompt_size import embeds_bytes
+from quintet.frontend.load_balancing.load_ledger import LoadLedger, embeds_bytes
 from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from quintet.frontend.streams import Stream
 from quintet.process.deadlines import DeadlineHeap
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.messages import Finish, FinishReason
 
 
 class DeadlineTimer:
@@ -58,10 +57,9 @@ class DeadlineTimer:
                 self._on_expired(stream)
 
 
-def is_expired_by_core(stream: Stream, finish: Finish, now_ns: int) -> bool:
-    """Test whether the core aborted the request for its deadline, before the timer here fired."""
-    is_unrequested = finish.reason is FinishReason.ABORT and not stream.is_cancelled
-    return is_unrequested and 0 < stream.submit.spec.deadline_ns <= now_ns
+def is_expired_by_core(stream: Stream, now_ns: int) -> bool:
+    """Test whether the core aborted a request for its deadline, before the timer here fired."""
+    return not stream.is_cancelled and 0 < stream.submit.spec.deadline_ns <= now_ns
 
 
 def expired(stream: Stream) -> RequestError:

@@ -7,30 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import importlib
-import inspect
 import os
 import resource
 import socket
-import ssl
-from collections.abc import Callable, Iterator, Sequence
-from typing import cast
 
 import msgspec
-import uvicorn
 import uvloop
-from starlette.middleware.base import BaseHTTPMiddleware
-from starlette.types import ASGIApp
 
-from quintet.frontend.api.openai.errors import ERRORS
 from quintet.frontend.app import FrontendApp
-from quintet.frontend.http.auth import with_cors
-from quintet.frontend.http.connection import IDLE_S, Protocol, bound_send_buffer
+from quintet.frontend.http.connection import bound_send_buffer
+from quintet.frontend.http.server import make_server
 from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox
 from quintet.frontend.service import Service
-from quintet.process.runtime import HandlerError, Process, Stopping, child_main
-from quintet.wire.config import EngineConfig, FrontendConfig
+from quintet.process.child import child_main
+from quintet.process.runtime import HandlerError, Process, Stopping
+from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.supervision import SlotState, Topology
@@ -44,66 +35,6 @@ POLL_S = 0.1
 LAG_INTERVAL_S = 1.0
 TOPOLOGY_TIMEOUT_S = 1.0
 """Maximum wait for the supervisor's acknowledgement before the first accept; connections queue in the socket until then."""
-
-
-def wrap_middleware(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
-    """Wrap the application in ASGI middleware given by dotted name; the last name is the outermost, as in vLLM.
-
-    A class takes the application. A coroutine function takes the request and `call_next`. Raises `ConfigError`.
-    """
-    for name in names:
-        module, _, attribute = name.rpartition(".")
-        try:
-            found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"--middleware {name!r} cannot be imported: {error}") from None
-        if inspect.isclass(found):
-            app = cast(Callable[[ASGIApp], ASGIApp], found)(app)
-        elif inspect.iscoroutinefunction(found):
-            app = BaseHTTPMiddleware(app, dispatch=found)
-        else:
-            raise ConfigError(f"--middleware {name!r} must be a class or a coroutine function")
-    return app
-
-
-class HttpServer(uvicorn.Server):
-    """Uvicorn without signal handlers: the supervisor decides when a child exits."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Install no signal handler."""
-        yield
-
-
-def make_server(app: ASGIApp, config: FrontendConfig) -> HttpServer:
-    """Build the HTTP server; run it with ``serve(sockets=[…])``."""
-    protocol = functools.partial(
-        Protocol,
-        write_timeout_s=config.write_timeout_s,
-        header_timeout_s=config.header_timeout_s,
-        errors=ERRORS,
-    )
-    return HttpServer(
-        uvicorn.Config(
-            wrap_middleware(with_cors(app, config), config.middleware),
-            loop="none",
-            http=cast(type[asyncio.Protocol], protocol),
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=IDLE_S,
-            timeout_graceful_shutdown=1,
-            ssl_certfile=config.ssl_certfile or None,
-            ssl_keyfile=config.ssl_keyfile or None,
-            ssl_ca_certs=config.ssl_ca_certs or None,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
-        )
-    )
 
 
 class Frontend:

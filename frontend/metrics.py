@@ -27,12 +27,9 @@ from quintet.wire.metrics import (
     HistogramSeries,
     Labels,
     Snapshot,
-    add_counters,
-    add_histograms,
     decode_snapshot,
-    merged,
-    supervised,
 )
+from quintet.wire.metrics_merging import add_counters, add_histograms, merged, supervised
 from quintet.wire.supervision import MetricsReport, ProcessMetrics, SlotState
 
 MAX_WAIT_S = 5.0

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from quintet.frontend.load_balancing.dispatcher import Send, too_large
-from quintet.frontend.load_balancing.load_ledger import LoadLedger
-from quintet.frontend.prompt_size import num_prompt_tokens
+from quintet.frontend.load_balancing.load_ledger import LoadLedger, num_prompt_tokens
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId

@@ -12,11 +12,11 @@ import msgspec
 from quintet.frontend.admission import Admission
 from quintet.frontend.http.bodies import MAX_OPEN_BYTES, BodyBuffers
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.http.write_timeout import WriteTimeout
+from quintet.frontend.http.stream_timers import WriteTimeout
 from quintet.frontend.inbox_handlers import InboxHandlers
 from quintet.frontend.load_balancing.dispatcher import Send
 from quintet.frontend.response_store import ResponseStore
-from quintet.process.trace import Span, no_span
+from quintet.process.runtime import Span, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.metrics import CounterSeries, HistogramSeries, Metrics
@@ -90,7 +90,7 @@ class Service:
 
     def handle(self, message: msgspec.Struct) -> None:
         """Apply one message from another process."""
-        self.inbox.handle(message)
+        self.inbox.by_type[type(message)](message)
         self.check_drained()
 
     def _follow(self, topology: Topology) -> None:

@@ -16,8 +16,8 @@ import msgspec
 
 from quintet.frontend.deadlines import DeadlineTimer, expired, is_expired_by_core
 from quintet.frontend.load_balancing.dispatcher import UNENCODABLE, Dispatcher, Send, not_encodable
-from quintet.frontend.load_balancing.load_balancer import Workers
 from quintet.frontend.load_balancing.load_ledger import LoadLedger
+from quintet.frontend.load_balancing.workers import Workers
 from quintet.frontend.reconcile import (
     MAX_RESENDS,
     Report,
@@ -28,9 +28,8 @@ from quintet.frontend.reconcile import (
 from quintet.frontend.resume.stream_state import has_started, resumed_submit
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Mailbox, Received, Stream, StreamChoice
-from quintet.process.trace import Span, no_span
-from quintet.wire.codec import unpack_i32, unpack_i64
-from quintet.wire.columns import ID_BYTES
+from quintet.process.runtime import Span, no_span
+from quintet.wire.codec import ID_BYTES, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import RequestIds, Role, WorkerId
@@ -240,7 +239,7 @@ class Sessions:
             if choice is None:
                 self.metrics.duplicate_endings.inc()
                 continue
-            if is_expired_by_core(choice.stream, finish, now):
+            if finish.reason is FinishReason.ABORT and is_expired_by_core(choice.stream, now):
                 self._fail(choice.stream, expired(choice.stream))
                 continue
             self._end_choice(choice, finish, now)

@@ -20,17 +20,10 @@ class PendingTopology(Generic[SenderT, MessageT]):
         """``capacity``: maximum total size; without ``size_of``, number of messages."""
         self._capacity = capacity
         self._size_of = size_of
-        self._waiting: dict[SenderT, list[MessageT]] = {}
+        self.waiting: dict[SenderT, list[MessageT]] = {}
+        """Messages in order, by sender. Later messages of these senders must not overtake them."""
         self.size = 0
         """Total size of the queue."""
-
-    def __contains__(self, sender: SenderT) -> bool:
-        """Return True when messages of this sender are queued: later ones must not overtake them."""
-        return sender in self._waiting
-
-    def __bool__(self) -> bool:
-        """Return True when any message is queued."""
-        return bool(self._waiting)
 
     def enqueue(self, sender: SenderT, message: MessageT) -> bool:
         """Queue a message. Return False when the queue is full; the caller must notify the sender."""
@@ -38,10 +31,10 @@ class PendingTopology(Generic[SenderT, MessageT]):
         if self.size + size > self._capacity:
             return False
         self.size += size
-        self._waiting.setdefault(sender, []).append(message)
+        self.waiting.setdefault(sender, []).append(message)
         return True
 
     def take(self) -> list[MessageT]:
         """Return all queued messages, in order per sender, and clear the queue; called after a topology update."""
-        waiting, self._waiting, self.size = self._waiting, {}, 0
+        waiting, self.waiting, self.size = self.waiting, {}, 0
         return [message for messages in waiting.values() for message in messages]

@@ -1,4 +1,4 @@
-"""Runtime of child processes: configuration, slot, messages, heartbeats and exit with the parent.
+"""Runtime of child processes: messages, heartbeats, topology and metrics. `quintet.process.child` starts one.
 
 Two loops use it: the blocking loop of core, executor and detokenizer (`Process.receive`), and the asyncio loop of
 frontend and tokenizer (`Process.attach`).
@@ -6,36 +6,25 @@ frontend and tokenizer (`Process.attach`).
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import ctypes
-import faulthandler
 import gc
 import logging
 import os
-import signal
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 import msgspec
-import setproctitle
 
-from quintet.process.log import configure_logging
 from quintet.process.os_tuning import set_batch_scheduling, trim_memory
 from quintet.process.record import Recorder
 from quintet.process.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
-from quintet.process.trace import Span, Tracer, no_span
+from quintet.process.trace import Tracer
 from quintet.process.wakeup import Wakeup
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
-from quintet.wire.errors import EXIT_CONFIG, ConfigError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame, largest_frames
 from quintet.wire.metrics import Metrics
@@ -54,7 +43,6 @@ if TYPE_CHECKING:
     import asyncio  # the blocking loops start without it
 
 SUPERVISOR = WorkerId(Role.SUPERVISOR, 0, 1)
-CONFIG_FILE = "config.json"
 COMMON_MESSAGES = (Topology, ReportMetrics, Dropped, Stop)
 """Messages that every process handles."""
 METRICS_S = 1.0
@@ -67,6 +55,24 @@ class Stopping(BaseException):
 
 class HandlerError(Exception):
     """The cause is an error of this process's message loop, which ends the process; other callbacks raise their own errors."""
+
+
+class Span(Protocol):
+    """Record one trace span. Default begin: the end of the previous span; default end: now; default number: that of the
+    previous span.
+
+    Times are `time.monotonic_ns`.
+    """
+
+    def __call__(
+        self, name: str, number: int | None = None, begin_ns: int | None = None, end_ns: int | None = None, /
+    ) -> None: ...
+
+
+def no_span(
+    name: str, number: int | None = None, begin_ns: int | None = None, end_ns: int | None = None, /
+) -> None:
+    """Record nothing: the `Span` of a process without tracing."""
 
 
 class Receives(Protocol):
@@ -319,106 +325,3 @@ class Process(Generic[MessageT]):
         self._wires.close()
         if self._recorder is not None:
             self._recorder.close()
-
-
-def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies (Linux)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    pr_set_pdeathsig = 1
-    libc.prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-
-
-def child_main(
-    role: Role,
-    run: Callable[..., None],
-    prepare: Callable[[EngineConfig], object] | None = None,
-    begin: Callable[[], object] | None = None,
-) -> None:
-    """Run the ``main`` of a child process: ``python -m quintet.<folder>.main --run-dir … --index … --epoch … --parent …``.
-
-    ``run`` is called with the slot, the configuration and the result of ``prepare``. Without ``--index`` and
-    ``--epoch`` the process is a standby: after ``prepare`` it waits for the line ``INDEX EPOCH`` on standard input,
-    and exits when that closes. With ``--early`` there is no configuration yet: the process calls ``begin`` first,
-    then waits for that line.
-
-    An exception that escapes ``run`` is written to ``<run_dir>/<worker>.error`` for the supervisor's report.
-    """
-    parser = argparse.ArgumentParser(
-        description=f"The {role} process of a Quintet server; started by `quintet serve`."
-    )
-    parser.add_argument("--run-dir", type=Path, required=True, help="folder with config.json and the sockets")
-    parser.add_argument("--index", type=int, help="slot among processes of this role")
-    parser.add_argument("--epoch", type=int, help="start number of this slot, from 1")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor")
-    parser.add_argument("--early", action="store_true", help="start before the configuration is written")
-    parser.add_argument("--cores", help="CPU cores to run on after loading, comma-separated")
-    arguments = parser.parse_args()
-
-    die_with_parent()
-    if os.getppid() != arguments.parent:
-        raise SystemExit("the supervisor is gone")
-    faulthandler.enable()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal's Ctrl-C reaches all processes; the supervisor decides
-    if role is not Role.EXECUTOR:
-        set_batch_scheduling()
-    me = None if arguments.index is None else WorkerId(role, arguments.index, arguments.epoch or 1)
-    if arguments.early:
-        setproctitle.setproctitle(f"quintet-{role}-early")
-        if begin is not None:
-            begin()
-        try:
-            me = _await_slot(role)
-        except Stopping:
-            return
-    config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
-    log = _configure_process(me or f"{role}-spare", config)
-    try:
-        prepared = () if prepare is None else (prepare(config),)
-        if me is None:
-            me = _await_slot(role)
-            log = _configure_process(me, config)
-        gc.enable()
-        if arguments.cores is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # the container's cores have changed meanwhile: keep the current affinity
-                os.sched_setaffinity(0, map(int, arguments.cores.split(",")))
-        run(me, config, *prepared)
-    except Stopping:
-        pass
-    except ConfigError as error:
-        _write_error(arguments.run_dir, me or f"{role}-spare", str(error))
-        sys.exit(EXIT_CONFIG)
-    except Exception as error:  # noqa: BLE001 - outermost handler: report the error, then exit
-        what = str(error) if isinstance(error, HandlerError) else f"{type(error).__name__}: {error}"
-        _write_error(arguments.run_dir, me or f"{role}-spare", what)
-        log.critical("died of %s\n%s", what.partition(":")[0], traceback.format_exc())
-        sys.exit(1)
-
-
-def _configure_process(me: WorkerId | str, config: EngineConfig) -> logging.Logger:
-    """Set the process title and configure logging."""
-    setproctitle.setproctitle(
-        f"quintet-{me.role}-{me.index}" if isinstance(me, WorkerId) else f"quintet-{me}"
-    )
-    return configure_logging(me, config.log_level)
-
-
-def _await_slot(role: Role) -> WorkerId:
-    """Return the slot assigned to a standby process. Raises `Stopping` when there will be none."""
-    words = sys.stdin.readline().split()
-    if not words:
-        raise Stopping
-    index, epoch = map(int, words)
-    return WorkerId(role, index, epoch)
-
-
-def _write_error(run_dir: Path, me: WorkerId | str, words: str) -> None:
-    error_file(run_dir, me).write_text(words)
-
-
-def error_file(run_dir: str | Path, worker: WorkerId | str) -> Path:
-    """Return the path of a dying child's error report."""
-    return Path(run_dir) / f"{worker}.error"

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -74,24 +73,6 @@ _INDEXES = {name: index for index, name in enumerate(_NAMES)}
 _ROLES = list(Role)
 
 
-class Span(Protocol):
-    """Record one span. Default begin: the end of the previous span; default end: now; default number: that of the
-    previous span.
-
-    Times are `time.monotonic_ns`.
-    """
-
-    def __call__(
-        self, name: str, number: int | None = None, begin_ns: int | None = None, end_ns: int | None = None, /
-    ) -> None: ...
-
-
-def no_span(
-    name: str, number: int | None = None, begin_ns: int | None = None, end_ns: int | None = None, /
-) -> None:
-    """Record nothing: the `Span` of a process without tracing."""
-
-
 class Event(msgspec.Struct, frozen=True):
     """One entry of a trace file. Times in microseconds."""
 
@@ -131,7 +112,7 @@ class Tracer:
     def span(
         self, name: str, number: int | None = None, begin_ns: int | None = None, end_ns: int | None = None, /
     ) -> None:
-        """See `Span`."""
+        """See `quintet.process.runtime.Span`."""
         if end_ns is None:
             end_ns = time.monotonic_ns()
         if begin_ns is None:

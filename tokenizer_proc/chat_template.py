@@ -1,28 +1,23 @@
 """Chat templates: renders messages to text like transformers' ``apply_chat_template``.
 
-Owns the sandbox and the compiled templates. `chat_messages` normalizes the messages. A template is untrusted code: its
-exceptions become errors of the request.
+Owns the compiled templates. `chat_messages` normalizes the messages. A template is untrusted code: its exceptions
+become errors of the request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
 import msgspec
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
-from quintet.tokenizer_proc import template_values
 from quintet.tokenizer_proc.chat_messages import invalid, name_of, normal_messages
-from quintet.tokenizer_proc.system_messages import arrangements, hides_system
+from quintet.tokenizer_proc.system_messages import hides_system, rearranged
+from quintet.tokenizer_proc.template_environment import make_environment
 from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
 from quintet.tokenizer_proc.template_values import ContentParts, PartsText, text_part
 from quintet.wire.chat import Message, decode_messages
@@ -40,59 +35,6 @@ MAX_COMPILED = 64
 Decoded = TypeVar("Decoded")
 JINJA_MARKS = ("{{", "{%", "{#")
 """Text without any of these marks is constant, not a template."""
-
-
-class GenerationTag(Extension):
-    """``{% generation %}…{% endgeneration %}`` marks assistant text for training; rendering ignores the tag."""
-
-    tags = {"generation"}  # noqa: RUF012 - required by Jinja
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Render the body as a separate block with local variables, as in transformers."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
-
-    def _render(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class PlainNamespace(Namespace):
-    """``namespace()`` without access to Python's internals."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        """Set an attribute, which must not begin with an underscore."""
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace cannot have an attribute {name!r}")
-        super().__setitem__(name, value)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """Build a dict. A function, so that templates cannot access the type."""
-    return dict(*args, **kwargs)
-
-
-def make_environment() -> ImmutableSandboxedEnvironment:
-    """Build the sandboxed Jinja environment of chat templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-    )
-    template_values.install(environment)
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "dict": _dict,
-        "namespace": PlainNamespace,
-    }
-    return environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,14 +185,15 @@ def _render(
 ) -> str:
     """Render the first arrangement that the template accepts without hiding a system message. Raises `RequestError`."""
     as_sent: str | None = None
-    for number, arranged in enumerate(arrangements(messages)):
+    has_late_system = any(message["role"] == "system" for message in messages[1:])
+    for number, arranged in enumerate(chain([messages.copy()], rearranged(messages))):
         final = _tag_final(arranged, compiled.source) if prompt.continue_final_message else None
         try:
             text = _run(compiled, arranged, variables)
         except _TemplateFailed:
             continue
         text = text if final is None else _cut_at_tag(text, final)
-        if number > 0 or not hides_system(arranged, text):
+        if number > 0 or not (has_late_system and hides_system(arranged, text)):
             return text
         as_sent = text
     if as_sent is not None:

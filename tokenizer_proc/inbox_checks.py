@@ -1,4 +1,4 @@
-"""Checks of messages to the tokenizer process: sender, prompt embeddings, and the answer to a message that cannot be queued."""
+"""Checks of messages to the tokenizer process: prompt embeddings, and the answer to a message that cannot be queued."""
 
 from __future__ import annotations
 
@@ -6,24 +6,8 @@ from quintet.wire.codec import pack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.ids import epoch_tag, frontend_of
-from quintet.wire.messages import Cancel, Failed, InFlightReport, Submit, Tokenized, TokenizeQuery, Unknown
+from quintet.wire.messages import Cancel, Failed, Submit, Tokenized, TokenizeQuery, Unknown
 from quintet.wire.request import Echo, RequestSpec
-
-
-def sender_of(message: object) -> tuple[int, int | None] | None:
-    """Return the frontend's index and its epoch tag, if the message has it; None for other messages."""
-    match message:
-        case Submit():
-            return frontend_of(message.request_id)
-        case Cancel(request_ids=[first, *_]):
-            return frontend_of(first)
-        case InFlightReport():
-            return message.sender.index, epoch_tag(message.sender.epoch)
-        case TokenizeQuery():
-            return message.frontend, None
-        case _:
-            return None
 
 
 def error_answer(message: object) -> Failed | Tokenized | Unknown | None:

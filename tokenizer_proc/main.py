@@ -10,17 +10,17 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
 import uvloop
 
-from quintet.process.os_tuning import TRIM_MIN_BYTES, trim_memory
+from quintet.process.child import child_main
 from quintet.process.pending_topology import PendingTopology
-from quintet.process.runtime import Process, child_main
+from quintet.process.runtime import Process
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
-from quintet.tokenizer_proc.inbox_checks import check_embeds, error_answer, sender_of
+from quintet.tokenizer_proc.inbox_checks import check_embeds, error_answer
+from quintet.tokenizer_proc.lanes import Lanes
 from quintet.tokenizer_proc.offloaded import OffloadedRequests
 from quintet.tokenizer_proc.structured import Forms
 from quintet.tokenizer_proc.thinking import Budgets
@@ -49,12 +49,6 @@ Message = Submit | Cancel | InFlightReport | TokenizeQuery
 INLINE_BYTES = 8 << 10
 """Maximum size of prompts encoded in the loop; takes at most a few milliseconds."""
 
-LANES = ((256 << 10, 2), (1 << 62, 1))
-"""Per lane: maximum prompt size and number of threads. Huge prompts have a separate lane, so large ones do not wait."""
-
-ALLOWANCE_S, SLOWEST_BYTES_PER_S = 1.0, 200 << 10
-"""Time limit of encoding in a lane, on a busy machine; a prompt beyond it counts as a stall."""
-
 MAX_QUEUED_BYTES, QUEUED_OVERHEAD = 64 << 20, 1 << 10
 """Bytes of messages queued for frontends not in the topology yet, with the overhead of each; more are rejected."""
 
@@ -74,11 +68,8 @@ class Tokenizer:
         self._budgets = Budgets(
             process.config.model.parsers.thinks, lambda text: encoder.encode(text, add_special_tokens=False)
         )
-        self._loop = loop
-        self._lanes = [(size, ThreadPoolExecutor(threads, "lane")) for size, threads in LANES]
+        self._lanes = Lanes(loop)
         self._offloaded = OffloadedRequests()
-        self._due_s: dict[object, float] = {}
-        """Deadline (`time.monotonic`) of each prompt that a lane is encoding."""
         process.account = self._report_progress
         self._is_retiring = False
         self._queued: PendingTopology[tuple[int, int | None], msgspec.Struct] = PendingTopology(
@@ -119,11 +110,11 @@ class Tokenizer:
         index, tag = sender
         version = message.spec.topology if isinstance(message, Submit) else 0
         if isinstance(message, InFlightReport) and (
-            sender in self._queued or self._is_unknown_frontend(index, tag)
+            sender in self._queued.waiting or self._is_unknown_frontend(index, tag)
         ):
             return  # some of its requests are still queued; frontends repeat the report
         if (
-            sender in self._queued
+            sender in self._queued.waiting
             or version > self._process.topology.version
             or self._is_unknown_frontend(index, tag)
         ):
@@ -206,15 +197,10 @@ class Tokenizer:
 
     def close(self) -> None:
         """Finish the prompts being encoded and drop the queued ones."""
-        for _, lane in self._lanes:
-            lane.shutdown(cancel_futures=True)
+        self._lanes.close()
 
     def _dispatch(self, size: int, work: Callable[[], Result], done: Callable[[Result], None]) -> None:
         """Run ``work`` inline or in a lane, by ``size``; call ``done`` with its result in the event loop."""
-
-        def timed() -> tuple[Result, int, int]:
-            began_ns = time.monotonic_ns()
-            return work(), began_ns, time.monotonic_ns()
 
         def finish(result: Result, began_ns: int, ended_ns: int) -> None:
             self._process.progress += 1
@@ -223,37 +209,22 @@ class Tokenizer:
             done(result)
 
         if size <= INLINE_BYTES:
-            finish(*timed())
+            began_ns = time.monotonic_ns()
+            result = work()
+            finish(result, began_ns, time.monotonic_ns())
             return
-        job = object()
         self._process.pending += 1
 
-        def timed_offloaded() -> tuple[Result, int, int]:
-            self._due_s[job] = time.monotonic() + ALLOWANCE_S + size / SLOWEST_BYTES_PER_S
-            try:
-                return timed()
-            finally:
-                del self._due_s[job]
-                if size >= TRIM_MIN_BYTES:
-                    trim_memory()  # before the lane's next prompt allocates as much
-
-        def on_offloaded(future: Future[tuple[Result, int, int]]) -> None:
+        def finish_offloaded(result: Result, began_ns: int, ended_ns: int) -> None:
             self._process.pending -= 1
-            finish(*future.result())
-            if size >= TRIM_MIN_BYTES:
-                lane.submit(trim_memory)
+            finish(result, began_ns, ended_ns)
             self._check_drained()
 
-        def on_done(future: Future[tuple[Result, int, int]]) -> None:
-            if not future.cancelled():
-                self._loop.call_soon_threadsafe(on_offloaded, future)
-
-        lane = next(lane for limit, lane in self._lanes if size <= limit)
-        lane.submit(timed_offloaded).add_done_callback(on_done)
+        self._lanes.run(size, work, finish_offloaded)
 
     def _check_drained(self) -> None:
         """Send `Drained` to the supervisor if this process is draining and idle."""
-        if self._is_retiring and not self._process.pending and not self._queued:
+        if self._is_retiring and not self._process.pending and not self._queued.waiting:
             self._process.peers.send(Role.SUPERVISOR, 0, Drained(self._process.me))
 
     def _report_progress(self) -> tuple[int, int]:
@@ -263,12 +234,12 @@ class Tokenizer:
             self._num_differences.inc(num_lost)
             self._process.log.warning("reconcile: %d requests waited for idle lanes; dropped", num_lost)
             self._offloaded.clear()
-        now_s = time.monotonic()
-        return self._process.progress, sum(due_s < now_s for due_s in list(self._due_s.values()))
+        return self._process.progress, self._lanes.num_late
 
     def _submit(self, submit: Submit) -> None:
         size = size_of(submit.prompt, submit.spec.params.bad_words)
-        if not self._forms.is_known(submit.spec.params):
+        form = submit.spec.params.structured_outputs
+        if form is not None and not self._forms.is_known(form):
             # use a lane: building a grammar is slow, and the library's first one takes a second
             size = max(size, INLINE_BYTES + 1)
         if size > INLINE_BYTES:
@@ -284,9 +255,11 @@ class Tokenizer:
             if embeds is not None:
                 check_embeds(submit.spec, embeds, self._process.config)
             ids = self._encoder.prompt_ids(prompt, params, clamp_max_tokens=submit.clamp_max_tokens)
-            bad_words = self._encoder.bad_word_ids(params.bad_words)
-            params = self._forms.enforceable(submit.spec, lambda: self._prompt_end(ids, embeds))
-            params = self._budgets.bounded(params, lambda: self._prompt_end(ids, embeds))
+            bad_words = self._encoder.bad_word_ids(params.bad_words) if params.bad_words else []
+            if params.structured_outputs is not None:
+                params = self._forms.enforceable(submit.spec, lambda: self._prompt_end(ids, embeds))
+            if params.thinking_token_budget is not None:
+                params = self._budgets.bounded(params, lambda: self._prompt_end(ids, embeds))
             ends = self._encoder.ends_of(prompt)
             if ends and not params.ignore_eos:
                 stops = [*params.stop_token_ids, *ends]
@@ -364,6 +337,21 @@ class Tokenizer:
             failed = Failed(query.query_id, ErrorCode.TOO_LARGE, cause)
             answer = Tokenized(query.query_id, b"", None, failed)
             self._process.peers.send(Role.FRONTEND, query.frontend, answer)
+
+
+def sender_of(message: object) -> tuple[int, int | None] | None:
+    """Return the frontend's index and its epoch tag, if the message has it; None for other messages."""
+    match message:
+        case Submit():
+            return frontend_of(message.request_id)
+        case Cancel(request_ids=[first, *_]):
+            return frontend_of(first)
+        case InFlightReport():
+            return message.sender.index, epoch_tag(message.sender.epoch)
+        case TokenizeQuery():
+            return message.frontend, None
+        case _:
+            return None
 
 
 def prepare(config: EngineConfig) -> Encoder:

@@ -62,10 +62,9 @@ class Forms:
         self._known: OrderedDict[StructuredKey, StructuredOutputsParams] = OrderedDict()
         self._num_chars = 0
 
-    def is_known(self, params: SamplingParams) -> bool:
-        """Return whether `compiled` needs no compilation: no structured output, or a cache hit."""
-        wanted = params.structured_outputs
-        return wanted is None or bool(wanted.compiled) or _key(wanted) in self._known
+    def is_known(self, wanted: StructuredOutputsParams) -> bool:
+        """Return whether `compiled` needs no compilation: a cache hit."""
+        return bool(wanted.compiled) or _key(wanted) in self._known
 
     def compiled(self, params: SamplingParams) -> SamplingParams:
         """Return parameters with the structured output, if any, compiled to a grammar. Raises `RequestError`."""

@@ -26,11 +26,12 @@ SEPARATOR = "\n\n"
 SHOWN_CHARS = 80
 
 
-def arrangements(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the arrangements of the messages, starting with the original."""
+def rearranged(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield the arrangements of the messages other than the original."""
     yield from _system_arrangements(messages)
     joined = [_with_text_in_reasoning(message) for message in messages]
     if any(one is not other for one, other in zip(joined, messages, strict=True)):
+        yield joined.copy()
         yield from _system_arrangements(joined)
 
 
@@ -44,8 +45,7 @@ def _with_text_in_reasoning(message: Message) -> Message:
 
 
 def _system_arrangements(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the arrangements of system messages; only the original if there are none."""
-    yield list(messages)
+    """Yield the arrangements of system messages other than the original."""
     if not any(message["role"] == "system" for message in messages):
         return
     leading = _num_leading(messages)

@@ -13,8 +13,7 @@ import msgspec
 
 from quintet.wire import messages as m
 from quintet.wire import step as s
-from quintet.wire.codec import UNREADABLE, unpack_i64
-from quintet.wire.columns import REQUEST_BYTES
+from quintet.wire.codec import REQUEST_BYTES, UNREADABLE, unpack_i64
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role
 from quintet.wire.kv_admin import KvReport

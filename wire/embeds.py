@@ -95,8 +95,8 @@ def are_ordered(spans: Sequence[EmbedsSpan], width: int, num_tokens: int) -> boo
 
 
 def num_leading(spans: Sequence[EmbedsSpan]) -> int:
-    """Return the number of tokens given as embeddings from position 0 on."""
-    return spans[0].end if spans and spans[0].start == 0 else 0
+    """Return the number of tokens given as embeddings from position 0 on. ``spans`` is not empty."""
+    return spans[0].end if spans[0].start == 0 else 0
 
 
 def digest_of(span: EmbedsSpan) -> bytes:

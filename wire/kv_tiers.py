@@ -161,7 +161,7 @@ class KvTierResults(msgspec.Struct, array_like=True, tag="kv_results", gc=False)
     files: list[FileResult] = []
 
 
-class StoredBlocks(msgspec.Struct, array_like=True, tag="kv_kept", gc=False):
+class StoredBlocks(msgspec.Struct, array_like=True, tag="kv_stored", gc=False):
     """Executor to core, before its `quintet.wire.step.Capacity`: part of the disk's contents at start."""
 
     executor_epoch: int

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.wire.columns import ID_BYTES, all_below
+from quintet.wire.codec import ID_BYTES, all_below
 from quintet.wire.config import EngineConfig
 from quintet.wire.kv_admin import DIGEST_BYTES, MAX_LISTED, MAX_NAME, KvPins, KvPrefix, KvQuery, KvReport
 from quintet.wire.kv_tiers import (
@@ -145,11 +145,9 @@ def tier_checks(
     return {KvTierRequests: are_requests, KvTierResults: are_results, StoredBlocks: are_stored}
 
 
-def is_kv_transfer(kv_transfer: KvTransfer | None) -> bool:
-    """Return True when the KV transfer fields have bounded size. The core checks the peer itself."""
-    return kv_transfer is None or (
-        len(kv_transfer.peer) <= MAX_PEER_CHARS and 0 <= kv_transfer.num_blocks <= MAX_COUNT
-    )
+def is_kv_transfer(kv_transfer: KvTransfer) -> bool:
+    """Return True when the fields have bounded size. The core checks the peer itself."""
+    return len(kv_transfer.peer) <= MAX_PEER_CHARS and 0 <= kv_transfer.num_blocks <= MAX_COUNT
 
 
 def is_file_name(name: str) -> bool:

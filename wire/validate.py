@@ -15,8 +15,15 @@ from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire import supervision
 from quintet.wire.channels import Channel, RowSpans
-from quintet.wire.codec import UNREADABLE, unpack_i32
-from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans, is_byte_column
+from quintet.wire.codec import (
+    ID_BYTES,
+    REQUEST_BYTES,
+    UNREADABLE,
+    all_below,
+    are_spans,
+    is_byte_column,
+    unpack_i32,
+)
 from quintet.wire.config import MAX_DRAFTS, EngineConfig
 from quintet.wire.embeds import EmbedsPrompt, RowEmbeds, are_ordered
 from quintet.wire.kv_spec import STATE_BLOCKS
@@ -122,7 +129,7 @@ class Validator:
             and request_id < MAX_ID - spec.params.n
             and self._are_tokens(spec.output_ids)
             and len(spec.output_ids) <= ID_BYTES * self._max_len
-            and is_kv_transfer(spec.kv_transfer)
+            and (spec.kv_transfer is None or is_kv_transfer(spec.kv_transfer))
         )
 
     def _submit(self, msg: m.Submit) -> bool:
@@ -138,8 +145,11 @@ class Validator:
             self._request(msg.request_id, msg.spec)
             and self._are_tokens(msg.prompt_ids)
             and all(word and self._in_vocabulary(word) for word in msg.bad_word_ids)
-            and are_ordered(msg.embeds, self._embedding_width, len(msg.prompt_ids) // ID_BYTES)
+            and (not msg.embeds or self._embeds(msg))
         )
+
+    def _embeds(self, msg: m.Admit) -> bool:
+        return are_ordered(msg.embeds, self._embedding_width, len(msg.prompt_ids) // ID_BYTES)
 
     def _row_embeds(self, row: RowEmbeds) -> bool:
         return (
@@ -169,10 +179,15 @@ class Validator:
             and all_below(msg.copies, self._num_blocks)
             and are_spans(msg.starts, msg.counts, self._max_len + 1)
             and self._block_entries(msg.blocks)
-            and are_swaps(msg.swaps_out, self._num_blocks, self._num_host_blocks)
-            and are_swaps(msg.swaps_in, self._num_blocks, self._num_host_blocks)
+            and (not (msg.swaps_out or msg.swaps_in) or self._swaps(msg))
             and all(self._new_row(row) for row in msg.new_rows)
             and all(self._row_embeds(row) for row in msg.embeds)
+        )
+
+    def _swaps(self, msg: s.StepPlan) -> bool:
+        return all(
+            are_swaps(swaps, self._num_blocks, self._num_host_blocks)
+            for swaps in (msg.swaps_out, msg.swaps_in)
         )
 
     def _block_entries(self, blocks: bytes) -> bool:

@@ -19,7 +19,7 @@ from quintet.deploy.config.flags import Options
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.backends.torch.fallback.host_runner import HostRunner
-from quintet.executor.batch import Rows
+from quintet.executor.slots import Rows
 from quintet.executor.worker import Worker
 from quintet.wire.config import EngineConfig
 

@@ -20,8 +20,8 @@ import torch
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.executor.backends.registry import make_worker
-from quintet.executor.batch import Rows
 from quintet.executor.sequences import place, plan_of_pieces
+from quintet.executor.slots import Rows
 from quintet.executor.worker import Worker
 
 Reference = list[torch.Tensor]

@@ -27,8 +27,8 @@ from bench.overhead.run import _commit, machine
 from bench.routing.policies import CLIENTS, NUM_ENGINES, OUTPUT_LEN, SHAPES, tokens
 from quintet.frontend.load_balancing import load_balancer
 from quintet.frontend.load_balancing.engine_selector import EngineSelector
-from quintet.frontend.load_balancing.load_balancer import Workers
 from quintet.frontend.load_balancing.load_ledger import LoadLedger
+from quintet.frontend.load_balancing.workers import Workers
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import (

@@ -10,8 +10,8 @@ from quintet.wire.embeds import RowEmbeds
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the feature; it is always on and only affects requests with embeddings in their prompt."""
-    return Feature("prompt_embeds", claim=claim, attach=attach)
+    """Return the feature if prompt embeddings are enabled."""
+    return Feature("prompt_embeds", claim=claim, attach=attach) if setup.prompt_embeds else None
 
 
 def claim(state: SchedulerState, request: Request) -> bool:

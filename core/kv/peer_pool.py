@@ -33,6 +33,12 @@ class PeerPool(Tier):
         """Offer these contents: copy them from their device blocks before the next plan."""
         self.due |= {key: [key] for key in keys}
 
+    def completed(self, digests: Sequence[bytes], first: int, end: int) -> None:
+        """Do nothing: a prompt's blocks are offered when its request has ended."""
+
+    def completed_state(self, digests: Sequence[bytes], num_blocks: int) -> None:
+        """Do nothing, as `completed`."""
+
     def max_blocks(self, wanted: Wanted) -> int:
         """See `Tier.max_blocks`."""
         return min(wanted.num_blocks, wanted.num_offered)

@@ -13,8 +13,12 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
+from quintet.core.kv.disk_pool import DiskPool
+from quintet.core.kv.groups import Groups
+from quintet.core.kv.pool import BlockPool
+from quintet.core.kv.prefix import AnyOf, key_of, reach
 from quintet.wire.codec import pack_i32
 
 CHECKS_PER_ADD = 2
@@ -156,3 +160,32 @@ class PrefixTree:
             if len(entry.digests) > end and entry.digests[end] == path[end]
             for digest in entry.digests[end:]
         }
+
+
+class Locations:
+    """Locations of block contents."""
+
+    def __init__(self, pool: BlockPool, groups: Groups) -> None:
+        tiers, disk = pool.tiers, pool.tiers.find(DiskPool)
+        self._groups = groups.all
+        self.block_size = groups.spec.block_size
+        self._places: list[Mapping[bytes, int]] = [
+            pool.index.block_of,
+            tiers.host.block_of,
+            {} if disk is None else disk.place_of,
+        ]
+        self._known: Container[bytes] = (
+            AnyOf(*self._places) if disk is not None or tiers.host.num_blocks else self._places[0]
+        )
+
+    def reach(self, path: list[bytes]) -> int:
+        """Return the number of a prefix's blocks after which a request can start."""
+        return reach(self._known, path, len(path), self._groups, self.block_size)
+
+    def keys(self, path: list[bytes]) -> list[bytes]:
+        """Return the keys of these blocks, in every group."""
+        return [key_of(digest, group) for digest in path for group in range(len(self._groups))]
+
+    def counts(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the number of these keys on the device, in host memory and on disk."""
+        return [sum(key in place for key in keys) for place in self._places]

@@ -13,6 +13,7 @@ Subclasses know what a back end holds and what it costs. `quintet.core.features.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -42,7 +43,7 @@ class Wanted:
     """Blocks that this server has."""
 
 
-class Tier:
+class Tier(ABC):
     """Contents and transfers of one back end."""
 
     name: ClassVar[TierName]
@@ -103,6 +104,7 @@ class Tier:
         """Return the maximum number of a request's first blocks that the back end can provide; 0: no lookup."""
         return self.chunks.whole(wanted.num_blocks)
 
+    @abstractmethod
     def look_up(
         self, wanted: Wanted, digests: Sequence[bytes], computing_ns: int | None
     ) -> Mapping[bytes, Source] | None:
@@ -110,7 +112,6 @@ class Tier:
 
         digests: of the blocks after which the request could start. computing_ns: time to compute them.
         """
-        raise NotImplementedError
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Mark these contents as recently used, in token order."""

@@ -21,12 +21,14 @@ TierT = TypeVar("TierT", bound=Tier)
 class Tiers:
     """The configured back ends. Host memory is copied by plans alone; the others are *remote*."""
 
-    __slots__ = ("evict_listener", "host", "remote")
+    __slots__ = ("evict_listener", "host", "is_configured", "remote")
 
     def __init__(self, num_host_blocks: int = 0, remote: Iterable[Tier] = ()) -> None:
         self.host = HostPool(num_host_blocks)
         by_cost = [*BACK_ENDS]
         self.remote: Sequence[Tier] = sorted(remote, key=lambda tier: by_cost.index(tier.name))
+        self.is_configured = bool(num_host_blocks or self.remote)
+        """False without back ends: nothing can be fetched, stored or copied."""
         self.evict_listener: Callable[[bytes], None] | None = None
         """Callback for keys that the device evicts."""
 

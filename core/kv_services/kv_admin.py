@@ -6,12 +6,12 @@ Pins and prefix paths are kept across executor restarts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection
 
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.pool import Pin, Pins
-from quintet.core.kv.prefix import AnyOf, extend_chain, key_of, reach, salt_digest
-from quintet.core.kv.prefix_tree import PrefixPath, PrefixPaths, PrefixTree
+from quintet.core.kv.prefix import extend_chain, key_of, salt_digest
+from quintet.core.kv.prefix_tree import Locations, PrefixPath, PrefixPaths, PrefixTree
 from quintet.core.kv_services.prefix_export import FileTasks
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.wire.codec import unpack_i32
@@ -44,7 +44,7 @@ class KvAdmin:
         self.files = FileTasks()
         self.has_changes = False
         """The executor's copy of the pins is out of date."""
-        self._queries: deque[tuple[KvQuery, int]] = deque()
+        self.queries: deque[tuple[KvQuery, int]] = deque()
         """Pending queries and the index of their core; the tree for the first one is being built."""
         self._partial_tree: PrefixTree | None = None
 
@@ -53,7 +53,7 @@ class KvAdmin:
     def begin(self, state: SchedulerState) -> None:
         """Attach to a state with a new pool; drop the newest pins that no longer fit."""
         self.files.fail_all()
-        locations = _Locations(state)
+        locations = Locations(state.pool, state.limits.groups)
         state.prefix_paths, self.prefix_paths.reach, self.prefix_paths.block_size = (
             self.prefix_paths,
             locations.reach,
@@ -70,10 +70,8 @@ class KvAdmin:
             for pin in message.pins:
                 self.pins.add(Pin(pin.digest, pin.num_tokens, tuple(pin.keys)))
 
-    def take_changes(self) -> KvPins | None:
-        """Return the pins, if they changed since the last call."""
-        if not self.has_changes:
-            return None
+    def take_changes(self) -> KvPins:
+        """Return the pins, of which the executor's copy is then up to date."""
         self.has_changes = False
         return KvPins(
             [KvPin(pin.digest, pin.num_tokens, list(pin.keys)) for pin in self.pins.by_digest.values()]
@@ -82,15 +80,15 @@ class KvAdmin:
     # --- queries ---
 
     def take(self, query: KvQuery, core: int) -> None:
-        """Queue a query; `FileTasks.take_done` returns its report in a later iteration."""
-        self._queries.append((query, core))
+        """Queue a query; its report is in `FileTasks.done` in a later iteration."""
+        self.queries.append((query, core))
 
     def advance(self, state: SchedulerState | None, now_ns: int) -> None:
         """Continue the first query; while requests are alive, only for a bounded time per iteration."""
-        while self._queries:
+        while self.queries:
             if state is not None and not self._grow(state, now_ns):
                 return
-            query, core = self._queries.popleft()
+            query, core = self.queries.popleft()
             report = self.answer(state, query, core, now_ns)
             self._partial_tree = None
             if report is not None:
@@ -122,7 +120,10 @@ class KvAdmin:
         return None if query.verb in ("export", "import") else report
 
     def _do(self, state: SchedulerState, query: KvQuery, report: KvReport, now_ns: int) -> None:
-        tree, locations = self._partial_tree or self._tree(state, now_ns), _Locations(state)
+        tree, locations = (
+            self._partial_tree or self._tree(state, now_ns),
+            Locations(state.pool, state.limits.groups),
+        )
         tree.grow()
         if query.verb == "list":
             self._list(tree, locations, query, report, now_ns)
@@ -152,7 +153,7 @@ class KvAdmin:
         )
 
     def _list(
-        self, tree: PrefixTree, locations: _Locations, query: KvQuery, report: KvReport, now_ns: int
+        self, tree: PrefixTree, locations: Locations, query: KvQuery, report: KvReport, now_ns: int
     ) -> None:
         ends, limit = tree.ends(), min(query.limit, MAX_LISTED)
         listed = list(dict.fromkeys((*self.pins.by_digest, *ends[:limit])))
@@ -165,7 +166,7 @@ class KvAdmin:
             report.prefixes.append(prefix)
         report.num_prefixes = len(ends)
 
-    def _prefix(self, tree: PrefixTree, locations: _Locations, path: list[bytes], now_ns: int) -> KvPrefix:
+    def _prefix(self, tree: PrefixTree, locations: Locations, path: list[bytes], now_ns: int) -> KvPrefix:
         """Return the current location and pin state of a prefix."""
         digest = path[-1]
         pin, used_ns = self.pins.by_digest.get(digest), tree.used_ns(digest)
@@ -196,7 +197,7 @@ class KvAdmin:
 
     # --- operations ---
 
-    def _pin(self, state: SchedulerState, locations: _Locations, path: list[bytes]) -> list[bytes]:
+    def _pin(self, state: SchedulerState, locations: Locations, path: list[bytes]) -> list[bytes]:
         """Pin a prefix; return the part that can be pinned."""
         limits, pool = state.limits, state.pool
         if limits.groups.states:
@@ -262,36 +263,6 @@ class KvAdmin:
             0 if disk is None else disk.num_places,
             0 if disk is None else len(disk.place_of),
         )
-
-
-class _Locations:
-    """Locations of block contents."""
-
-    def __init__(self, state: SchedulerState) -> None:
-        tiers, limits = state.pool.tiers, state.limits
-        disk = tiers.find(DiskPool)
-        self._groups = limits.groups.all
-        self.block_size = limits.block_size
-        self._places: list[Mapping[bytes, int]] = [
-            state.pool.index.block_of,
-            tiers.host.block_of,
-            {} if disk is None else disk.place_of,
-        ]
-        self._known: Container[bytes] = (
-            AnyOf(*self._places) if disk is not None or tiers.host.num_blocks else self._places[0]
-        )
-
-    def reach(self, path: list[bytes]) -> int:
-        """Return the number of a prefix's blocks after which a request can start."""
-        return reach(self._known, path, len(path), self._groups, self.block_size)
-
-    def keys(self, path: list[bytes]) -> list[bytes]:
-        """Return the keys of these blocks, in every group."""
-        return [key_of(digest, group) for digest in path for group in range(len(self._groups))]
-
-    def counts(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the number of these keys on the device, in host memory and on disk."""
-        return [sum(key in place for key in keys) for place in self._places]
 
 
 def _needed(limits: Limits, path: list[bytes]) -> list[bytes]:

@@ -47,10 +47,8 @@ class KvTierClient:
         self._kept.clear()
         return tiers
 
-    def requests(self, state: SchedulerState | None, tables: int, now_ns: int) -> list[KvTierRequests]:
+    def requests(self, state: SchedulerState, tables: int, now_ns: int) -> list[KvTierRequests]:
         """Return the transfers to send. Called before each plan is made, and after the last one was sent."""
-        if state is None:
-            return []
         remote, block_of = state.pool.tiers.remote, state.pool.index.block_of
         taken_ns = now_ns + _busy_ns(state) if remote else now_ns
         made = [tier.requests(tables, block_of, taken_ns) for tier in remote]

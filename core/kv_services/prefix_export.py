@@ -32,7 +32,8 @@ class FileTasks:
     def __init__(self) -> None:
         self._tasks: dict[int, _Task] = {}
         self._last_id = 0
-        self._done: list[tuple[int, KvReport]] = []
+        self.done: list[tuple[int, KvReport]] = []
+        """Pairs of frontend and report that were not sent yet."""
 
     def begin_export(
         self, state: SchedulerState, query: KvQuery, report: KvReport, keys: Sequence[bytes]
@@ -111,11 +112,11 @@ class FileTasks:
 
     def queue_report(self, query: KvQuery, report: KvReport) -> None:
         """Queue the report of a query."""
-        self._done.append((query.frontend, report))
+        self.done.append((query.frontend, report))
 
     def take_done(self) -> list[tuple[int, KvReport]]:
-        """Return pairs of frontend and report since the last call."""
-        done, self._done = self._done, []
+        """Return ``done`` and clear it."""
+        done, self.done = self.done, []
         return done
 
 

@@ -42,29 +42,25 @@ class Rejections:
 
     def __init__(self, max_rejections: int = MAX_REJECTIONS) -> None:
         self._max_rejections = max_rejections
-        self._entries: OrderedDict[bytes, tuple[int, str]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        self.entries: OrderedDict[bytes, tuple[int, str]] = OrderedDict()
+        """Fingerprint -> expiry and cause, oldest first."""
 
     def add(self, key: bytes, cause: str, now_ns: int) -> None:
         """Reject requests with this fingerprint from now on."""
-        self._entries[key] = (now_ns + REJECTION_TTL_S * 1_000_000_000, cause)
-        self._entries.move_to_end(key)
-        if len(self._entries) > self._max_rejections:
-            self._entries.popitem(last=False)
+        self.entries[key] = (now_ns + REJECTION_TTL_S * 1_000_000_000, cause)
+        self.entries.move_to_end(key)
+        if len(self.entries) > self._max_rejections:
+            self.entries.popitem(last=False)
 
     def answer_to(self, admit: Admit, now_ns: int) -> Failed | None:
         """Return the rejection of a request, or None."""
-        if not self._entries:
-            return None
         key = fingerprint(admit.prompt_ids, admit.spec.params, admit.embeds)
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is None:
             return None
         until_ns, cause = entry
         if until_ns <= now_ns:
-            del self._entries[key]
+            del self.entries[key]
             return None
         left_s = -(-(until_ns - now_ns) // 1_000_000_000)
         message = (

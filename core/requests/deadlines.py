@@ -40,7 +40,7 @@ class Forecast:
 
 def check_deadline(state: SchedulerState, request: Request, now_ns: int) -> None:
     """Raise `RequestError` when the deadline of a new request has passed."""
-    if request.spec.deadline_ns and now_ns >= request.spec.deadline_ns:
+    if now_ns >= request.spec.deadline_ns:
         state.counters.expired += 1
         raise RequestError(
             ErrorCode.DEADLINE,
@@ -54,8 +54,7 @@ def check_feasible(state: SchedulerState, config: SchedulerConfig, request: Requ
     Never rejects when no other request is active, or before a step was measured: a wrong measurement would never be
     corrected.
     """
-    is_asked = request.spec.deadline_ns and config.deadline_admission
-    if not is_asked or not state.live or not state.throughput.step_ns:
+    if not config.deadline_admission or not state.live or not state.throughput.step_ns:
         return
     given_ns = request.spec.deadline_ns - now_ns
     forecast = predict(state, config, request)

@@ -18,7 +18,8 @@ import msgspec
 
 from quintet.deploy.cli import admin_kv
 from quintet.deploy.supervisor import run_dirs
-from quintet.process.runtime import CONFIG_FILE, SUPERVISOR
+from quintet.process.child import CONFIG_FILE
+from quintet.process.runtime import SUPERVISOR
 from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.errors import ConfigError
 from quintet.wire.supervision import Command, CommandAnswer

@@ -19,7 +19,7 @@ from quintet.deploy.http_client.connection import Target
 from quintet.deploy.http_client.pool import ask
 from quintet.deploy.supervisor.commands import duration
 from quintet.frontend.http.auth import operator_keys
-from quintet.process.runtime import CONFIG_FILE
+from quintet.process.child import CONFIG_FILE
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_tiers import EXCHANGE

@@ -34,7 +34,8 @@ from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.frontend.http.auth import Keys
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.connection import bound_send_buffer
-from quintet.frontend.main import HttpServer, make_server, raise_file_limit
+from quintet.frontend.http.server import HttpServer, make_server
+from quintet.frontend.main import raise_file_limit
 from quintet.process.log import configure_logging
 from quintet.wire.config import FrontendConfig, Routing
 from quintet.wire.errors import ConfigError

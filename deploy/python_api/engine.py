@@ -28,7 +28,8 @@ from quintet.deploy.config.flags import Options
 from quintet.deploy.config.rules import derive_max_num_seqs
 from quintet.deploy.supervisor import run_dirs
 from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox, InboxHandlers
-from quintet.process.runtime import CONFIG_FILE, SUPERVISOR
+from quintet.process.child import CONFIG_FILE
+from quintet.process.runtime import SUPERVISOR
 from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError, ErrorCode, RequestError

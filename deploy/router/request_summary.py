@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from quintet.frontend.load_balancing.load_ledger import num_prompt_tokens
 from quintet.frontend.load_balancing.prefix_affinity import hash_prefixes
-from quintet.frontend.prompt_size import num_prompt_tokens
 from quintet.wire.billing_header import without_billing_header_in_json
 from quintet.wire.codec import pack_i32
 from quintet.wire.messages import Prompt, TextPrompt, TokenPrompt

@@ -17,8 +17,8 @@ from quintet.deploy.supervisor.prefork import Prefork, roles_to_fork
 from quintet.deploy.supervisor.startup_log import Failure, ReportedStartupLog
 from quintet.deploy.supervisor.store_lock import lock_stores
 from quintet.deploy.supervisor.supervisor import Supervisor, SupervisorContext
+from quintet.process.child import CONFIG_FILE
 from quintet.process.log import configure_logging
-from quintet.process.runtime import CONFIG_FILE
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 

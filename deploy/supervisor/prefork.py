@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from quintet.deploy.supervisor.spawn import LISTEN_FD, MODULES, assign_slot
-from quintet.process.runtime import (
+from quintet.process.child import (
     die_with_parent,
 )  # also imports the children's common modules before a fork
 from quintet.wire.ids import Role, WorkerId

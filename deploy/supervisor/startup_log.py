@@ -17,7 +17,7 @@ from typing import Protocol, TextIO
 
 from quintet.deploy import embedded
 from quintet.deploy.supervisor.process_slots import SlotRecord, SlotTable
-from quintet.process.runtime import error_file
+from quintet.process.child import error_file
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role

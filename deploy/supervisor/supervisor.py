@@ -34,7 +34,8 @@ from quintet.deploy.supervisor.service_manager import ServiceManager
 from quintet.deploy.supervisor.spawn import MODULES, STANDBY_ROLES, Spawner, StandbyProcesses
 from quintet.deploy.supervisor.startup_log import Boot, Failure, StartupLog, base_url, child_failure
 from quintet.deploy.supervisor.watch import STOP_GRACE_S, Watch
-from quintet.process.runtime import CONFIG_FILE, SUPERVISOR, error_file
+from quintet.process.child import CONFIG_FILE, error_file
+from quintet.process.runtime import SUPERVISOR
 from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role

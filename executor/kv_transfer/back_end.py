@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Task:
     """Host memory that the task holds."""
 
 
-class BackEnd:
+class BackEnd(ABC):
     """Staging memory, queues, threads and results. Priority: searches, fetches, stores, idle tasks.
 
     Threads call `run_search`, `run_fetch`, the functions of tasks, and the methods after "the threads' side".
@@ -107,9 +108,9 @@ class BackEnd:
         """Return place and key of every stored block, oldest write first, if the core must know them."""
         return []
 
+    @abstractmethod
     def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
         """Copy the blocks to store out of KV memory, and return their tasks."""
-        raise NotImplementedError
 
     def tasks(self, requests: KvTierRequests) -> Iterator[Task]:
         """Return the other tasks. Needs the lock."""

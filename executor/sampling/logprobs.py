@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
 from quintet.executor.ragged import ranges
 from quintet.executor.runner import LogitsSource
 from quintet.executor.sampling.logits_processor import Int
 from quintet.executor.sampling.ops import SamplingOps
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
 
 

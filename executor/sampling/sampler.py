@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
 
-from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
 from quintet.executor.runner import LogitsSource
 from quintet.executor.sampling.grammar import Grammars, StepMasks
@@ -24,9 +24,10 @@ from quintet.executor.sampling.logprobs import Logprobs
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
-from quintet.executor.sampling.settings import settings_of, settings_table
+from quintet.executor.sampling.settings import UNFEATURED, settings_of, settings_table
 from quintet.executor.sampling.thinking import ThinkingBudgets
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
+from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
 
 SHAPING: tuple[Callable[[int, int], LogitsProcessor], ...] = (
@@ -37,6 +38,9 @@ SHAPING: tuple[Callable[[int, int], LogitsProcessor], ...] = (
     Penalties,
 )
 """Logits processors in order. Each is constructed with ``(max_num_seqs, vocab_size)``."""
+
+_featured_of = attrgetter(*(name for name in SamplingParams.__struct_fields__ if name not in UNFEATURED))
+_NO_FEATURES = _featured_of(SamplingParams())
 
 
 class Sampler:
@@ -84,6 +88,14 @@ class Sampler:
 
     def admit(self, row: NewRow) -> None:
         """Store the parameters of a slot's new request."""
+        self.settings[row.slot] = settings_of(row.params, row.seed)
+        before = self._features[row.slot]
+        if before or row.bad_word_ids or _featured_of(row.params) != _NO_FEATURES:
+            self._features[row.slot] = features = self._admit_features(row)
+            self._num_with_features += bool(features) - bool(before)
+
+    def _admit_features(self, row: NewRow) -> int:
+        """Store the parameters of each feature, in place of those of the slot's last request; return the feature bits."""
         features = 0
         for flag, processor in self._shaping:
             features |= flag * processor.admit(row)
@@ -91,10 +103,7 @@ class Sampler:
         features |= self._reports_prompt * self._logprobs.admit_prompt(row)
         if self._grammars is not None:
             features |= self._has_grammar * self._grammars.admit(row)
-        features |= self._has_budget * self._thinking.admit(row)
-        self._num_with_features += bool(features) - bool(self._features[row.slot])
-        self._features[row.slot] = features
-        self.settings[row.slot] = settings_of(row.params, row.seed)
+        return features | self._has_budget * self._thinking.admit(row)
 
     def needs_logits(self, rows: Rows) -> bool:
         """Return whether a row needs more in this step than a draw from the raw logits, masked or not."""

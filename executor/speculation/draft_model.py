@@ -20,11 +20,10 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from quintet.executor.batch import Rows
 from quintet.executor.ragged import Int, ranges
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.settings import Settings
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 from quintet.executor.speculation.drafters import DraftRows
 from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.lengths import StepTime

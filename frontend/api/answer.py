@@ -14,7 +14,7 @@ import msgspec
 
 from quintet.frontend.api import sse
 from quintet.frontend.http.http_request import ClientDisconnected, Header, HttpRequest
-from quintet.frontend.http.write_timeout import Reader
+from quintet.frontend.http.stream_timers import KeepAliveTimer, Reader
 from quintet.frontend.resume.stream_state import StreamId
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Batch, Mailbox, Received, Stream
@@ -175,7 +175,7 @@ async def stream_answer(
     write_timeout, write_seconds, span = service.write_timeout, service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
     watcher = http_request.watch_disconnect(submissions.disconnect)
-    keep_alive = sse.KeepAliveTimer(service.config.frontend.keep_alive_s, submissions.mailbox.wake)
+    keep_alive = KeepAliveTimer(service.config.frontend.keep_alive_s, submissions.mailbox.wake)
     reader = Reader(http_request.abort, submissions.unread_bytes)
     write_timeout.watch(reader)
     http_request.register_break_silence(submissions.mailbox.wake)

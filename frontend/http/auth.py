@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.process.frame_hmac import run_key
+from quintet.process.sockets import run_key
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
 

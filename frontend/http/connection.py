@@ -1,16 +1,11 @@
 """HTTP/1 connection over uvicorn's protocol: header and write timeouts, buffer limits, upgrade offers, HTTP/1.0.
 
-Body timeouts are in `quintet.frontend.http.bodies`, those of streams in `quintet.frontend.http.write_timeout`.
-
-`HalfOpen` detects lost clients on half-closed connections. A client that closed its sending half may wait for the
-response or be gone. Both look alike until the server writes: then the peer answers with a reset if it is gone (RFC
-9293, 3.5.2).
+Body timeouts are in `quintet.frontend.http.bodies`, those of streams in `quintet.frontend.http.stream_timers`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import select
 import socket
 from collections.abc import Callable
 from typing import Any, cast
@@ -19,39 +14,9 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quintet.frontend.http.error_shape import ErrorShape, bare_response
+from quintet.frontend.http.half_open import HalfOpen
 from quintet.frontend.http.http_request import CONNECTION
 from quintet.wire.errors import ErrorCode, RequestError
-
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 15.0
-
-
-class HalfOpen:
-    """Probes one connection after its client's last byte, until `stop`; aborts it if the client is gone."""
-
-    def __init__(self, transport: asyncio.Transport, probe: Callable[[], None]) -> None:
-        """``probe`` writes bytes that clients ignore. Called at once, and again with exponential backoff."""
-        self._transport = transport
-        self._probe = probe
-        self._poll = select.poll()
-        self._poll.register(transport.get_extra_info("socket").fileno(), 0)  # poll always reports errors
-        self._backoff_s = MIN_BACKOFF_S
-        self._probe_client()
-
-    def stop(self) -> None:
-        """Stop probing."""
-        self._timer.cancel()
-
-    def _probe_client(self) -> None:
-        self._probe()
-        self._timer = asyncio.get_running_loop().call_later(self._backoff_s, self._check)
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
-
-    def _check(self) -> None:
-        if self._poll.poll(0):
-            self._transport.abort()
-        else:
-            self._probe_client()
-
 
 IDLE_S = 75
 """Keep-alive timeout, also before the first request."""

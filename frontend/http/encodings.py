@@ -74,10 +74,8 @@ class Inflater:
         )
 
 
-def inflater_of(content_encoding: str | None) -> Inflater | None:
+def inflater_of(content_encoding: str) -> Inflater | None:
     """Return the decompressor for a Content-Encoding; None if the body is not compressed. Raises `RequestError`."""
-    if content_encoding is None:
-        return None
     codings = [word.strip().lower() for word in content_encoding.split(",")]
     codings = [word.removeprefix("x-") for word in codings if word not in {"", "identity", "utf-8", "utf8"}]
     if not codings:

@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quintet.frontend.http.bodies import BodyBuffers, OpenBody
 from quintet.frontend.http.encodings import ACCEPTED, Inflater, as_utf8, inflater_of
 from quintet.frontend.http.error_shape import ErrorShape, headers_of, status_of
-from quintet.frontend.resume.stream_state import PartialResponse
+from quintet.frontend.resume.stream_state import RELAY_HEADER, PartialResponse
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN, shown
 
@@ -108,6 +108,11 @@ class HttpRequest:
         """True if the response's status has been sent."""
         return self.status != 0
 
+    @property
+    def wants_relay(self) -> bool:
+        """True if the client asks for token ids, to resume the stream at another server."""
+        return self.header(RELAY_HEADER) is not None
+
     # --- in ---------------------------------------------------------------------------------------------------
 
     async def read_json_body(self, bodies: BodyBuffers) -> bytes:
@@ -140,11 +145,14 @@ class HttpRequest:
         announced = self.header("content-length")
         if announced is not None and announced.isdigit() and int(announced) > bodies.max_bytes:
             raise _too_large(f"is {announced[:MAX_SHOWN]} bytes", bodies.max_bytes)
-        return as_utf8(await self._receive_whole(bodies), content_type)
+        body = await self._receive_whole(bodies)
+        is_utf8 = body.startswith(b"{") and body[1:2] != b"\0" and "charset" not in content_type.lower()
+        return body if is_utf8 else as_utf8(body, content_type)
 
     async def _receive_whole(self, bodies: BodyBuffers) -> bytes:
         """Return the body, decompressed. The size limit applies both to received and to decompressed bytes."""
-        inflater = self._inflater()
+        encoding = self.header("content-encoding")
+        inflater = None if encoding is None else self._inflater(encoding)
         chunks: list[bytes] = []
         num_received = num_bytes = 0
         body = bodies.open()
@@ -178,9 +186,9 @@ class HttpRequest:
             inflater.check_end()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    def _inflater(self) -> Inflater | None:
+    def _inflater(self, encoding: str) -> Inflater | None:
         try:
-            return inflater_of(self.header("content-encoding"))
+            return inflater_of(encoding)
         except RequestError:
             self.headers_out.append((b"accept-encoding", ACCEPTED.encode()))
             raise

@@ -8,14 +8,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quintet.frontend.load_balancing.load_balancer import MEAN_OVER, RUNNING_TOKENS, EngineChoice, Workers
-from quintet.frontend.prompt_size import embeds_bytes, num_prompt_tokens
+from quintet.frontend.load_balancing.load_balancer import MEAN_OVER, RUNNING_TOKENS, EngineChoice
+from quintet.frontend.load_balancing.workers import Workers
 from quintet.frontend.streams import Stream
-from quintet.wire.columns import ID_BYTES
+from quintet.wire.codec import ID_BYTES
 from quintet.wire.config import EngineConfig
+from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.ids import Role
-from quintet.wire.messages import Prompt
+from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams
+
+BYTES_PER_TOKEN = 4
+"""Mean bytes per token of text over languages and vocabularies. The exact count in `Started` is too late for admission."""
+
+
+def embeds_bytes(prompt: Prompt) -> int:
+    """Return the bytes of a prompt's embeddings; 0 for text or ids."""
+    return len(prompt.values) if isinstance(prompt, EmbedsPrompt) else 0
+
+
+def num_prompt_tokens(prompt: Prompt) -> int:
+    """Return the tokens of a prompt, estimated for text."""
+    match prompt:
+        case TextPrompt():
+            num_bytes = _num_bytes(prompt.text) + (_num_bytes(prompt.suffix) if prompt.suffix else 0)
+        case ChatPrompt():
+            num_bytes = len(prompt.messages) + len(prompt.tools) + len(prompt.template_kwargs)
+        case TokenPrompt():
+            return len(prompt.token_ids) // 4
+        case EmbedsPrompt():
+            return prompt.span.num_tokens
+    return -(-num_bytes // BYTES_PER_TOKEN)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +91,8 @@ class LoadLedger:
         self.workers = workers
         self._max_model_len = config.model.max_model_len
         self._kv, self._step_tokens = config.model.kv, config.scheduler.max_num_batched_tokens
+        self._is_plain = [group.kind for group in self._kv.groups] == ["full"]
+        """True if each token takes the same KV memory."""
         self._requests: dict[int, RequestLoad] = {}
         self._processes: dict[tuple[Role, int], int] = {}
         """Queries, prompts of a tokenizer, and choices of a core or detokenizer."""
@@ -130,6 +159,8 @@ class LoadLedger:
         most = stream.submit.spec.params.max_tokens
         num_outputs = self._mean_outputs if most is None else min(self._mean_outputs, most)
         kv, num_tokens = self._kv, self.of(stream).num_prompt + stream.num_open * int(num_outputs)
+        if self._is_plain:
+            return num_tokens
         return kv.most_blocks(num_tokens, self._step_tokens) * kv.block_size // max(1, len(kv.groups))
 
     def is_prefilled(self, stream: Stream) -> bool:

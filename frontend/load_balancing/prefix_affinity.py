@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from zlib import crc32
 
-from quintet.frontend.prompt_size import BYTES_PER_TOKEN
+from quintet.frontend.load_balancing.load_ledger import BYTES_PER_TOKEN
 from quintet.wire.chat import checked_fields
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt

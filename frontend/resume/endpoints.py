@@ -35,8 +35,15 @@ from quintet.frontend.api.responses.output import ResponsesAnswer
 from quintet.frontend.api.responses.response_history import store_end
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_state import LAST_EVENT, Answer, PartialResponse, StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import RelayedWriter, with_relay
+from quintet.frontend.resume.stream_state import (
+    LAST_EVENT,
+    Answer,
+    PartialResponse,
+    RelayedWriter,
+    StreamCursor,
+    StreamId,
+)
+from quintet.frontend.resume.token_relay import enable_relay
 from quintet.frontend.service import Handler, Service
 from quintet.frontend.streams import Received
 from quintet.wire.codec import unpack_i32
@@ -131,7 +138,8 @@ async def _resume(service: Service, http_request: HttpRequest, stream_id: Stream
             submissions.add(stream)
         writer = api.writer(answer, StreamId(first_id, stream_id.key), position)
         before = [(index, ids) for index, (ids, _) in enumerate(received) if ids is not None]
-        with_relay(http_request, writer, submissions, before)
+        if http_request.wants_relay:
+            enable_relay(http_request, writer, submissions, before)
         if isinstance(writer, ChunkWriter) and writer.options.include_usage:
             await replay_usage(service, submissions)
     except BaseException:

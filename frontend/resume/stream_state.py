@@ -17,10 +17,12 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
+from quintet.frontend.api import sse
 from quintet.frontend.streams import Received
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt
@@ -31,6 +33,8 @@ from quintet.wire.request import ResumeToken
 
 _STREAM = re.compile(r"([0-9a-f]{1,16})-([0-9a-f]{32})")
 _CHOICE = re.compile(r"-|[0-9]{1,9}e?")
+RELAY_HEADER = "x-quintet-relay"
+"""Header that asks for token ids (`quintet.frontend.resume.token_relay`)."""
 LAST_EVENT = "last-event-id"
 """Header of a repeated request: id of the last event that its client has."""
 MAX_CHOICES = 32
@@ -116,6 +120,47 @@ class StreamCursor:
         return ",".join(choices) + (f".{self.note}" if self.note else "")
 
 
+@dataclass(slots=True, eq=False)
+class StreamState:
+    """Id and cursor of a stream that is written, and what a proxy needs to resume it elsewhere. Owned by its writer."""
+
+    stream_id: StreamId | None
+    """None without event ids."""
+    cursor: StreamCursor
+    created: int | None = None
+    """Unix time of the response's start, in seconds; None where the events do not have it."""
+    name: str = ""
+    """Response id, where the server makes one up; else ""."""
+    is_relayable: bool = True
+    """True if token ids are enough for another server to resume it."""
+    sends_ids: bool = False
+    """True if a comment with token ids precedes each event."""
+    prior_comments: list[bytes] = field(default_factory=list)
+    """Such comments for tokens sent before the writer's first event."""
+
+    @property
+    def event_id(self) -> bytes:
+        """Field of an event id up to the cursor; empty without ids."""
+        return b"" if self.stream_id is None else b"id: %b:" % str(self.stream_id).encode()
+
+    def take_comments(self) -> list[bytes]:
+        """Return the comments before the first event, and forget them."""
+        comments, self.prior_comments = self.prior_comments, []
+        return comments
+
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        """Return the headers of the response."""
+        if self.stream_id is None:
+            return sse.HEADERS
+        return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))
+
+
+class RelayedWriter(Protocol):
+    """Writer of the events of a stream that a proxy may resume elsewhere."""
+
+    state: StreamState
+
+
 KEY_BYTES = 16
 
 
@@ -138,6 +183,12 @@ def resume_token_for(answer: Answer, config: EngineConfig) -> ResumeToken | None
     if config.scheduler.resume_grace_s <= 0 or answer.num_prompts * answer.num_choices > MAX_CHOICES:
         return None
     return ResumeToken(secrets.token_bytes(KEY_BYTES), encode_answer(answer))
+
+
+ResumeState = tuple[Sequence[int], StreamCursor | None, Sequence[Sequence[Received]]]
+"""Each prompt's seed, the cursor, and the received output of each prompt's choices."""
+FROM_START: ResumeState = ((), None, ())
+"""State of a request that resumes nothing."""
 
 
 @dataclass(frozen=True, slots=True)

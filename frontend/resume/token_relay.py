@@ -9,68 +9,26 @@ the proxy has.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
 
 import msgspec
 
-from quintet.frontend.api import sse
 from quintet.frontend.api.answer import Submissions
 from quintet.frontend.api.openai import parse
-from quintet.frontend.http.http_request import Header, HttpRequest
-from quintet.frontend.resume.stream_state import PartialResponse, StreamCursor, StreamId
+from quintet.frontend.http.http_request import HttpRequest
+from quintet.frontend.resume.stream_state import (
+    RELAY_HEADER,
+    PartialResponse,
+    RelayedWriter,
+    ResumeState,
+    StreamCursor,
+)
 from quintet.frontend.streams import Received
 
-RELAY_HEADER = "x-quintet-relay"
 MAX_COMMENT_TOKENS = 1 << 15
 """Tokens per comment, to stay below the maximum size of an event."""
 WITHDRAWN = b": withdrawn\n"
 """Comment before an error event without a status: another server can continue the stream."""
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(slots=True, eq=False)
-class StreamState:
-    """Id and cursor of a stream that is written, and what a proxy needs to resume it elsewhere. Owned by its writer."""
-
-    stream_id: StreamId | None
-    """None without event ids."""
-    cursor: StreamCursor
-    created: int | None = None
-    """Unix time of the response's start, in seconds; None where the events do not have it."""
-    name: str = ""
-    """Response id, where the server makes one up; else ""."""
-    is_relayable: bool = True
-    """True if token ids are enough for another server to resume it."""
-    sends_ids: bool = False
-    """True if a comment with token ids precedes each event."""
-    prior_comments: list[bytes] = field(default_factory=list)
-    """Such comments for tokens sent before the writer's first event."""
-
-    @property
-    def event_id(self) -> bytes:
-        """Field of an event id up to the cursor; empty without ids."""
-        return b"" if self.stream_id is None else b"id: %b:" % str(self.stream_id).encode()
-
-    def take_comments(self) -> list[bytes]:
-        """Return the comments before the first event, and forget them."""
-        comments, self.prior_comments = self.prior_comments, []
-        return comments
-
-    def headers(self) -> tuple[Header, ...]:
-        """Return the headers of the response."""
-        if self.stream_id is None:
-            return sse.HEADERS
-        return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))
-
-
-class RelayedWriter(Protocol):
-    """Writer of the events of a stream that a proxy may resume elsewhere."""
-
-    state: StreamState
-
-
-WriterT = TypeVar("WriterT", bound=RelayedWriter)
 
 
 def ids_comment(index: int, token_ids: Sequence[int]) -> bytes:
@@ -88,37 +46,30 @@ def replayed_comments(index: int, token_ids: Sequence[int]) -> list[bytes]:
     return [first, *(ids_comment(index, piece) + b"\n" for piece in pieces[1:])]
 
 
-def with_relay(
+def enable_relay(
     http_request: HttpRequest,
-    writer: WriterT,
+    writer: RelayedWriter,
     submissions: Submissions,
     received: Iterable[tuple[int, Sequence[int]]] = (),
-) -> WriterT:
-    """Enable token id comments and the relay header, if the client asks for them and the stream is resumable.
+) -> None:
+    """Enable token id comments and the relay header, if the stream is resumable. For requests with `RELAY_HEADER`.
 
     The header has the seed of each prompt, the start time, and the response id if the server made it up.
     ``received``: choices and their token ids before the cursor.
     """
     state = writer.state
-    if http_request.header(RELAY_HEADER) is not None and state.stream_id is not None and state.is_relayable:
-        state.sends_ids = True
-        state.prior_comments = [note for index, ids in received for note in replayed_comments(index, ids)]
-        seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
-        name = f".{state.name}" if state.name else ""
-        ticket = f"{seeds}.{state.created or 0}{name}"
-        http_request.headers_out.append((RELAY_HEADER.encode(), ticket.encode()))
-    return writer
+    if state.stream_id is None or not state.is_relayable:
+        return
+    state.sends_ids = True
+    state.prior_comments = [note for index, ids in received for note in replayed_comments(index, ids)]
+    seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
+    name = f".{state.name}" if state.name else ""
+    ticket = f"{seeds}.{state.created or 0}{name}"
+    http_request.headers_out.append((RELAY_HEADER.encode(), ticket.encode()))
 
 
-def resume_state(
-    partial: PartialResponse | None, n: int, num_prompts: int
-) -> tuple[Sequence[int], StreamCursor | None, list[list[Received]]]:
-    """Return the state to resume a request of ``n`` choices: each prompt's seed, the cursor, and received output of choices.
-
-    Empty for a request that starts here. Raises `RequestError`.
-    """
-    if partial is None:
-        return (), None, []
+def resume_state(partial: PartialResponse, n: int, num_prompts: int) -> ResumeState:
+    """Return the state to resume a request of ``n`` choices. Raises `RequestError`."""
     if len(partial.seeds) != num_prompts:
         raise parse.invalid(
             f"seeds has {len(partial.seeds)} numbers for {num_prompts} prompts; send one seed per prompt.",

@@ -36,15 +36,13 @@ LONG_FILES = {
     "core/engine.py": (490, "the core's entry points: every message handler in one place"),
     "csrc/cpu/runtime/simd.hpp": (500, "the one file that knows instructions by name"),
     "deploy/config/flags.py": (900, "the one table of flags, a row for each"),
-    "detokenizer_proc/incremental.py": (440, "one algorithm, with the cases of each decoder"),
     "executor/backends/cpu/program/graph_builder.py": (500, "every operation of a pass in order"),
-    "process/runtime.py": (440, "one loop and everything in an iteration"),
     "wire/config.py": (510, "the configuration, section by section"),
 }
 LONG_FUNCTIONS = {
     "deploy/config/build.py: resolve": (131, "fills the whole configuration, section by section"),
     "core/metrics.py: __init__": (92, "the table of the core's metrics"),
-    "process/runtime.py: child_main": (70, "a process from its first line to its last, in order"),
+    "process/child.py: child_main": (70, "a process from its first line to its last, in order"),
     "bench/kernels/linear.py: measure": (70, "one measurement, from its arrays to its results"),
     "executor/backends/cuda/ops/rope_kv.py: rope_kv": (
         66,

@@ -14,11 +14,11 @@ import msgspec
 import psutil
 import zmq
 
-from quintet.process.frame_hmac import HMAC_BYTES, FrameHmac, run_key
+from quintet.deploy.tools.replay.columns import COLUMNS
+from quintet.process.sockets import HMAC_BYTES, FrameHmac, run_key
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire import supervision
-from quintet.wire.columns import COLUMNS
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.params import SamplingParams
 

@@ -361,6 +361,7 @@ class World:
             ),
             msgspec.convert(settings | options, SchedulerConfig),
             features,
+            prompt_embeds=True,
         )
         self.engine = new_engine()
         self.now = 0

@@ -101,7 +101,7 @@ def test_finished_request_does_not_expire() -> None:
     world.now += 2000 * STEP_NS
     assert not world.engine.expire(world.now).tokens
     assert world.state.counters.expired == 0
-    assert len(world.engine.deadlines) < 500
+    assert len(world.engine.deadlines.entries) < 500
 
 
 def test_request_past_its_deadline_is_rejected() -> None:

@@ -64,16 +64,13 @@ def test_features_that_are_off_have_no_hooks() -> None:
         SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=1),
         CacheConfig(memory_bytes=0, enable_prefix_caching=False),
     )
-    assert [feature.name for feature in build_features(off)] == [
-        "quarantine",
-        "fork",
-        "prompt_embeds",
-    ]
+    assert build_features(off) == []
     disk = KvDiskConfig(folder="", size_bytes=1, staging_bytes=1)
     store = KvStoreConfig(url="", waiting_bytes=1, staging_bytes=1)
     on = Setup(
         replace_config(off.scheduler),
         CacheConfig(memory_bytes=0, swap_bytes=1, disk=disk, peers=KvPeersConfig(role="both"), store=store),
+        prompt_embeds=True,
     )
     assert [feature.name for feature in build_features(on)] == list(FEATURES)
 

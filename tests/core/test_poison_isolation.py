@@ -259,7 +259,7 @@ def test_number_of_remembered_rejections_is_bounded() -> None:
     refusals = Rejections()
     for number in range(MAX_REJECTIONS + 5):
         refusals.add(number.to_bytes(8, "little"), "it broke", 0)
-    assert len(refusals) == MAX_REJECTIONS
+    assert len(refusals.entries) == MAX_REJECTIONS
     admit = Admit(1, codec.pack_i32([1]), RequestSpec(SamplingParams(), 0, 0), 0)
     assert refusals.answer_to(admit, 0) is None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.core.admission import make_requests
 from quintet.core.policy import fcfs
+from quintet.core.requests.admission import make_requests
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import MAX_ENDED
 from quintet.wire import codec

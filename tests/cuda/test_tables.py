@@ -20,10 +20,10 @@ from quintet.executor.backends.cuda.ops.tables import (
 )
 from quintet.executor.backends.cuda.rows import SampledRows, StepRows
 from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
-from quintet.executor.batch import BatchBuilder, Rows
+from quintet.executor.batch import BatchBuilder
 from quintet.executor.models.layers.attention import AttentionWindow, Heads
 from quintet.executor.sampling.settings import settings_of, settings_table
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.params import SamplingParams

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from quintet.executor.batch import Rows
 from quintet.executor.sampling.logits_processor import DrawRows
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams

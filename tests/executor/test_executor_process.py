@@ -17,8 +17,9 @@ from msgspec.structs import replace
 from tests.executor.conftest import Drawer, plan_of
 from tests.processes.poison import Effect, poison
 
-from quintet.executor.main import MAX_FAILURE_CHARS, MAX_FAILURES_ALONE, error_text
-from quintet.process.runtime import CONFIG_FILE, SUPERVISOR, error_file
+from quintet.executor.loop import MAX_FAILURE_CHARS, MAX_FAILURES_ALONE, error_text
+from quintet.process.child import CONFIG_FILE, error_file
+from quintet.process.runtime import SUPERVISOR
 from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.config import (
     CacheConfig,

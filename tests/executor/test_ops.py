@@ -17,11 +17,11 @@ from quintet.executor.backends.cpu.ops.linear import GatedActivation, linear
 from quintet.executor.backends.cpu.ops.paged_attention import MAX_FOLDED_TOKENS, paged_attention
 from quintet.executor.backends.cpu.ops.rms_norm import rms_norm
 from quintet.executor.backends.cpu.ops.rope_kv_write import rope, rope_kv_write, temperatures
-from quintet.executor.batch import BatchBuilder, Rows
+from quintet.executor.batch import BatchBuilder
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.model_config.spec import Temperature
 from quintet.executor.models.layers.attention import AttentionLayer, AttentionWindow
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.step import StepPlan

@@ -11,9 +11,8 @@ import torch
 from quintet.executor.backends.cpu.ops.host_library import open_library
 from quintet.executor.backends.cpu.program.library import program_library
 from quintet.executor.backends.cpu.program.step import Step
-from quintet.executor.batch import Rows
 from quintet.executor.ragged import ranges
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.step import StepPlan

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from quintet.frontend.admission import Admission
-from quintet.frontend.load_balancing.load_balancer import Workers
 from quintet.frontend.load_balancing.load_ledger import LoadLedger
+from quintet.frontend.load_balancing.workers import Workers
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import FrontendConfig

@@ -86,7 +86,7 @@ def test_finished_request_is_removed_without_expiry(monkeypatch: pytest.MonkeyPa
         stream = request(deadline_ns + 1_000_000)
         deadlines.watch(stream)
         stream.num_open = 0
-    assert len(deadlines._heap) < 1000
+    assert len(deadlines._heap.entries) < 1000
     clock.advance(2_000_000)
     assert expired == []
 

@@ -18,7 +18,8 @@ import msgspec
 import pytest
 
 from quintet.frontend.main import Frontend
-from quintet.process.runtime import CONFIG_FILE, SUPERVISOR
+from quintet.process.child import CONFIG_FILE
+from quintet.process.runtime import SUPERVISOR
 from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Text

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.frontend.load_balancing.load_balancer import Workers
 from quintet.frontend.load_balancing.load_ledger import LoadLedger
+from quintet.frontend.load_balancing.workers import Workers
 from quintet.frontend.rpc import Rpc
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError

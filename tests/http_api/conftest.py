@@ -24,7 +24,7 @@ import uvloop
 from openai import OpenAI
 
 from quintet.frontend.app import FrontendApp
-from quintet.frontend.main import make_server
+from quintet.frontend.http.server import make_server
 from quintet.frontend.service import Service
 from quintet.wire import messages
 from quintet.wire.channels import Channel, RowSpans

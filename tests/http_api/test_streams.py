@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.frontend.http import write_timeout
+from quintet.frontend.http import stream_timers
 from quintet.wire.codec import pack_i32
 from quintet.wire.ids import Role
 from quintet.wire.messages import Cancel, Finish, FinishReason, Submit, Text
@@ -397,7 +397,7 @@ def test_a_draining_frontend_serves_requests_and_closes_connections(serve: Calla
 def test_an_unread_stream_does_not_delay_shutdown(
     serve: Callable[..., Any], topology: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_timeout, "DRAIN_WRITE_S", 0.05)
+    monkeypatch.setattr(stream_timers, "DRAIN_WRITE_S", 0.05)
     server = serve()
     raw, _ = blocked(server)
     server.call(server.service.handle, msgspec.structs.replace(topology(2), draining=True))

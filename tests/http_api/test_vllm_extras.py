@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quintet.frontend.main import wrap_middleware
+from quintet.frontend.http.server import wrap_middleware
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import SpeculativeConfig
 from quintet.wire.errors import ConfigError

@@ -34,7 +34,7 @@ class CoreAndWorker:
     """A core and a worker, with the queue of plans between them."""
 
     def __init__(self, config: EngineConfig, worker: StepWorker | None = None) -> None:
-        self.engine = Engine(config.model, config.cache, config.scheduler)
+        self.engine = Engine(config.model, config.cache, config.scheduler, prompt_embeds=True)
         self.worker = worker or make_worker(config)
         self.worker.reset()
         self._pending: deque[Pending] = deque()

@@ -14,10 +14,9 @@ from tests.models.rows.states import ROWS
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import GREEDY, NUM_TOKENS, CoreAndWorker, changed
 
-from quintet.executor.batch import Rows
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 from quintet.executor.worker import Worker
 
 

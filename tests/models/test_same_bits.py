@@ -22,11 +22,11 @@ from tests.models.test_engine import CoreAndWorker, changed, without_prefix_cach
 from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
-from quintet.executor.batch import Int, Rows
 from quintet.executor.interface import Finished
+from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 from quintet.executor.worker import Worker
 from quintet.wire.config import EngineConfig, KvFormat
 from quintet.wire.params import SamplingParams

@@ -27,7 +27,7 @@ from quintet.executor.backends.cpu.program.library import program_library
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.backends.cpu.program.values import Extent, Value
 from quintet.executor.backends.torch.eager import EagerPass
-from quintet.executor.batch import Batch, Rows, state_rows
+from quintet.executor.batch import Batch, state_rows
 from quintet.executor.checkpoints.quant.registry import open_quantization
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve
@@ -38,7 +38,7 @@ from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, Mam
 from quintet.executor.models.blocks.block import Block, mixer
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.model import Setting
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import KvSpec, LayerKv, group_layers
 from quintet.wire.step import StepPlan

@@ -21,7 +21,7 @@ from quintet.executor import main
 from quintet.executor.expert_metrics import ExpertCounts
 from quintet.executor.interface import Pending, StepWorker
 from quintet.executor.speculation.output_cache import OutputCache
-from quintet.process.runtime import child_main
+from quintet.process.child import child_main
 from quintet.wire.ids import Role
 from quintet.wire.step import StepPlan
 

@@ -14,7 +14,7 @@ import zmq
 from tokenizers import Tokenizer
 
 from quintet.deploy.embedded import default_model_path
-from quintet.process.frame_hmac import FrameHmac, run_key
+from quintet.process.sockets import FrameHmac, run_key
 from quintet.wire import codec
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams

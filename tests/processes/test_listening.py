@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from quintet.frontend.http.auth import Keys
-from quintet.process.frame_hmac import KEY_FILE
+from quintet.process.sockets import KEY_FILE
 from quintet.wire.errors import RequestError
 
 from .server import Server, serve

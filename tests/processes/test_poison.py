@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quintet.executor.main import MAX_FAILURES_ALONE
+from quintet.executor.loop import MAX_FAILURES_ALONE
 
 from .poison import Effect, poison
 from .server import Server, serve, wait_until

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from tests.text.template_shapes import SHAPES
 
-from quintet.tokenizer_proc.chat_template import ChatTemplates, make_environment
+from quintet.tokenizer_proc.chat_template import ChatTemplates
+from quintet.tokenizer_proc.template_environment import make_environment
 from quintet.tokenizer_proc.template_syntax import traits_of
 from quintet.wire.chat import encode_messages
 from quintet.wire.config import ChatContentFormat

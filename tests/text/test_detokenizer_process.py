@@ -17,8 +17,9 @@ from tests.text.conftest import DEADLINE_S
 from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc import main
-from quintet.detokenizer_proc.main import QueryJob
-from quintet.process.runtime import CONFIG_FILE, Stopping, error_file
+from quintet.detokenizer_proc.queries import QueryJob
+from quintet.process.child import CONFIG_FILE, error_file
+from quintet.process.runtime import Stopping
 from quintet.wire import messages as m
 from quintet.wire import supervision
 from quintet.wire.channels import Channel

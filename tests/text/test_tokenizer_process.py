@@ -19,8 +19,8 @@ from tests.text.conftest import DEADLINE_S
 from tests.wire.respec import changed
 from tokenizers import Tokenizer
 
-from quintet.process.runtime import CONFIG_FILE
-from quintet.tokenizer_proc import main
+from quintet.process.child import CONFIG_FILE
+from quintet.tokenizer_proc import lanes, main
 from quintet.wire import messages as m
 from quintet.wire import supervision
 from quintet.wire.chat import encode_messages
@@ -51,7 +51,7 @@ def offload_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
             return super().submit(run_gated)
 
-    monkeypatch.setattr(main, "ThreadPoolExecutor", GatedExecutor)
+    monkeypatch.setattr(lanes, "ThreadPoolExecutor", GatedExecutor)
     yield opened
     opened.set()
 

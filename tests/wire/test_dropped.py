@@ -10,8 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from quintet.process.frame_hmac import FrameHmac
-from quintet.process.sockets import Bus, Inbox, Peers, Rejection, address_of
+from quintet.process.sockets import Bus, FrameHmac, Inbox, Peers, Rejection, address_of
 from quintet.wire import codec, kv_admin
 from quintet.wire import messages as m
 from quintet.wire import step as s

@@ -10,8 +10,19 @@ from pathlib import Path
 import pytest
 import zmq
 
-from quintet.process.frame_hmac import HMAC_BYTES, KEY_BYTES, KEY_FILE, FrameHmac, run_key
-from quintet.process.sockets import Bus, Inbox, Peers, Rejection, address_of, make_run_dir
+from quintet.process.sockets import (
+    HMAC_BYTES,
+    KEY_BYTES,
+    KEY_FILE,
+    Bus,
+    FrameHmac,
+    Inbox,
+    Peers,
+    Rejection,
+    address_of,
+    make_run_dir,
+    run_key,
+)
 from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import FrameTooLarge

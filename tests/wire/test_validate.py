@@ -11,8 +11,7 @@ import pytest
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire import supervision
-from quintet.wire.codec import encode, pack_f32, pack_i32, pack_i64, pack_u8
-from quintet.wire.columns import all_below, are_spans
+from quintet.wire.codec import all_below, are_spans, encode, pack_f32, pack_i32, pack_i64, pack_u8
 from quintet.wire.embeds import EmbedsSpan, digest_of
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import KvGroup, KvSpec

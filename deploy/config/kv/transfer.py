@@ -68,8 +68,10 @@ def _settings(sections: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     connector, role = sections.pop("kv_connector", None), sections.pop("kv_role", None)
     if connector is not None or role is not None:
         if connector not in PEER_CONNECTORS or role not in ROLES:
+            keys = {"kv_connector": connector, "kv_role": role}
+            sent = " with ".join(f"{key} {value!r}" for key, value in keys.items() if value is not None)
             raise ConfigError(
-                f"{FLAG}: kv_connector {connector!r} with kv_role {role!r} is not supported; write"
+                f"{FLAG}: {sent} is not supported; write"
                 f" {' or '.join(PEER_CONNECTORS)} with {', '.join(ROLES)}, or sections of back ends: {', '.join(SECTIONS)}"
             )
         yield "role", ROLES[role]

@@ -29,7 +29,8 @@ from quintet.deploy.integrations.fastchat.registration import Registration
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.connection import bound_send_buffer
-from quintet.frontend.main import make_server, raise_file_limit
+from quintet.frontend.http.server import make_server
+from quintet.frontend.main import raise_file_limit
 from quintet.process.log import configure_logging
 from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from quintet.deploy.tools.replay.columns import COLUMNS
 from quintet.wire import dropped, messages, step, supervision
-from quintet.wire.columns import COLUMNS
 
 MEASURED = frozenset({"sent_ns", "wait_ns", "compute_ns"})
 """Fields with clock readings, which do not follow from the input."""

@@ -24,7 +24,6 @@ from quintet.executor.backends.cuda.ops.tables import apply_plan, scatter_tokens
 from quintet.executor.backends.cuda.ranks.group import DeviceGroup
 from quintet.executor.backends.cuda.rows import SampledRows, StepRows
 from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
-from quintet.executor.batch import Int
 from quintet.executor.embeds import StepEmbeds
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.memory import to_device
@@ -32,6 +31,7 @@ from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.linear import Linear
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import CausalModel
+from quintet.executor.ragged import Int
 
 MAX_OUTPUTS = 256
 """Rows of logits per chunk of prompt log-probabilities."""

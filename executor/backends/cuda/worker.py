@@ -35,17 +35,17 @@ from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.runner import DecodeGraph, Drawn
 from quintet.executor.backends.cuda.step_clock import StepClock
 from quintet.executor.backends.cuda.steps import DeviceSteps, PinnedRing
-from quintet.executor.batch import Int, Rows
 from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.oom_split import OomSplit
+from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.logits_processor import LogitsProcessor
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.sampler import SHAPING, Sampler
-from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
-from quintet.process.trace import Span, no_span
+from quintet.executor.slots import Rows, SlotTables, TablesDiffer, check_tables
+from quintet.process.runtime import Span, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
 

@@ -15,7 +15,7 @@ from quintet.executor.backends.cpu.ops.paged_attention import paged_attention
 from quintet.executor.backends.cpu.ops.rope_kv_write import rope_kv_write
 from quintet.executor.backends.cpu.ops.state_rows import StateRows
 from quintet.executor.backends.cpu.ops.states import causal_conv, delta_rule, head_scan, selective_scan
-from quintet.executor.batch import Batch, BatchBuilder, Int, Rows
+from quintet.executor.batch import Batch, BatchBuilder
 from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.memory import to_device
@@ -27,10 +27,11 @@ from quintet.executor.models.layers.linear import Embedding, HeadLinear, Linear
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan, StatePart
+from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
-from quintet.executor.slots import SlotTables
-from quintet.process.trace import Span, no_span
+from quintet.executor.slots import Rows, SlotTables
+from quintet.process.runtime import Span, no_span
 
 MAX_OUTPUTS = 256
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from quintet.executor.backends.torch.eager import EagerRunner
-from quintet.executor.batch import Rows
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
 from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackShape
@@ -25,7 +24,7 @@ from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.card import card_of
 from quintet.executor.models.model import Setting, build_model
 from quintet.executor.sequences import place, plan_of_pieces
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
 

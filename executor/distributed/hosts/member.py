@@ -49,8 +49,8 @@ from quintet.executor.distributed.parallel.child import ExpectedEnd, begin_child
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.kv_transfer.peers.keys import Context, read_key
+from quintet.process.child import error_file
 from quintet.process.log import configure_logging
-from quintet.process.runtime import error_file
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig, HostsConfig
 from quintet.wire.errors import ConfigError

@@ -18,8 +18,8 @@ import msgspec
 import setproctitle
 
 from quintet.executor.context import RankMemory
+from quintet.process.child import die_with_parent, error_file
 from quintet.process.log import configure_logging
-from quintet.process.runtime import die_with_parent, error_file
 from quintet.process.trace import WRITE_NOW
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError

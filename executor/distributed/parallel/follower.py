@@ -9,7 +9,8 @@ from __future__ import annotations
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.backends.registry import run_follower
 from quintet.executor.distributed.parallel.child import ChildIdentity, run_child
-from quintet.process.trace import Span, Tracer, no_span
+from quintet.process.runtime import Span, no_span
+from quintet.process.trace import Tracer
 from quintet.wire.config import EngineConfig
 
 

@@ -28,7 +28,7 @@ import msgspec
 
 from quintet.executor.context import RankMemory
 from quintet.executor.distributed.hosts.topology import ranks_of
-from quintet.process.runtime import error_file
+from quintet.process.child import error_file
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import WorkerId

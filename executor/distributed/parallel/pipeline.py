@@ -14,15 +14,15 @@ import torch
 from quintet.executor.backends.cpu.program.runner import append_draw
 from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.backends.cpu.program.step import CStep, Step
-from quintet.executor.batch import Int, Rows
 from quintet.executor.distributed.parallel.library import Note, StepPart
 from quintet.executor.distributed.parallel.rank_views import Links
 from quintet.executor.embeds import embeds_of
 from quintet.executor.model_config.share import Share
+from quintet.executor.ragged import Int
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import Settings
-from quintet.executor.slots import SlotTables
-from quintet.process.trace import Span, no_span
+from quintet.executor.slots import Rows, SlotTables
+from quintet.process.runtime import Span, no_span
 from quintet.wire.config import EngineConfig
 
 

@@ -20,9 +20,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from quintet.executor.backends.cpu.ops.huge_pages import gather_some, has_small_pages
+from quintet.executor.backends.cpu.ops.huge_pages import gather_some
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
-from quintet.executor.batch import Int, Rows
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.library import Note, OrderKind
 from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
@@ -31,11 +30,12 @@ from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRa
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.kv_transfer.connector import KvConnector
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
+from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
-from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
+from quintet.executor.slots import Rows, SlotTables, TablesDiffer, check_tables
 from quintet.executor.speculation.drafters import DRAFTERS
 from quintet.executor.speculation.verify import DraftedStep, Speculation
 from quintet.executor.worker import STEPS_PER_IDLE_TASK
@@ -100,7 +100,9 @@ class PipelineWorker:
         """Build the worker of the first stage."""
         self.num_blocks = context.num_blocks()
         self.facts = context.facts(self.num_blocks)
-        self._pages, self._span = context.pages, context.span
+        self._span = context.span
+        self._pages = [each for each in context.pages if each.is_fragmented]
+        """Memory with small pages left."""
         self._pipeline, self._group, config = pipeline, context.ranks, context.config
         self.experts = pipeline.expert_counts
         self._num_started = 0
@@ -146,9 +148,8 @@ class PipelineWorker:
     @property
     def has_idle_tasks(self) -> bool:
         """True if weights of any process remain on small pages, or experts on overloaded ranks."""
-        is_fragmented = has_small_pages(self._pages)
         of_ranks = self._group is not None and self._group.noted(Note.IDLE_TASKS) > 0
-        return is_fragmented or of_ranks or self._pipeline.has_idle_tasks
+        return bool(self._pages) or of_ranks or self._pipeline.has_idle_tasks
 
     def run_idle_task(self) -> None:
         """Move some weights to huge pages in every process, or copy an expert to another rank."""
@@ -156,6 +157,7 @@ class PipelineWorker:
         if self._group is not None:
             self._group.send_idle_task()
         gather_some(self._pages)
+        self._pages = [each for each in self._pages if each.is_fragmented]
 
     def reset(self) -> None:
         """Reset every table; wait for steps in flight and discard their logits."""

@@ -21,8 +21,8 @@ from quintet.frontend.api.anthropic.errors import error_body
 from quintet.frontend.api.channels import Channels
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.http.http_request import Header
-from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import StreamState, ids_comment
+from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, StreamState
+from quintet.frontend.resume.token_relay import ids_comment
 from quintet.frontend.streams import Batch, OutputDelta, Stream, text_spans
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError

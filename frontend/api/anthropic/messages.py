@@ -9,17 +9,12 @@ from quintet.frontend.api.anthropic.events import MessagesAnswer, MessagesWriter
 from quintet.frontend.api.anthropic.parse import CLIENT_NAMES, chat_body
 from quintet.frontend.api.anthropic.types import CountTokensBody, MessagesBody
 from quintet.frontend.api.openai import parse
-from quintet.frontend.api.openai.chat import (
-    Conversation,
-    channels_of,
-    checked_chat,
-    parse_conversation,
-)
+from quintet.frontend.api.openai.chat_body import Conversation, channels_of, checked_chat, parse_conversation
 from quintet.frontend.api.openai.render import respond_rendered
 from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_state import resume_token_for
-from quintet.frontend.resume.token_relay import resume_state, with_relay
+from quintet.frontend.resume.stream_state import FROM_START, resume_token_for
+from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
@@ -41,7 +36,8 @@ async def messages(service: Service, http_request: HttpRequest) -> None:
     answer = MessagesAnswer(1, 1, 1, request_id, config.model.served_names[0], body.max_tokens, channels)
     resume_token = resume_token_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(chat, http_request)
-    seeds, position, received = resume_state(http_request.partial_response, 1, 1)
+    earlier = http_request.partial_response
+    seeds, position, received = FROM_START if earlier is None else resume_state(earlier, 1, 1)
     submissions = submit_all(
         service,
         body,
@@ -60,7 +56,9 @@ async def messages(service: Service, http_request: HttpRequest) -> None:
     )
     if body.stream:
         writer = MessagesWriter(answer, submissions.stream_id, position)
-        await stream_answer(service, http_request, submissions, with_relay(http_request, writer, submissions))
+        if http_request.wants_relay:
+            enable_relay(http_request, writer, submissions)
+        await stream_answer(service, http_request, submissions, writer)
     else:
         (output,) = await collect_outputs(http_request, submissions)
         await http_request.respond_json(message_of(answer, output))

@@ -27,8 +27,8 @@ from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.api.openai.types import CompletionBody
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, resume_token_for
-from quintet.frontend.resume.token_relay import resume_state, with_relay
+from quintet.frontend.resume.stream_state import FROM_START, Answer, StreamCursor, StreamId, resume_token_for
+from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
@@ -62,7 +62,8 @@ async def generate(service: Service, http_request: HttpRequest) -> None:
     resume_token = resume_token_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(fields, http_request)
     _reject_unsupported(body, fields)
-    seeds, position, received = resume_state(http_request.partial_response, params.n, 1)
+    earlier = http_request.partial_response
+    seeds, position, received = FROM_START if earlier is None else resume_state(earlier, params.n, 1)
     submissions = submit_all(
         service,
         body,
@@ -81,7 +82,9 @@ async def generate(service: Service, http_request: HttpRequest) -> None:
     )
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
-        await stream_answer(service, http_request, submissions, with_relay(http_request, chunks, submissions))
+        if http_request.wants_relay:
+            enable_relay(http_request, chunks, submissions)
+        await stream_answer(service, http_request, submissions, chunks)
     else:
         outputs = await collect_outputs(http_request, submissions)
         await http_request.respond_json(_response_json(outputs, submissions, options))

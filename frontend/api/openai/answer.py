@@ -16,8 +16,8 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.errors import error_body
 from quintet.frontend.api.openai.types import CompletionBody, GenerationBody
 from quintet.frontend.http.http_request import Header, HttpRequest
-from quintet.frontend.resume.stream_state import StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import StreamState, ids_comment
+from quintet.frontend.resume.stream_state import StreamCursor, StreamId, StreamState
+from quintet.frontend.resume.token_relay import ids_comment
 from quintet.frontend.streams import Batch, OutputDelta, Stream
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import RequestError

@@ -7,17 +7,16 @@ import msgspec
 from quintet.frontend.api.answer import Output, collect_outputs, session_of, submit_all
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import options_of, usage_of
-from quintet.frontend.api.openai.chat import (
-    ChatAnswer,
+from quintet.frontend.api.openai.chat import ChatAnswer, choice_of
+from quintet.frontend.api.openai.chat_body import (
     Conversation,
     channels_of,
     check_chat,
-    choice_of,
+    params_and_reading,
     parse_conversation,
     reject_unsupported,
 )
 from quintet.frontend.api.openai.logprobs import prompt_logprobs
-from quintet.frontend.api.openai.tools import params_and_reading
 from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service

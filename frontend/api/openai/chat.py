@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
@@ -32,34 +30,24 @@ from quintet.frontend.api.openai.answer import (
     usage_of,
 )
 from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best_choices, rankable, stream_beams
-from quintet.frontend.api.openai.completions import token_prompt
+from quintet.frontend.api.openai.chat_body import channels_of, checked_chat, prompt_of, reject_unsupported
 from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer, with_params
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
-from quintet.frontend.api.openai.offered_tools import AS_SENT, Translation, shown_tools, with_deferred
 from quintet.frontend.api.openai.redetokenize import replay_usage
-from quintet.frontend.api.openai.tools import check_tool_choice, params_and_reading
 from quintet.frontend.api.openai.types import (
     ChatBody,
-    TokenizeBody,
 )
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, resume_token_for
-from quintet.frontend.resume.token_relay import resume_state, with_relay
+from quintet.frontend.resume.stream_state import FROM_START, Answer, StreamCursor, StreamId, resume_token_for
+from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
 from quintet.frontend.streams import OutputDelta
 from quintet.wire.channels import Span
-from quintet.wire.chat import ChatMessage, check_messages, encode_messages
 from quintet.wire.codec import unpack_i32
-from quintet.wire.config import EngineConfig
-from quintet.wire.messages import ChatPrompt, Started, TokenPrompt
-from quintet.wire.params import SamplingParams, shown
-from quintet.wire.request import OutputParsing, RequestSpec
+from quintet.wire.messages import Started
+from quintet.wire.request import RequestSpec
 
 _decoder = msgspec.json.Decoder(ChatBody)
-_mapping_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_any_decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(object)
-
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class ChatAnswer(Answer, tag="chat"):
@@ -74,21 +62,6 @@ class ChatAnswer(Answer, tag="chat"):
     """Set if parsers read the output."""
 
 
-@dataclass(slots=True)
-class Conversation:
-    """A checked prompt, and properties of its messages that the response needs."""
-
-    prompt: ChatPrompt
-    role: str
-    """Role of the response's message."""
-    last_text: str
-    """Text of the last message, if it has the response's role."""
-    num_calls: int
-    """Tool calls in the messages."""
-    tools: bytes
-    """JSON of all tools that the model may call; the prompt has those that the template shows."""
-
-
 async def chat_completions(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/chat/completions."""
     config = service.config
@@ -101,7 +74,7 @@ async def chat_completions(service: Service, http_request: HttpRequest) -> None:
     answer = ChatAnswer(1, params.n, interval, options, conversation.role, prefix, channels)
     resume_token = resume_token_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, http_request)
-    kv_transfer = take_kv_transfer(body, 1, config)
+    kv_transfer = take_kv_transfer(body, 1, config) if body.kv_transfer_params else None
     reject_unsupported(body)
     session = session_of(http_request, body.user)
     if body.use_beam_search:
@@ -116,13 +89,14 @@ async def chat_completions(service: Service, http_request: HttpRequest) -> None:
         outputs, submissions = await beam_answer(service, http_request, request)
         await http_request.respond_json(_response_json(outputs, submissions, answer))
         return
-    seeds, position, received = resume_state(http_request.partial_response, params.n, 1)
+    earlier = http_request.partial_response
+    seeds, position, received = FROM_START if earlier is None else resume_state(earlier, params.n, 1)
     submissions = submit_all(
         service,
         body,
         [prompt],
         RequestSpec(
-            rankable(params, body),
+            params if body.best_of is None else rankable(params, body),
             http_request.arrival_ns,
             deadline_ns=deadline_ns,
             resume_token=resume_token,
@@ -140,153 +114,13 @@ async def chat_completions(service: Service, http_request: HttpRequest) -> None:
         await replay_usage(service, submissions)
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
-        await stream_answer(service, http_request, submissions, with_relay(http_request, chunks, submissions))
+        if http_request.wants_relay:
+            enable_relay(http_request, chunks, submissions)
+        await stream_answer(service, http_request, submissions, chunks)
     else:
         outputs = best_choices(await collect_outputs(http_request, submissions), body)
         whole = _response_json(outputs, submissions, answer)
         await http_request.respond_json(with_params(whole, submissions.streams, config))
-
-
-def checked_chat(
-    body: ChatBody, config: EngineConfig, translation: Translation = AS_SENT
-) -> tuple[Conversation, SamplingParams, OutputParsing | None]:
-    """Validate the body except unsupported fields; return prompt, parameters and output parsing."""
-    check_chat(body, config)
-    conversation = parse_conversation(body, config, translation)
-    return conversation, *params_and_reading(body, conversation.tools, config)
-
-
-def prompt_of(body: ChatBody, conversation: Conversation, config: EngineConfig) -> ChatPrompt | TokenPrompt:
-    """Return the tokenizer's input: the conversation, or the client's ids for it. Raises `RequestError`."""
-    ids = body.prompt_token_ids
-    if ids is None:
-        return conversation.prompt
-    return token_prompt(ids, body.truncate_prompt_tokens, config.model, "prompt_token_ids")
-
-
-def parse_conversation(
-    body: ChatBody | TokenizeBody, config: EngineConfig, translation: Translation = AS_SENT
-) -> Conversation:
-    """Check messages, tools and template arguments; return the prompt."""
-    _check_template(body.chat_template, config)
-    messages, encoded = _read_messages(body.messages or [])
-    continues = bool(body.continue_final_message)
-    generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    if continues and generates:
-        raise parse.invalid(
-            "add_generation_prompt and continue_final_message are both true; set one of them to false.",
-            "continue_final_message",
-        )
-    tools = shown_tools(body.tools)
-    role = "assistant" if generates else messages[-1].role
-    return Conversation(
-        ChatPrompt(
-            messages=encoded,
-            tools=tools,
-            template_kwargs=_template_kwargs(body, config.frontend.chat_template_kwargs),
-            chat_template=body.chat_template,
-            add_generation_prompt=generates,
-            continue_final_message=continues,
-            add_special_tokens=bool(body.add_special_tokens),
-            message_names=list(translation.message_names),
-        ),
-        role,
-        messages[-1].text if messages[-1].role == role else "",
-        sum(len(message.tool_calls or ()) for message in messages),
-        with_deferred(tools, translation.deferred),
-    )
-
-
-def channels_of(
-    body: ChatBody, conversation: Conversation, response_id: str, config: EngineConfig
-) -> Channels:
-    """Return the output channels of a response."""
-    return Channels(
-        response_id,
-        config.model.parsers.call_ids,
-        conversation.num_calls,
-        include_reasoning=body.include_reasoning is not False,
-        parallel_calls=body.parallel_tool_calls is not False,
-    )
-
-
-def _check_template(template: str | None, config: EngineConfig) -> None:
-    """Reject a template that is not the model's, unless requests' templates are trusted."""
-    names = config.model.chat_templates
-    if template is None or template in names or config.frontend.trust_request_chat_template:
-        return
-    what = f"one of the model's templates ({', '.join(names)})" if names else "left out: the model has none"
-    raise parse.invalid(
-        f"chat_template is {shown(template)}; it must be {what}. Templates from requests are disabled "
-        "(--trust-request-chat-template enables them).",
-        "chat_template",
-    )
-
-
-def _read_messages(sent: list[Any]) -> tuple[list[ChatMessage], bytes]:
-    """Check a conversation's messages; return them, and their encoding for the tokenizer. Raises `RequestError`."""
-    try:
-        messages, encoded = check_messages(sent), encode_messages(sent)
-    except msgspec.ValidationError as error:
-        raise parse.explain(error, sent, "messages") from None
-    except RecursionError:
-        raise parse.invalid("messages is nested too deeply; flatten it.", "messages") from None
-    if not messages:
-        raise parse.invalid("messages is []; it must hold at least one message.", "messages")
-    return messages, encoded
-
-
-def _template_kwargs(body: ChatBody | TokenizeBody, defaults: Mapping[str, object]) -> bytes:
-    """Return the chat template arguments as JSON object; empty if there are none. ``defaults`` fill absent ones."""
-    kwargs: dict[str, msgspec.Raw] = {}
-    if parse.json_of(body.chat_template_kwargs):
-        kwargs = parse.decode_part(body.chat_template_kwargs, _mapping_decoder, "chat_template_kwargs")
-    if isinstance(body, ChatBody):
-        if body.reasoning_effort is not None:
-            kwargs.setdefault("reasoning_effort", msgspec.Raw(encode_json(body.reasoning_effort)))
-        if parse.json_of(body.documents):
-            parse.decode_part(body.documents, _any_decoder, "documents")
-            kwargs.setdefault("documents", msgspec.Raw(parse.json_of(body.documents)))
-    for name, value in defaults.items():
-        kwargs.setdefault(name, msgspec.Raw(encode_json(value)))
-    return encode_json(kwargs) if kwargs else b""
-
-
-def check_chat(body: ChatBody, config: EngineConfig) -> None:
-    """Reject fields that contradict each other or the server's configuration."""
-    parse.check_combinations(body, config)
-    if body.reasoning_effort is not None and body.reasoning_effort not in REASONING_EFFORTS:
-        allowed = ", ".join(REASONING_EFFORTS)
-        raise parse.invalid(
-            f"reasoning_effort is {shown(body.reasoning_effort)}; it must be one of {allowed}.",
-            "reasoning_effort",
-        )
-    check_tool_choice(body)
-    parse.check_logprob_token_ids(body, has_logprobs=bool(body.logprobs))
-    if body.top_logprobs and not body.logprobs:
-        raise parse.invalid(
-            f"top_logprobs is {body.top_logprobs} but logprobs is not true; set logprobs to true.",
-            "top_logprobs",
-        )
-
-
-def reject_unsupported(body: ChatBody) -> None:
-    """Reject unsupported fields."""
-    for name, raw in (("functions", body.functions), ("function_call", body.function_call)):
-        if parse.json_of(raw) not in {b"", b"[]", b'"none"'}:
-            raise parse.not_implemented(
-                name,
-                "the older form of tools",
-                "Send `tools`, which the model's template shows to the model.",
-            )
-    for name, raw in (
-        ("media_io_kwargs", body.media_io_kwargs),
-        ("mm_processor_kwargs", body.mm_processor_kwargs),
-        ("mm_payload", body.mm_payload),
-    ):
-        if parse.json_of(raw) not in {b"", b"{}"}:
-            raise parse.not_implemented(name, "input other than text", "Leave it out.")
-    parse.reject_unsupported(body)
 
 
 def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> ChunkFormat:

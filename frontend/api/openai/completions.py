@@ -40,8 +40,8 @@ from quintet.frontend.api.openai.logprobs import (
 from quintet.frontend.api.openai.redetokenize import replay_usage
 from quintet.frontend.api.openai.types import CompletionBody
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, resume_token_for
-from quintet.frontend.resume.token_relay import resume_state, with_relay
+from quintet.frontend.resume.stream_state import FROM_START, Answer, StreamCursor, StreamId, resume_token_for
+from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig, ModelConfig
@@ -68,13 +68,11 @@ async def completions(service: Service, http_request: HttpRequest) -> None:
     prompts = await _prompts(body, config)
     params = completion_params(body, config)
     options = options_of("cmpl", body, params, http_request, config)
-    interval = body.stream_interval or 1
-    answer = CompletionAnswer(len(prompts), params.n, interval, options)
+    answer = CompletionAnswer(len(prompts), params.n, body.stream_interval or 1, options)
     resume_token = resume_token_for(answer, config) if body.stream else None
-    deadline_ns = parse.deadline_ns(body, http_request)
-    kv_transfer = take_kv_transfer(body, len(prompts), config)
+    deadline_ns, session = parse.deadline_ns(body, http_request), session_of(http_request, body.user)
+    kv_transfer = take_kv_transfer(body, len(prompts), config) if body.kv_transfer_params else None
     parse.reject_unsupported(body)
-    session = session_of(http_request, body.user)
     if body.use_beam_search:
         gives_way = body.max_tokens is None
         request = BeamRequest(prompts, body, params, "prompt", gives_way, options, deadline_ns, session)
@@ -84,13 +82,16 @@ async def completions(service: Service, http_request: HttpRequest) -> None:
         outputs, submissions = await beam_answer(service, http_request, request)
         await http_request.respond_json(_response_json(outputs, submissions, options))
         return
-    seeds, position, received = resume_state(http_request.partial_response, params.n, len(prompts))
+    earlier = http_request.partial_response
+    seeds, position, received = (
+        FROM_START if earlier is None else resume_state(earlier, params.n, len(prompts))
+    )
     submissions = submit_all(
         service,
         body,
         prompts,
         RequestSpec(
-            rankable(params, body),
+            params if body.best_of is None else rankable(params, body),
             http_request.arrival_ns,
             deadline_ns=deadline_ns,
             resume_token=resume_token,
@@ -98,7 +99,7 @@ async def completions(service: Service, http_request: HttpRequest) -> None:
             kv_transfer=kv_transfer,
         ),
         clamp_max_tokens=body.max_tokens is None,
-        interval=interval,
+        interval=answer.interval,
         echo=options.echo,
         session=session,
         received=received,
@@ -108,7 +109,9 @@ async def completions(service: Service, http_request: HttpRequest) -> None:
         await replay_usage(service, submissions)
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
-        await stream_answer(service, http_request, submissions, with_relay(http_request, chunks, submissions))
+        if http_request.wants_relay:
+            enable_relay(http_request, chunks, submissions)
+        await stream_answer(service, http_request, submissions, chunks)
     else:
         outputs = best_choices(await collect_outputs(http_request, submissions), body)
         if options.echo_only:

@@ -9,8 +9,16 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from quintet.frontend.api.openai.json_errors import INVALID_JSON, explain, not_json, value_of
 from quintet.frontend.api.openai.structured import form_of
-from quintet.frontend.api.openai.types import SHARED_SAMPLING_FIELDS, ChatBody, GenerationBody, RawField
+from quintet.frontend.api.openai.types import (
+    FORM_FIELDS,
+    SHARED_SAMPLING_FIELDS,
+    ChatBody,
+    FormFields,
+    GenerationBody,
+    RawField,
+)
 from quintet.frontend.http.http_request import MAX_REQUEST_ID, REQUEST_ID, REQUEST_ID_HEADER, HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig, ModelConfig
@@ -20,21 +28,16 @@ from quintet.wire.params import MAX_SHOWN, RepetitionDetectionParams, SamplingPa
 BodyT = TypeVar("BodyT")
 NamingT = TypeVar("NamingT", bound="NamesModel")
 PartT = TypeVar("PartT")
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
-
 MAX_CACHE_SALT = 1024
 MAX_ID_DIGITS = 10
 MAX_TIMEOUT_S = 1_000_000
 DEADLINE_HEADER = "x-request-deadline-ms"
 """Milliseconds from arrival to deadline."""
-INVALID_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MILLISECONDS = re.compile(r"[0-9]{1,12}")
-_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 _SHARED = frozenset(SHARED_SAMPLING_FIELDS)
 _shared_of = attrgetter(*SHARED_SAMPLING_FIELDS)
+_forms_of = attrgetter("response_format", *FORM_FIELDS)
+_NO_FORM = _forms_of(FormFields())
 _MISSING_FIELDS = ("kv_transfer_params", "ec_transfer_params", "watermarking")
 _MISSING_FLAGS = ("return_token_offsets", "return_prompt_text", "return_weight_versions")
 _missing_of = attrgetter(*_MISSING_FIELDS, *_MISSING_FLAGS, "detokenize")
@@ -72,47 +75,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     try:
         return msgspec.json.decode(body, type=decoder.type, strict=False)
     except msgspec.ValidationError as error:
-        raise explain(error, _value_of(body, None)) from None
-
-
-def not_json(error: Exception, body: bytes, name: str | None = None) -> RequestError:
-    """Build the error for invalid JSON in the body, or in the named field."""
-    what = f"The request body's {name}" if name else "The request body"
-    hint = ""
-    if _SURROGATE.search(body):
-        hint = r" It holds \ud800 to \udfff escapes: these must come in pairs, each pair one character."
-    return invalid(f"{what} is not valid JSON: {error}.{hint}", name)
-
-
-def explain(error: msgspec.ValidationError, value: Json, prefix: str = "") -> RequestError:
-    """Translate a validation error of msgspec on a value into one with the field and its value."""
-    match = _PATH.match(str(error))
-    assert match is not None, str(error)
-    what, path = match["what"], match["path"] or ""
-    missing = _MISSING.match(what)
-    field = (prefix + path).lstrip(".")
-    if missing:
-        name = f"{field}.{missing['field']}" if field else missing["field"]
-        return invalid(f"{name} is missing; it is required.", name)
-    sent = msgspec.json.encode(_value_at(value, path)).decode()
-    if len(sent) > 80:
-        sent = sent[:77] + "..."
-    if not field:
-        return invalid(f"The request body is {sent}; send a JSON object.")
-    what = what.replace("`", "").replace("Expected ", "").replace(" | null", "")
-    expected, _, got = what.partition(", got ")
-    return invalid(
-        f"{field} is {sent}; it must be {expected}{f', not {got}' if got else ''}.", field.split("[")[0]
-    )
-
-
-def _value_of(body: bytes, name: str | None) -> Json:
-    """Decode JSON that failed a validation. Raises `RequestError` if it is also invalid."""
-    try:
-        value: Json = msgspec.json.decode(body)
-    except INVALID_JSON as error:
-        raise not_json(error, body, name) from None
-    return value
+        raise explain(error, value_of(body, None)) from None
 
 
 def decode_part(raw: RawField, decoder: msgspec.json.Decoder[PartT], name: str) -> PartT:
@@ -127,21 +90,10 @@ def decode_part(raw: RawField, decoder: msgspec.json.Decoder[PartT], name: str) 
         part = decoder.decode(encoded)
         msgspec.json.decode(encoded)
     except msgspec.ValidationError as error:
-        raise explain(error, _value_of(encoded, name), name) from None
+        raise explain(error, value_of(encoded, name), name) from None
     except INVALID_JSON as error:
         raise not_json(error, encoded, name) from None
     return part
-
-
-def _value_at(value: Json, path: str) -> Json:
-    for name, index in _STEP.findall(path):
-        if name and isinstance(value, dict) and name in value:
-            value = value[name]
-        elif index.isdigit() and isinstance(value, list) and int(index) < len(value):
-            value = value[int(index)]
-        else:
-            break
-    return value
 
 
 def json_of(raw: RawField) -> bytes:
@@ -178,7 +130,8 @@ def sampling_params(
         values["n"] = body.best_of
     values["max_tokens"] = max_tokens
     values["logprobs"] = logprobs
-    values["structured_outputs"] = form_of(body)
+    if _forms_of(body) != _NO_FORM:
+        values["structured_outputs"] = form_of(body)
     if body.repetition_detection is not None:
         watched = msgspec.structs.asdict(body.repetition_detection)
         values["repetition_detection"] = RepetitionDetectionParams(**watched)

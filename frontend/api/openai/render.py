@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from quintet.frontend.api.openai import parse
-from quintet.frontend.api.openai.chat import checked_chat, prompt_of
-from quintet.frontend.api.openai.chat import reject_unsupported as reject_unsupported_in_chat
+from quintet.frontend.api.openai.chat_body import checked_chat, prompt_of
+from quintet.frontend.api.openai.chat_body import reject_unsupported as reject_unsupported_in_chat
 from quintet.frontend.api.openai.completions import completion_params, parse_prompts
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody, GenerationBody
 from quintet.frontend.http.http_request import HttpRequest

@@ -5,12 +5,11 @@ Each is enforced or rejected; none is dropped.
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 import msgspec
 
-from quintet.frontend.api.openai.types import FORM_FIELDS, FormFields, RawField, ResponseFormat
+from quintet.frontend.api.openai.types import FormFields, RawField, ResponseFormat
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
 from quintet.wire.structured import FIELD, StructuredOutputsParams
@@ -55,8 +54,6 @@ SCHEMA_WORDS = frozenset(
     }
 )
 """Keys that distinguish a schema from an object with a schema in ``schema``."""
-_forms_of = attrgetter("response_format", *FORM_FIELDS)
-_NO_FORM = _forms_of(FormFields())
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
@@ -102,8 +99,6 @@ def form_field(body: FormFields) -> str | None:
 def _requested(body: FormFields) -> dict[str, StructuredOutputsParams]:
     """Return the constraint by its field; one at most. Raises `RequestError`."""
     requested: dict[str, StructuredOutputsParams] = {}
-    if _forms_of(body) == _NO_FORM:  # fast path of almost every request
-        return requested
     if body.response_format is not None and (form := _of_format(body.response_format)) is not None:
         requested["response_format"] = form
     if _was_sent(body.structured_outputs):

@@ -8,12 +8,11 @@ from pathlib import Path
 import msgspec
 
 from quintet.frontend.api.openai import parse
-from quintet.frontend.api.openai.chat import parse_conversation
+from quintet.frontend.api.openai.chat_body import parse_conversation
 from quintet.frontend.api.openai.types import DetokenizeBody, TokenizeBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
-from quintet.wire.codec import unpack_i32
-from quintet.wire.columns import ID_BYTES
+from quintet.wire.codec import ID_BYTES, unpack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt, TextPrompt
 from quintet.wire.params import check_token_ids

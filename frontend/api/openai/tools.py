@@ -1,8 +1,6 @@
 """``tools`` and ``tool_choice``: parsing of calls in the output, and constraints for required calls.
 
 Required calls are enforced by structured output, with arguments that match the tools' schemas.
-
-`params_and_reading` returns the sampling parameters and the output parsing of a chat request.
 """
 
 from __future__ import annotations
@@ -15,9 +13,8 @@ import msgspec
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.offered_tools import shown_tools
 from quintet.frontend.api.openai.types import ChatBody, FunctionTool, Tool
-from quintet.wire.config import EngineConfig, ForcedCalls, ParsersConfig
-from quintet.wire.params import SamplingParams, shown
-from quintet.wire.request import MAX_SCHEMAS_BYTES, OutputParsing
+from quintet.wire.config import ForcedCalls, ParsersConfig
+from quintet.wire.params import shown
 from quintet.wire.structured import StructuredOutputsParams
 
 TOOL_CHOICE_TYPES = {b'"auto"': "auto", b'"none"': "none", b'"required"': "required", b'"any"': "required"}
@@ -191,62 +188,3 @@ def _object_schema(function: FunctionTool) -> dict[str, object]:
     ):  # in a combination, properties of one branch would be additional ones of another
         found.setdefault("additionalProperties", False)
     return found
-
-
-def reading_of(
-    body: ChatBody, tools: bytes, parsers: ParsersConfig, form: StructuredOutputsParams | None = None
-) -> OutputParsing | None:
-    """Return the parsing of the output. Calls are parsed only if the model sees ``tools`` and may call them.
-
-    ``form``: constraint of the output. Optional calls in it have the format of required ones.
-    """
-    tools = tools if body.tool_choice != "none" else b""
-    if tools and body.tool_choice not in (None, "auto"):
-        return OutputParsing(parsers.reasoning, parsers.forced.reader, requires_calls=True)
-    if tools and form is not None and form.calls:
-        return OutputParsing(parsers.reasoning, parsers.forced.reader)
-    name = parsers.tools if tools else ""
-    if not (parsers.reasoning or name):
-        return None
-    schemas = tools if name and parsers.needs_schemas else b""
-    if len(schemas) > MAX_SCHEMAS_BYTES:
-        raise parse.invalid(
-            f"tools has {len(schemas)} bytes; the limit is {MAX_SCHEMAS_BYTES} for a model without argument types in its call "
-            "format. Send fewer tools, or shorter descriptions.",
-            "tools",
-        )
-    return OutputParsing(parsers.reasoning, name, schemas)
-
-
-def params_and_reading(
-    body: ChatBody, tools: bytes, config: EngineConfig
-) -> tuple[SamplingParams, OutputParsing | None]:
-    """Return the sampling parameters and the output parsing of a checked body.
-
-    tools: the functions that the model may call, as JSON. They replace ``body.tools``.
-    """
-    body.tools = msgspec.Raw(tools) if tools else msgspec.UNSET
-    params = _chat_params(body, config)
-    return params, reading_of(body, tools, config.model.parsers, params.structured_outputs)
-
-
-def _chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
-    """Return the checked sampling parameters of a request. Its tools were checked before."""
-    model = config.model
-    max_tokens = parse.chat_max_tokens(body)
-    if max_tokens is None and "max_tokens" in model.generation_defaults:
-        max_tokens = int(model.generation_defaults["max_tokens"])
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = parse.sampling_params(body, model, max_tokens=max_tokens, logprobs=logprobs)
-    form = form_of_calls(body, model.parsers.forced)
-    is_format = body.response_format is not None and body.response_format.type != "text"
-    if form is not None and params.structured_outputs is not None and not is_format:
-        raise parse.invalid(
-            "tool_choice requires calls, but the request also asks for another output format; send one of them.",
-            "tool_choice",
-        )
-    params.structured_outputs = form or form_or_calls(params.structured_outputs, body, model.parsers)
-    names = {"logprobs": "top_logprobs", **parse.names_of(body)}
-    if body.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    return parse.checked(params, config.frontend.max_logprobs, model, names)

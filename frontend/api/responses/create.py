@@ -20,7 +20,7 @@ from quintet.frontend.api.answer import (
 )
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
-from quintet.frontend.api.openai.chat import channels_of, checked_chat
+from quintet.frontend.api.openai.chat_body import channels_of, checked_chat
 from quintet.frontend.api.openai.offered_tools import Translation
 from quintet.frontend.api.openai.render import respond_rendered
 from quintet.frontend.api.responses.background import note_request, run, start, wake_on_start
@@ -47,8 +47,8 @@ from quintet.frontend.api.responses.stored import write_events
 from quintet.frontend.api.responses.types import InputItem, ResponsesBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseFile, ResponseStore
-from quintet.frontend.resume.stream_state import PartialResponse, resume_token_for
-from quintet.frontend.resume.token_relay import resume_state, with_relay
+from quintet.frontend.resume.stream_state import FROM_START, PartialResponse, resume_token_for
+from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import RequestError
@@ -261,14 +261,15 @@ async def _answer(service: Service, http_request: HttpRequest, checked: CheckedR
     """Answer a waiting client; return True after the end."""
     answer = checked.answer
     resume_token = resume_token_for(answer, service.config) if checked.body.stream else None
-    seeds, position, received = resume_state(http_request.partial_response, 1, 1)
+    earlier = http_request.partial_response
+    seeds, position, received = FROM_START if earlier is None else resume_state(earlier, 1, 1)
     replayed_ids = pack_i32(received[0][0][0] or ()) if received else b""
     submissions = _submit(service, checked, http_request, resume_token, replayed_ids, seeds)
     if checked.body.stream:
         writer = ResponsesWriter(answer, submissions.stream_id, position)
-        await stream_answer(
-            service, http_request, submissions, with_relay(http_request, writer, submissions), store_end
-        )
+        if http_request.wants_relay:
+            enable_relay(http_request, writer, submissions)
+        await stream_answer(service, http_request, submissions, writer, store_end)
         return True
     (whole,) = await collect_outputs(http_request, submissions)
     status, response = response_of_output(answer, whole)

@@ -37,8 +37,8 @@ from quintet.frontend.api.responses.output import (
 )
 from quintet.frontend.http.http_request import Header
 from quintet.frontend.response_store import IN_PROGRESS
-from quintet.frontend.resume.stream_state import StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import WITHDRAWN, StreamState, ids_comment
+from quintet.frontend.resume.stream_state import StreamCursor, StreamId, StreamState
+from quintet.frontend.resume.token_relay import WITHDRAWN, ids_comment
 from quintet.frontend.streams import Batch, OutputDelta, Stream, text_spans
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError

@@ -23,7 +23,7 @@ from quintet.frontend.api.responses.response_history import (
     stored_items,
 )
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
-from quintet.frontend.http.write_timeout import Reader
+from quintet.frontend.http.stream_timers import Reader
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Events, Record
 from quintet.frontend.service import Service
 from quintet.wire.errors import RequestError

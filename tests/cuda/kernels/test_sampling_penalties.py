@@ -10,12 +10,11 @@ from tests.executor.conftest import Drawer, new_row, plan_of
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.penalties import PENALIZED, DevicePenalties, penalize
 from quintet.executor.backends.cuda.worker import sampling_ops, shaping_on
-from quintet.executor.batch import Rows
 from quintet.executor.sampling.logits_processor import DrawRows
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.sampler import SHAPING, Sampler
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 

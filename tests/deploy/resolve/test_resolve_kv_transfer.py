@@ -73,7 +73,7 @@ def test_roles_of_vllm_are_accepted(tmp_path: Path, kv_role: str, role: str) -> 
         ({"peers": {"role": "all"}}, "--kv-transfer-config: Invalid enum value 'all'"),
         ({"disk": {"size": "1GiB"}}, "--kv-disk-size requires --kv-disk"),
         ({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, "or sections of back ends: host"),
-        ({"kv_connector": "NixlConnector"}, "with kv_role None is not supported"),
+        ({"kv_connector": "NixlConnector"}, "kv_connector 'NixlConnector' is not supported; write"),
     ],
 )
 def test_invalid_sections_are_rejected(tmp_path: Path, transfer: dict[str, Any], words: str) -> None:

@@ -12,7 +12,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from quintet.process.runtime import Process, child_main
+from quintet.process.child import child_main
+from quintet.process.runtime import Process
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role, WorkerId

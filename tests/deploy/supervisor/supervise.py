@@ -17,8 +17,8 @@ from quintet.deploy.supervisor.restarts import RestartPolicy
 from quintet.deploy.supervisor.service_manager import ServiceManager
 from quintet.deploy.supervisor.startup_log import Failure, PrintedStartupLog, ReportedStartupLog
 from quintet.deploy.supervisor.supervisor import Supervisor, SupervisorContext
+from quintet.process.child import CONFIG_FILE
 from quintet.process.log import configure_logging
-from quintet.process.runtime import CONFIG_FILE
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quintet.process.runtime import CONFIG_FILE
+from quintet.process.child import CONFIG_FILE
 from quintet.process.sockets import make_run_dir
 from quintet.wire.config import (
     CacheConfig,

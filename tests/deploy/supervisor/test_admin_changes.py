@@ -16,7 +16,7 @@ from quintet.deploy.cli.admin import ask, find_server
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.admin_server import check_memory
 from quintet.deploy.supervisor.commands import CommandError, Restart, Scale, Status, duration, parse
-from quintet.process.runtime import CONFIG_FILE
+from quintet.process.child import CONFIG_FILE
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role
 

@@ -25,7 +25,7 @@ from quintet.deploy.supervisor.startup_log import (
     curl_line,
 )
 from quintet.deploy.supervisor.watch import Watch, waited_for_processor_ns
-from quintet.process.runtime import error_file
+from quintet.process.child import error_file
 from quintet.wire.config import EngineConfig, ProcessesConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role, WorkerId

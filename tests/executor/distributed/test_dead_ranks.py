@@ -12,7 +12,7 @@ import pytest
 from tests.executor.test_executor_process import config_of
 
 from quintet.executor.distributed.parallel.follower_processes import ending
-from quintet.process.runtime import error_file
+from quintet.process.child import error_file
 from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role, WorkerId
 

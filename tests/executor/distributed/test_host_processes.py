@@ -22,7 +22,7 @@ from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.distributed.hosts.member import MemberSettings
-from quintet.process.runtime import error_file
+from quintet.process.child import error_file
 from quintet.wire.config import EngineConfig, HostsConfig
 from quintet.wire.step import StepResult
 

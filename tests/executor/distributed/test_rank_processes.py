@@ -17,7 +17,7 @@ from tests.executor.conftest import Drawer, plan_of
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.executor.backends.registry import make_worker
-from quintet.process.runtime import error_file
+from quintet.process.child import error_file
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
@@ -31,7 +31,7 @@ import msgspec
 from quintet.executor.main import make_worker
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.backends.platforms.shares import take_share
-from quintet.process.trace import no_span
+from quintet.process.runtime import no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.step import StepPlan

@@ -20,14 +20,13 @@ from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.backends.cpu.ops.host_library import open_library
 from quintet.executor.backends.cpu.program.library import program_library
 from quintet.executor.backends.cpu.program.step import Step
-from quintet.executor.batch import Rows
 from quintet.executor.sampling.draw import draw
 from quintet.executor.sampling.draw_on_host import draw_on_host
 from quintet.executor.sampling.logprob_entries import entries
 from quintet.executor.sampling.logprob_entries_on_host import entries_on_host
 from quintet.executor.sampling.philox import uniform
 from quintet.executor.sampling.settings import RECORD, Settings, settings_of
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import StepPlan

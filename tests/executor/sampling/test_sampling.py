@@ -13,7 +13,6 @@ import pytest
 import torch
 from tests.executor.conftest import Drawer, SamplerBench, new_row
 
-from quintet.executor.batch import Rows
 from quintet.executor.sampling.draw import choose
 from quintet.executor.sampling.logits_processor import (
     AllowedIds,
@@ -34,6 +33,7 @@ from quintet.executor.sampling.settings import (
     divide_by_temperature,
     settings_of,
 )
+from quintet.executor.slots import Rows
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.params import SamplingParams
 

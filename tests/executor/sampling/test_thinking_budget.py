@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tests.executor.conftest import Drawer, SamplerBench
 
-from quintet.executor.batch import Rows
+from quintet.executor.slots import Rows
 from quintet.wire.params import SamplingParams, Thinking, ThinkingBound
 from quintet.wire.step import StepPlan
 

@@ -21,7 +21,7 @@ from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.embedded import default_model_path, draft_model_path
 from quintet.executor.backends.registry import make_worker
-from quintet.executor.batch import Rows
+from quintet.executor.slots import Rows
 from quintet.executor.speculation.draft_model import DraftModel
 from quintet.executor.worker import Worker
 from quintet.wire.config import DraftModelConfig, EngineConfig, SpeculativeConfig

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 
 import torch
 
 from quintet.executor.backends.cpu.program.step import CRotation
-from quintet.executor.batch import Rows
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.ragged import ranges
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 
 FIRST_ROTATIONS = 4096
 """Number of positions computed at startup."""
@@ -37,6 +37,8 @@ class Rotations:
                 num_shared += 2 * width
                 self._ranks = ranks
             self._rotations.append(_Rotation(rope, dtype, max_positions, descriptor, shared))
+        self.num_ready = self._num_ready()
+        """See `_Rotation.num_ready`; of all rotations."""
 
     @property
     def address(self) -> int:
@@ -49,6 +51,10 @@ class Rotations:
             self._ranks.wait_for_all()  # other ranks may still read those of the last step
         for rotation in self._rotations:
             rotation.fill(length, rows, tables)
+        self.num_ready = self._num_ready()
+
+    def _num_ready(self) -> int:
+        return min((rotation.num_ready for rotation in self._rotations), default=sys.maxsize)
 
     @property
     def handed_width(self) -> int:
@@ -95,7 +101,8 @@ class _Rotation:
         self._max_positions = max_positions
         self._descriptor = descriptor
         self._by_token = rope.spec.depends_on_length
-        self._num_positions = 0
+        self.num_ready = 0
+        """Positions for which `fill` has nothing to do; 0 if the values depend on more than the position."""
         descriptor.by_token = self._by_token
         if shared is not None:
             descriptor.cosines, descriptor.sines = (each.data_ptr() for each in shared)
@@ -131,12 +138,12 @@ class _Rotation:
 
     def reach(self, length: int) -> None:
         """See `Rotations.reach`."""
-        if not self._by_token and length > self._num_positions:
-            self._grow(min(max(length, 2 * self._num_positions), self._max_positions))
+        if not self._by_token and length > self.num_ready:
+            self._grow(min(max(length, 2 * self.num_ready), self._max_positions))
 
     def _grow(self, num_positions: int) -> None:
         self._use(torch.arange(num_positions), None)
-        self._num_positions = num_positions
+        self.num_ready = num_positions
 
     def _use(self, positions: torch.Tensor, prompts: torch.Tensor | None) -> None:
         cosines, sines = self._rope.cos_sin(positions, prompts, self._dtype)

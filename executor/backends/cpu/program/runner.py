@@ -12,13 +12,13 @@ from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.backends.cpu.program.step import Step
-from quintet.executor.batch import Int, Rows
 from quintet.executor.embeds import embeds_of
 from quintet.executor.model_config.share import most_outputs
+from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
-from quintet.executor.slots import SlotTables
-from quintet.process.trace import Span, no_span
+from quintet.executor.slots import Rows, SlotTables
+from quintet.process.runtime import Span, no_span
 from quintet.wire.config import EngineConfig
 
 
@@ -74,7 +74,7 @@ class ProgramRunner:
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
         self._fill(rows, tables, None)
-        self._run(self._embed(rows), self._stage.layers_end)
+        self._run(self._embed(rows) if rows.plan.embeds else 0, self._stage.layers_end)
 
     def logits(self, tokens: Int) -> torch.Tensor:
         """See `Runner.logits`."""
@@ -89,7 +89,7 @@ class ProgramRunner:
     ) -> bytes:
         """See `Runner.forward_and_draw`."""
         self._fill(rows, tables, settings)
-        begin = self._embed(rows)
+        begin = self._embed(rows) if rows.plan.embeds else 0
         if masks is None:
             self._run(begin, self._size)
         else:
@@ -120,7 +120,8 @@ class ProgramRunner:
 
     def _fill(self, rows: Rows, tables: SlotTables, settings: Settings | None) -> None:
         self._length = self._step.fill(rows, tables, settings)
-        self._stage.rotations.fill(self._length, rows, tables)
+        if self._length > self._stage.rotations.num_ready:
+            self._stage.rotations.fill(self._length, rows, tables)
         self._span("arrays")
 
     def profile(self, rows: Rows, tables: SlotTables, tokens: Int) -> list[tuple[str, float]]:

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
-from quintet.executor.batch import Int, Rows
+from quintet.executor.ragged import Int
 from quintet.executor.sampling.settings import Settings
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 
 _SIZE, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 

@@ -14,10 +14,10 @@ import torch
 
 from quintet.executor.backends.cpu.program.step import CStep
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, Words
-from quintet.executor.batch import Int
 from quintet.executor.distributed.parallel.library import CRanksShape, OrderKind
 from quintet.executor.distributed.parallel.ranks import SLOT_BYTES, Ranks
 from quintet.executor.embeds import StepEmbeds
+from quintet.executor.ragged import Int
 
 DEPTH = 4
 """Parts of orders in flight. A step is one part, unless its prompts exceed about 60,000 tokens."""

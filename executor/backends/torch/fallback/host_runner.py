@@ -8,13 +8,13 @@ from quintet.executor.backends.cpu.ops.host_attention import PagedKv, attend, wr
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.backends.torch.fallback.model import TransformersModel
-from quintet.executor.batch import Int, Rows
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
-from quintet.executor.slots import SlotTables
-from quintet.process.trace import Span, no_span
+from quintet.executor.slots import Rows, SlotTables
+from quintet.process.runtime import Span, no_span
 from quintet.wire.config import SchedulerConfig
 
 MAX_OUTPUTS = 256

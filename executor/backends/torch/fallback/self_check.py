@@ -13,10 +13,9 @@ import torch
 
 from quintet.executor.backends.torch.fallback.attention import UnsupportedModel
 from quintet.executor.backends.torch.fallback.model import TransformersModel
-from quintet.executor.batch import Rows
 from quintet.executor.runner import Runner
 from quintet.executor.sequences import SequencePart, place, plan_of_pieces
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.config import ModelConfig
 
 LENGTHS = (21, 13)

@@ -33,7 +33,6 @@ from quintet.wire.errors import ConfigError
 
 MIXED = "MIXED_PRECISION"
 NVFP4 = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8")
-INT8 = ("W8A16", "W8A8_SQ_PER_CHANNEL")
 ALGORITHMS = {
     "FP8": "8-bit floats, a scale for each tensor",
     "FP8_PER_CHANNEL_PER_TOKEN": "8-bit floats, a scale for each row",

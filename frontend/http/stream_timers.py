@@ -1,6 +1,6 @@
-"""Write timeout: ends streams of clients that do not read.
+"""Timers of streamed responses: keep-alive of idle streams, and the write timeout of clients that do not read.
 
-All streams of a process share one timer, so that a write only stores its start time.
+All streams of a process share the timer of the write timeout, so that a write only stores its start time.
 """
 
 from __future__ import annotations
@@ -71,3 +71,38 @@ class WriteTimeout:
             ):
                 self._readers.discard(reader)
                 reader.abort()
+
+
+class KeepAliveTimer:
+    """Calls ``on_silence`` after every ``interval_s`` without a write; 0 disables it.
+
+    One timer per stream, re-armed only when it fires: a write only stores the time.
+    """
+
+    def __init__(self, interval_s: float, on_silence: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._interval_s = interval_s
+        self._on_silence = on_silence
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_s = self._loop.time()
+        if interval_s > 0:
+            self._timer = self._loop.call_later(interval_s, self._fire)
+
+    def wrote(self) -> None:
+        """Note a write."""
+        self._last_s = self._loop.time()
+
+    def _fire(self) -> None:
+        silent_s = self._loop.time() - self._last_s
+        wait_s = self._interval_s - silent_s
+        if wait_s <= 0.001:
+            self._last_s = self._loop.time()
+            self._on_silence()
+            wait_s = self._interval_s
+        self._timer = self._loop.call_later(wait_s, self._fire)
+
+    def stop(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -8,34 +8,24 @@ cache.
 
 from __future__ import annotations
 
-from quintet.core.hooks import Feature, PrefixMatch, Setup
+from quintet.core.hooks import PrefixMatch
 from quintet.core.kv.groups import GroupBlocks
 from quintet.core.kv.prefix import key_of
 from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 
 
-def build(setup: Setup) -> Feature | None:
-    """Return the feature; it is always on and only affects requests with a parent."""
-    return Feature("fork", can_schedule=can_schedule, match_prefix=match_prefix)
-
-
-def can_schedule(state: SchedulerState, request: Request) -> bool:
-    """Delay a choice while the first one computes the prompt, unless a poison-isolation trial excludes the first one."""
-    parent = request.parent
+def can_enter(state: SchedulerState, parent: Request) -> bool:
+    """Delay choices while the first one computes the prompt, unless a poison-isolation trial excludes the first one."""
     return (
-        parent is None
-        or parent.status is Status.ENDED
-        or parent.computed >= parent.num_prompt - 1
-        or not state.may_run(parent)
+        parent.status is Status.ENDED or parent.computed >= parent.num_prompt - 1 or not state.may_run(parent)
     )
 
 
-def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
+def match_prompt(state: SchedulerState, request: Request, parent: Request) -> PrefixMatch | None:
     """Match the prompt in the blocks of the running first choice, once they are computed."""
-    parent = request.parent
     num_tokens = request.num_prompt - 1
-    if parent is None or parent.status is not Status.RUNNING or parent.computed < num_tokens:
+    if parent.status is not Status.RUNNING or parent.computed < num_tokens:
         return None
     num_full, remainder = divmod(num_tokens, state.limits.block_size)
     if len(request.kv.digests) < num_full:
