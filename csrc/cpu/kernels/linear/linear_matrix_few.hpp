@@ -140,7 +140,7 @@ bool is_few(const LinearCall& call) {
   const Weight& weight = *call.weight;
   if (are_eight_bits(call.inputs) || weight.codes == Codes::eight || weight.group < 32) return false;
   const bool long_groups = weight.group >= kAmxFours;
-  if (call.rows < (long_groups ? 4 : 7) || call.rows > (long_groups ? kManyRows - 1 : kAmxRows / 2)) return false;
+  if (call.rows < (long_groups ? 6 : 7) || call.rows > (long_groups ? kManyRows - 1 : kAmxRows / 2)) return false;
   return weight.depth % (long_groups ? kAmxFours : weight.group) == 0;
 }
 

@@ -13,7 +13,7 @@
 // 8-bit x: 64 k in a step), or the vectors.
 //
 // Few rows of 16-bit x: see linear_matrix_few.hpp. Other formats and still fewer rows use VPDPBUSD, 64 products of 16-bit x a
-// cycle: more than memory supplies weights for, up to about four rows. It passes no groups through memory.
+// cycle: more than memory supplies weights for, up to about five rows. It passes no groups through memory.
 //
 // Reduction order: as in linear_integer.cpp. Sums over a group are exact, so the bits are the same without AMX.
 #include "amx.hpp"
