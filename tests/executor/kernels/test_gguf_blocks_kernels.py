@@ -114,6 +114,22 @@ def test_blocks_have_the_same_bits_in_every_batch(form: WeightFormat, inputs: In
             assert torch.equal(compute(begin, end), whole[begin:end]), (count, begin, end)
 
 
+@forms
+@pytest.mark.parametrize("inputs", Inputs)
+def test_few_rows_have_the_bits_of_single_rows(form: WeightFormat, inputs: Inputs) -> None:
+    """Every number of rows up to 16, as drafts are verified, on items of 64 to 16 columns."""
+    columns, depth = 140, 768
+    weight = empty(form, columns, depth)
+    weight.fill_blocks(random_rows(form, columns, depth)[0])
+    x = noise(16, depth)
+    single = torch.cat([weight.linear(row[None], inputs=inputs).view(torch.int32) for row in x])
+    for count in (1, 3, 12):
+        set_threads(count)
+        for begin in range(16):
+            few = weight.linear(x[begin:], inputs=inputs).view(torch.int32)
+            assert torch.equal(few, single[begin:]), (count, begin)
+
+
 @pytest.mark.whole
 def test_instruction_sets_give_the_same_bits() -> None:
     """All with fused multiply-add, which the baseline lacks."""

@@ -319,6 +319,22 @@ def test_a_row_has_the_same_bits_in_every_batch(
 
 @pytest.mark.parametrize("threads", [1], indirect=True)
 @pytest.mark.parametrize(("weight_format", "group", "dtype", "inputs"), ALL_FORMATS)
+def test_few_rows_have_the_bits_of_single_rows(
+    weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs
+) -> None:
+    """Every number of rows up to 16, as drafts are verified: whole and partial groups of k, and items of 64 to 16 columns."""
+    for columns, depth in ((130, 1088), (70, 1100)):
+        packed = pack(noise(columns, depth, dtype=dtype), weight_format, group)
+        x = noise(16, depth, dtype=dtype, seed=1)
+        single = torch.cat([bits(packed.linear(row[None], inputs=inputs)) for row in x])
+        for count in (1, 3, 12):
+            set_threads(count)
+            for begin in range(16):
+                assert torch.equal(bits(packed.linear(x[begin:], inputs=inputs)), single[begin:]), (count, begin)
+
+
+@pytest.mark.parametrize("threads", [1], indirect=True)
+@pytest.mark.parametrize(("weight_format", "group", "dtype", "inputs"), ALL_FORMATS)
 @pytest.mark.parametrize("paired", [False, True])
 def test_sliced_depth_has_the_same_bits_in_every_batch(
     weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs, paired: bool

@@ -55,8 +55,6 @@ struct Unit {
   index_t in_block;                   // groups of a block
   const unsigned char (*table)[16];   // Codes::table
   float over_middle;                  // 1 / the stored integer that means zero
-  const char* head;                   // AMX: head of the block of the added sums,
-  index_t head_group;                 // and the group in it
   std::int32_t biased;                // factor of the offset that starts a group's sums of dot_bytes
   Scales scales;
   float* sums;                // [rows][64], from the first column on; int32 while a single group is incomplete

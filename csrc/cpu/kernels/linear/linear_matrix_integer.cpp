@@ -1,5 +1,5 @@
 // y[M, N] = x[M, K] · W[N, K]ᵀ with integer weights on AMX: formats and results of linear_integer.cpp, bit by bit. Fewer than
-// kFewestRows rows use the kernels of the parent instruction set.
+// kManyRows rows use linear_matrix_few.hpp, or the kernels of the parent instruction set.
 //
 // x is quantized first (linear_quantize.hpp): a row is one plane of bytes; in 16 bits two planes, high * 256 + low. A thread owns
 // 64 columns (a tile; 32 or 16 if tiles are few) for a panel of rows. k is divided into pieces of whole groups. The weights of a
@@ -12,19 +12,14 @@
 // linear_integer.cpp. Limiter: the weight's bandwidth up to about a hundred rows. Then the products with their loads (no groups,
 // 8-bit x: 64 k in a step), or the vectors.
 //
-// For few rows VPDPBUSD computes 64 products of 16-bit x a cycle: more than memory supplies weights for, up to about ten rows. It
-// passes no groups through memory. Microseconds of gates and ups of S on two cores of Emerald Rapids:
-//
-//             int8 AMX  int8 vectors  int4 AMX  int4 vectors
-//   8 rows         669           456       434           356
-//   32 rows       1122          1071       869          1165
+// Few rows of 16-bit x: see linear_matrix_few.hpp. Other formats and still fewer rows use VPDPBUSD, 64 products of 16-bit x a
+// cycle: more than memory supplies weights for, up to about five rows. It passes no groups through memory.
 //
 // Reduction order: as in linear_integer.cpp. Sums over a group are exact, so the bits are the same without AMX.
 #include "amx.hpp"
 
 #if defined(QT_AMX)
-#include "linear_integer_piece.hpp"
-#include "linear_matrix.hpp"
+#include "linear_matrix_few.hpp"
 #include "thread_memory.hpp"
 
 namespace qt::QT_ISA {
@@ -32,37 +27,8 @@ namespace {
 
 constexpr const LinearKernels& kParent = avx512_vnni::integer_linear;
 
-constexpr index_t kFewestRows = 16;
-constexpr index_t kPiece = 256;             // k at a time, whole groups
-constexpr index_t kWholePiece = 2048, kWholeStreamPiece = 512;  // all of k is one group; with only one unit
 constexpr index_t kPanelBytes = 5 << 18;    // of x: most of a 2 MB L2 cache
-constexpr index_t kHighestPanel = 576, kLowestPanel = 96;
-constexpr int kRowsAtOnce = 8;              // rows that are scaled together
-static_assert(kPiece % kXGroup == 0 && kHighestPanel % kLargeUnitRows == 0);
-
-// Buffers of a thread.
-struct alignas(64) Buffers {
-  float sums[kHighestPanel * kTileColumns];                // of a slice
-  float total[kTreeHeight][kHighestPanel * kTileColumns];  // of the slices so far; several for leaves only
-  std::int32_t integers[2][kUnitRows * kTileColumns];      // a unit's sums of a group: rows, or high bytes, then low bytes
-  char bytes[kPiece * kTileColumns];                // expanded weights
-  char last[kAmxRows * kLineBytes];                 // the last k, zero-padded
-};
-
-// Division of a call.
-struct Plan : Cutting {
-  bool planes;                // x in 16 bits
-  index_t in_group, in_step;  // k; a piece if `whole`
-  index_t unit_rows;
-
-  explicit Plan(const LinearCall& call) {
-    grouped = call.weight->group != kWholeDepth, planes = !are_eight_bits(call.inputs), whole = !planes && !grouped;
-    piece = !whole ? kPiece : call.rows <= kUnitRows ? kWholeStreamPiece : kWholePiece;
-    in_group = whole ? piece : grouped ? call.weight->group : call.x_group;
-    in_step = in_group < kAmxFours ? in_group : kAmxFours;
-    unit_rows = planes ? kAmxRows : whole ? kLargeUnitRows : kUnitRows;
-  }
-};
+constexpr index_t kLowestPanel = 96;
 
 // Some groups of a piece, as bytes.
 struct Groups {
@@ -82,15 +48,16 @@ Groups groups_of(const Weight& weight, const Plan& plan, const Piece& piece, con
   const char* const stored = piece.memory + weight.head_bytes;
   if (weight.codes != Codes::eight) {
     const Expand expand = expander_of(weight.codes);
+    const index_t at_once = columns.count == kBlocks ? kBlocks : 1;  // blocks of a narrower item may be apart
     const index_t k = step_of(weight.codes).k;
     groups.lines = buffers.bytes, groups.apart = plan.in_group * kTileColumns;
     groups.last_steps = (in_last + plan.in_step - 1) / plan.in_step;
     char* bytes = buffers.bytes;
     const char* codes = stored;
     for (index_t left = piece.depth; left > 0; left -= weight.block, codes += stored_apart, bytes += weight.block * kTileColumns)
-      for (index_t block = 0; block < columns.count; ++block)
-        expand(codes, columns.begin[block], kAmxColumns, ((left < weight.block ? left : weight.block) + k - 1) / k, weight.table,
-               bytes + columns.begin[block] * 4, kLineBytes);
+      for (index_t block = 0; block < columns.count; block += at_once)
+        expand(codes, columns.begin[block], at_once * kAmxColumns, ((left < weight.block ? left : weight.block) + k - 1) / k,
+               weight.table, bytes + columns.begin[block] * 4, kLineBytes);
     char* const written = buffers.bytes + (groups.count - 1) * groups.apart + (in_last + k - 1) / k * k * kTileColumns;
     char* const end = buffers.bytes + (groups.count - 1) * groups.apart + groups.last_steps * plan.in_step * kTileColumns;
     if (written < end) std::memset(written, 0, std::size_t(end - written));
@@ -106,80 +73,6 @@ Groups groups_of(const Weight& weight, const Plan& plan, const Piece& piece, con
     std::memset(buffers.last + lines * kLineBytes, 0, sizeof buffers.last - std::size_t(lines * kLineBytes));
   }
   return groups;
-}
-
-// Scales a group's integers of R rows and 16 columns and adds them to the results.
-template <class Dot, int R>
-QT_INLINE void add_rows(const std::int32_t* integers, const Unit& unit, index_t g) {
-  i32v sums[R][1][Dot::kSums];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    sums[r][0][0] = load_bits(integers + r * kTileColumns);
-    if constexpr (Dot::kSums == 2) sums[r][0][1] = load_bits(integers + (kAmxRows + r) * kTileColumns);
-    sums[r][0][Dot::kSums - 1] += all(row_of(unit.x_offsets, r, unit.x_stride)[g]);
-  }
-  add_group<Dot, R, 1>(sums, unit, unit.head, nullptr, unit.head_group, g);
-}
-
-// R rows and 16 columns of a single group. Complete: converts integers to results. A slice of it: keeps the integers, plus the
-// offset if it is the first.
-template <int R>
-QT_INLINE void end_rows(const std::int32_t*, const Unit& unit, index_t) {
-  i32v sums[R][1][1];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    sums[r][0][0] = load_bits(unit.sums + r * kTileColumns);
-    if (unit.first) sums[r][0][0] += all(*row_of(unit.x_offsets, r, unit.x_stride));
-  }
-  end_part<Dot8, R, 1>(sums, unit);
-}
-
-// Adds the sums of R rows and 16 columns of a slice to the total, unless it is the first. Scales them if it is the last.
-template <int R>
-QT_INLINE void end_slice_rows(const std::int32_t*, const Unit& unit, index_t) {
-  end_slice<R, 1>(unit);
-}
-
-using EachRows = void (*)(const std::int32_t*, const Unit&, index_t);
-
-// Calls kSome for kRowsAtOnce rows at a time and kOne for the rest. integers, unit: of the first row.
-template <EachRows kSome, EachRows kOne>
-QT_INLINE void each_rows(index_t rows, const std::int32_t* integers, Unit unit, index_t g) {
-  for (index_t r = 0; r < rows;) {
-    const bool some = rows - r >= kRowsAtOnce;
-    some ? kSome(integers, unit, g) : kOne(integers, unit, g);
-    const index_t next = some ? kRowsAtOnce : 1;
-    integers += next * kTileColumns, unit.sums += next * kTileColumns;
-    if (unit.total) unit.total += next * kTileColumns;
-    unit.x_scales = row_of(unit.x_scales, next, unit.x_stride), unit.x_offsets = row_of(unit.x_offsets, next, unit.x_stride);
-    unit.x_shares = row_of(unit.x_shares, next, unit.x_stride);
-    r += next;
-  }
-}
-
-// Adds a group's integers to the results of `rows` rows of a unit, block by block of columns.
-void add_integers(const Plan& plan, const Share& share, index_t blocks, index_t rows, const std::int32_t* integers, Unit unit,
-                  index_t g) {
-  float *const sums = unit.sums;
-  for (index_t block = 0; block < blocks; ++block) {
-    unit.column = share.columns[block], unit.sums = sums + unit.column;
-    if (plan.planes)
-      each_rows<add_rows<Dot16, kRowsAtOnce>, add_rows<Dot16, 1>>(rows, integers + unit.column, unit, g);
-    else
-      each_rows<add_rows<Dot8, kRowsAtOnce>, add_rows<Dot8, 1>>(rows, integers + unit.column, unit, g);
-  }
-}
-
-// Finishes the single group or the slice that a piece completes.
-void end_unit(const Plan& plan, const Share& share, index_t blocks, index_t rows, Unit unit) {
-  float *const sums = unit.sums, *const total = unit.total;
-  for (index_t block = 0; block < blocks; ++block) {
-    unit.column = share.columns[block], unit.sums = sums + unit.column, unit.total = total ? total + unit.column : nullptr;
-    if (plan.whole)
-      each_rows<end_rows<kRowsAtOnce>, end_rows<1>>(rows, nullptr, unit, 0);
-    else
-      each_rows<end_slice_rows<kRowsAtOnce>, end_slice_rows<1>>(rows, nullptr, unit, 0);
-  }
 }
 
 // One piece of k of an item.
@@ -218,9 +111,12 @@ class Waiting {
   }
   void settle() {
     if (unit_ == nullptr) return;
-    unit_->head = unit_->heads + g_ / unit_->in_block * unit_->head_stride, unit_->head_group = g_ % unit_->in_block;
-    if (!plan_.whole) add_integers(plan_, share_, blocks_, rows_, integers_, *unit_, g_);
-    if (ends_) end_unit(plan_, share_, blocks_, rows_, *unit_);
+    GroupScales scales{unit_->heads + g_ / unit_->in_block * unit_->head_stride, g_ % unit_->in_block, 0, g_};
+    for (index_t block = 0; !plan_.whole && block < blocks_; ++block) {
+      scales.column = share_.columns[block];
+      plan_.add_rows(integers_ + scales.column, kTileColumns, rows_, *unit_, scales);
+    }
+    if (ends_) (plan_.whole ? end_single_group : end_slice_rows)(share_.columns, blocks_, rows_, *unit_);
     unit_ = nullptr;
   }
 
@@ -238,14 +134,12 @@ class Waiting {
 // multiplies the next group.
 void multiply_part(Registers& registers, const LinearCall& call, const LinearItem& item, const Plan& plan, const Columns& columns,
                    const Work& work, index_t first_row, index_t unit_rows, index_t units, bool fetches, Buffers& buffers) {
-  const index_t x_blocks = plan.planes ? 2 : (unit_rows + kAmxRows - 1) / kAmxRows;
+  const index_t planes = unit_rows * plan.planes, x_blocks = (planes + kAmxRows - 1) / kAmxRows;
   const index_t at_once = x_blocks == 1 || columns.count < 2 ? columns.count : 2;
   const MultiplyShare multiply = multiply_for<Numbers::bytes>(x_blocks, at_once);
-  const index_t x_plane = plan.planes ? quantized_x(call).plane : kAmxRows * call.prepared_stride;
   Share share{};
-  for (index_t i = 0, left = unit_rows; i < x_blocks; ++i, left -= plan.planes ? 0 : kAmxRows)
-    share.x_rows[i] = left < kAmxRows ? left : kAmxRows;
-  share.x_stride = call.prepared_stride, share.x_step = plan.in_step;
+  for (index_t i = 0, left = planes; i < x_blocks; ++i, left -= kAmxRows) share.x_rows[i] = left < kAmxRows ? left : kAmxRows;
+  share.x_stride = plan.plane_stride, share.x_step = plan.in_step;
   share.weight_step = plan.in_step / 4 * kLineBytes;
   registers.shape(share.x_rows[0], share.x_rows[1], plan.in_step);
   const index_t steps = (work.groups.count - 1) * work.groups.steps + work.groups.last_steps;
@@ -267,10 +161,10 @@ void multiply_part(Registers& registers, const LinearCall& call, const LinearIte
       if (unit.total) unit.total += row * kTileColumns;
       for (index_t g = 0; g < work.groups.count; ++g) {
         const bool leaves = g + 1 == work.groups.count;
+        std::int32_t* const sums = plan.whole ? (std::int32_t*)unit.sums : buffers.integers[integers];
         for (index_t i = 0; i < x_blocks; ++i) {
-          share.x[i] = x + g * plan.in_group + i * x_plane;
-          share.sums[i] = plan.whole ? (char*)(work.sums + (row + i * kAmxRows) * kTileColumns)
-                                     : (char*)(buffers.integers[integers] + i * kAmxRows * kTileColumns);
+          share.x[i] = x + g * plan.in_group + i * kAmxRows * plan.plane_stride;
+          share.sums[i] = (char*)(sums + i * kAmxRows * kTileColumns);
         }
         share.first = !plan.whole || work.begins;
         multiply_group(registers, multiply, share, work.groups, g, plan.in_step, buffers);
@@ -292,12 +186,7 @@ void multiply_slices(Registers& registers, const LinearCall& call, const LinearI
   const Columns columns(item);
   const char* const x_row = (const char*)call.prepared + item.row * call.prepared_stride;
   Work work{};
-  work.unit.scales = weight.scales;
-  work.unit.column_scales = weight.memory + item.tile * weight.tile_bytes;
-  work.unit.x_stride = call.prepared_stride;
-  work.unit.over_middle = 1.0f / float(middle_of(weight.codes));
-  work.unit.whole = plan.whole;
-  work.unit.head_stride = weight.block_bytes, work.unit.in_block = plan.grouped ? weight.block / weight.group : 1;
+  work.unit = unit_of(call, item, plan);
   for (index_t end = item.k; end < item.k_end;) {
     work.k = end;
     work.piece = piece_at(weight, plan, item, work.k);
@@ -328,21 +217,26 @@ void multiply_slices(Registers& registers, const LinearCall& call, const LinearI
   }
 }
 
+using MultiplySlices = void (*)(Registers&, const LinearCall&, const LinearItem&, const Piece&, float*, Buffers&);
+
 // Adds the results of an item's leaves in buffers.total[0].
-void multiply_leaves(Registers& registers, const LinearCall& call, const LinearItem& item, const Piece& after, Buffers& buffers) {
+void multiply_leaves(Registers& registers, const LinearCall& call, const LinearItem& item, const Piece& after,
+                     MultiplySlices multiply, Buffers& buffers) {
   const Weight* const weights = call.weight;
   add_as_tree(
       weights->leaves,
       [&](index_t leaf, index_t place) {
         const Piece next = leaf + 1 < weights->leaves ? piece_at(weights[leaf + 1], Plan(call), item, item.k) : after;
-        multiply_slices(registers, leaf_of(call, leaf), item, next, buffers.total[place], buffers);
+        multiply(registers, leaf_of(call, leaf), item, next, buffers.total[place], buffers);
       },
       [&](index_t from, index_t to) { add_sums(item, item.rows, buffers.total[from], buffers.total[to]); });
 }
 
 void multiply_items(const void* described, index_t begin, index_t end) {
   const LinearCall& call = *(const LinearCall*)described;
-  if (call.rows < kFewestRows) return kParent.multiply(described, begin, end);
+  const bool few = is_few(call);
+  if (call.rows < kManyRows && !few) return kParent.multiply(described, begin, end);
+  const auto multiply = few ? multiply_few_slices : multiply_slices;
   const index_t turn = (end - begin) * call.threads;
   Registers registers;
   Buffers& buffers = *(Buffers*)thread_memory(sizeof(Buffers));
@@ -354,11 +248,11 @@ void multiply_items(const void* described, index_t begin, index_t end) {
     float* const total = buffers.total[0];
     if (call.sliced) {
       float* const sums = partials_of(call, item, item.slice);
-      multiply_slices(registers, leaf_of(call, item.leaf), item, after, sums, buffers);
+      multiply(registers, leaf_of(call, item.leaf), item, after, sums, buffers);
       if (!brings_last_slice(call, item)) continue;
       add_integer_slices(call, item, total);
     } else {
-      multiply_leaves(registers, call, item, after, buffers);
+      multiply_leaves(registers, call, item, after, multiply, buffers);
     }
     finish_by_blocks({call, item.tile, item.from, item.to}, total, item.row, item.rows);
   }
@@ -366,9 +260,11 @@ void multiply_items(const void* described, index_t begin, index_t end) {
 
 Preparation preparation(const Weight& weight, Dtype dtype, Inputs inputs) {
   Preparation prepared = kParent.preparation(weight, dtype, inputs);
-  const index_t row_bytes = quantized_x(weight, prepared.x_group, are_eight_bits(inputs)).row_bytes;
+  const bool eight = are_eight_bits(inputs);
+  const index_t row_bytes = quantized_x(weight, prepared.x_group, eight).row_bytes;
   if (row_bytes > prepared.row_bytes) prepared.row_bytes = row_bytes;
-  prepared.row_bytes |= 64;  // odd number of lines: a row stride with more factors of two maps to fewer cache sets
+  // An odd number of lines from a plane to the next: a stride with more factors of two maps to fewer cache sets.
+  if (eight) prepared.row_bytes |= 64;
   const index_t rows = kPanelBytes / prepared.row_bytes / kLargeUnitRows * kLargeUnitRows;
   prepared.panel_rows = rows < kLowestPanel ? kLowestPanel : rows < kHighestPanel ? rows : kHighestPanel;
   prepared.panel_step = kLargeUnitRows;
@@ -378,8 +274,8 @@ Preparation preparation(const Weight& weight, Dtype dtype, Inputs inputs) {
 index_t prepare_items(const LinearCall& call) { return kParent.prepare_items(call); }
 
 void prepare(const void* call, index_t begin, index_t end) {
-  const bool few = ((const LinearCall*)call)->rows < kFewestRows;
-  few ? kParent.prepare(call, begin, end) : quantize_rows(call, begin, end);
+  const LinearCall& its = *(const LinearCall*)call;
+  its.rows < kManyRows && !is_few(its) ? kParent.prepare(call, begin, end) : quantize_rows(call, begin, end);
 }
 
 }  // namespace

@@ -25,7 +25,8 @@ inline constexpr index_t kMost8 = 127, kMost16 = 32639;
 inline constexpr float kLeast = 1e-30f;
 static_assert(255 * kMost16 * kXGroup <= 0x7FFFFFFF && kXGroup % kXBlock == 0);
 
-// Bytes from one k to the next, and number of planes: on AMX, all high bytes of a row precede all low bytes.
+// Bytes from one k to the next, and number of planes. On AMX, 16-bit x is a plane of high bytes and a plane of low bytes, at the
+// starts of the two halves of a row. The planes of all rows thus have one stride, and a register holds both planes of eight rows.
 #if defined(QT_AMX)
 constexpr index_t integer_bytes(bool) { return 1; }
 constexpr index_t planes_of(bool eight) { return eight ? 1 : 2; }
@@ -39,6 +40,7 @@ constexpr index_t planes_of(bool) { return 1; }
 // scale, which is stored twice.
 struct QuantizedX {
   index_t plane;  // whole cache lines, zero-padded
+  index_t apart;  // bytes from a plane to the next
   index_t in_group, groups, scales_at, offsets_at, shares_at, row_bytes;
 };
 
@@ -49,10 +51,19 @@ QT_INLINE QuantizedX quantized_x(const Weight& weight, index_t x_group, bool eig
   x.in_group = weight.group != kWholeDepth ? weight.group : x_group;
   x.groups = (weight.depth + x.in_group - 1) / x.in_group;
   x.plane = in_lines((weight.depth + kXBlock - 1) / kXBlock * kXBlock * integer_bytes(eight));
-  x.scales_at = x.plane * planes_of(eight);
+  x.scales_at = x.plane;
+  const index_t in_shares = shifts(weight.scales) ? x.groups * 4 : 0;
+  if (planes_of(eight) == 2) {  // scales and shares follow the first plane, offsets the second
+    x.shares_at = x.scales_at + x.groups * 4;
+    x.apart = (in_lines(x.shares_at + in_shares) + 64) | 64;  // an odd number of lines
+    x.offsets_at = x.apart + x.plane;
+    x.row_bytes = 2 * x.apart;
+    return x;
+  }
+  x.apart = x.plane;
   x.offsets_at = x.scales_at + x.groups * 4;
   x.shares_at = x.offsets_at + x.groups * 4;
-  const index_t end = shifts(weight.scales) ? x.shares_at + x.groups * 4 : x.shares_at;
+  const index_t end = x.shares_at + in_shares;
   x.row_bytes = in_lines(end) + 64;  // otherwise rows of a power-of-two size share cache sets
   return x;
 }
@@ -133,7 +144,7 @@ QT_INLINE HalfBlocks half_blocks(const Element* x) {
 }
 
 template <class Element>
-QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* out, [[maybe_unused]] index_t plane, i32v (&sums)[2]) {
+QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* out, [[maybe_unused]] index_t apart, i32v (&sums)[2]) {
   const HalfBlocks block = half_blocks(x);
   const __m512i low = _mm512_cvtps_epi32(block.low * inverse), high = _mm512_cvtps_epi32(block.high * inverse);
   const __m512i q = _mm512_packs_epi32(low, high);
@@ -146,7 +157,7 @@ QT_INLINE void quantize_block(const Element* x, f32v inverse, bool eight, char* 
   const __m512i rounded = _mm512_add_epi16(q, _mm512_set1_epi16(128));
 #if defined(QT_AMX)
   _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi16_epi8(_mm512_srai_epi16(rounded, 8)));
-  _mm256_storeu_si256((__m256i*)(out + plane), _mm512_cvtepi16_epi8(q));
+  _mm256_storeu_si256((__m256i*)(out + apart), _mm512_cvtepi16_epi8(q));
 #else
   // Alternates four high and four low bytes.
   const __m512i halves = _mm512_ternarylogic_epi32(_mm512_set1_epi16(short(0xFF00)), rounded, q, 0xCA);
@@ -231,7 +242,7 @@ QT_INLINE HalfSums sums_of(const i32v (&sums)[2], bool halves) {
 
 // Quantizes numbers with the largest magnitude `largest` to at most `most`. Returns the sums of the integers.
 template <class Element>
-QT_INLINE HalfSums quantize_group(const Element* x, index_t count, std::int32_t largest, bool eight, char* out, index_t plane,
+QT_INLINE HalfSums quantize_group(const Element* x, index_t count, std::int32_t largest, bool eight, char* out, index_t apart,
                                   float* scale, bool halves) {
   const float most = float(eight ? kMost8 : kMost16);
   float magnitude;
@@ -239,7 +250,7 @@ QT_INLINE HalfSums quantize_group(const Element* x, index_t count, std::int32_t 
   if (largest >= 0x7F800000 || magnitude < kLeast) {
     *scale = largest >= 0x7F800000 ? magnitude - magnitude : 0.0f;  // NaN
     for (index_t p = 0; p < planes_of(eight); ++p)
-      std::memset(out + p * plane, 0, (count + kXBlock - 1) / kXBlock * kXBlock * integer_bytes(eight));
+      std::memset(out + p * apart, 0, (count + kXBlock - 1) / kXBlock * kXBlock * integer_bytes(eight));
     return {};
   }
   *scale = magnitude / most;
@@ -247,7 +258,7 @@ QT_INLINE HalfSums quantize_group(const Element* x, index_t count, std::int32_t 
   i32v sums[2] = {};
   Element copy[kXBlock];
   for (index_t k = 0; k < count; k += kXBlock)
-    quantize_block(block_at(x + k, count - k, copy), inverse, eight, out + k * integer_bytes(eight), plane, sums);
+    quantize_block(block_at(x + k, count - k, copy), inverse, eight, out + k * integer_bytes(eight), apart, sums);
   return sums_of(sums, halves);
 }
 
@@ -264,7 +275,7 @@ void quantize_row(const LinearCall& call, const QuantizedX& layout, const Elemen
     const index_t count = depth - at < group ? depth - at : group;
     if (!by_row) largest = largest_bits(x + at, count);
     char* const integers = row + at * integer_bytes(eight);
-    const HalfSums sums = quantize_group(x + at, count, largest, eight, integers, layout.plane, scale, halves);
+    const HalfSums sums = quantize_group(x + at, count, largest, eight, integers, layout.apart, scale, halves);
     const float first = *scale;
     for (int half = 0; half < 1 + (halves && count > layout.in_group); ++half) {
       *offset = -middle * sums.of[half];
@@ -275,7 +286,7 @@ void quantize_row(const LinearCall& call, const QuantizedX& layout, const Elemen
 #if defined(QT_AMX)  // AMX multiplies whole lines
   const index_t written = (depth + kXBlock - 1) / kXBlock * kXBlock;
   for (index_t p = 0; p < planes_of(eight); ++p)
-    std::memset(row + p * layout.plane + written, 0, std::size_t(layout.plane - written));
+    std::memset(row + p * layout.apart + written, 0, std::size_t(layout.plane - written));
 #endif
 }
 
