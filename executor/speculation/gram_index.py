@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
 
-MAX_PLACES = 16
+MAX_PLACES = 8
 """Maximum places of a lookup, the newest ones. Places whose hash is equal by chance do not count."""
 
 _BASE, _MIX, _MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, (1 << 64) - 1
