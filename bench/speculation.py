@@ -1,16 +1,20 @@
 """Speed with and without drafts on texts of different kinds, in pairs over HTTP; the answers must be equal.
 
-    python -m bench.speculation [--model smollm2] [--drafts 8] [--streams 1 8] [--rounds 5]
+    python -m bench.speculation [--model smollm2] [--method ngram] [--drafts 8] [--streams 1 8] [--rounds 5]
 
 Both servers run at once, and one at a time is asked, in alternating order. Requests are greedy, and of a fixed length unless they
-have a JSON schema. Their prompts are cached by a warm-up, so the time is that of decoding. Prints one JSON object: per kind and
-number of streams, tokens per second without drafts, the median ratio with drafts, the smallest and largest ratio, and the
-acceptance rate.
+have a JSON schema. Their prompts are cached by a request for one token before, so the time is that of decoding. Requests have a
+``cache_salt`` of their own, so that suffix decoding does not find their earlier outputs. Only those of "similar requests" share
+one: each asks the same of other data.
+
+Prints one JSON object: date, machine, commit; per kind and number of streams, tokens per second without drafts, the median ratio
+with drafts, the smallest and largest ratio, and the acceptance rate.
 """
 
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import statistics
 import time
@@ -19,27 +23,47 @@ from pathlib import Path
 import msgspec
 
 from bench.arguments import command_parser
+from bench.overhead.pairs import commit_of
+from bench.overhead.run import machine
 from bench.overhead.server import Server, serve
 from quintet.deploy.http_client.pool import ConnectionPool, ask
 from quintet.deploy.tools.load_client.speculation import acceptance, read_counters
 
 NUM_TOKENS = 256
 SOURCE = (Path(__file__).parents[1] / "core" / "policy.py").read_text()
-FACTS = "".join(
-    f"Invoice {number}: customer {name}, amount {amount} EUR, paid on 2026-0{month}-1{month}.\n"
-    for number, name, amount, month in (
-        (4711, "Lindqvist", 129, 1),
-        (4712, "Okafor", 87, 2),
-        (4713, "Marchetti", 450, 3),
-        (4714, "Nakamura", 38, 4),
-        (4715, "Duarte", 212, 5),
-    )
+NAMES = (
+    "Lindqvist",
+    "Okafor",
+    "Marchetti",
+    "Nakamura",
+    "Duarte",
+    "Petrov",
+    "Haddad",
+    "Moreau",
+    "Silva",
+    "Jansen",
+    "Kaya",
 )
+
+
+def facts(variant: int) -> str:
+    """Return five invoices; each variant has other numbers, and the names in another order."""
+    lines = (
+        f"Invoice {4711 + 53 * variant + row}: customer {NAMES[(3 * variant + row) % len(NAMES)]},"
+        f" amount {(129 + 271 * variant + 89 * row) % 500} EUR, paid on 2026-0{1 + row}-1{1 + row}.\n"
+        for row in range(5)
+    )
+    return "".join(lines)
+
+
+FACTS, SIMILAR = facts(0), "similar requests"
+CSV = "Write each invoice again as a line of CSV: number, customer, amount, date."
 TEXTS = {
     "code edit": f"Repeat this Python file, only rename the function fcfs to first_come:\n```python\n{SOURCE}```",
-    "extraction": f"{FACTS}\nWrite each invoice again as a line of CSV: number, customer, amount, date.",
+    "extraction": f"{FACTS}\n{CSV}",
     "chat": "Explain in a few paragraphs what a prefix cache is good for.",
     "prose": "Tell a story about a lighthouse keeper and her collection of sounds.",
+    SIMILAR: CSV,
     "extracted JSON": f"{FACTS}\nWrite all invoices as JSON.",
     "invented JSON": "Invent a customer of a bakery, and write the record as JSON.",
 }
@@ -68,12 +92,15 @@ SCHEMAS: dict[str, dict[str, object]] = {
 """Schemas of the answers of some kinds."""
 
 
-def body_of(kind: str, model: str, index: int) -> dict[str, object]:
-    """Return a request; ``index`` makes concurrent ones differ at their end."""
-    schema = SCHEMAS.get(kind)
+def body_of(kind: str, model: str, number: int, index: int) -> dict[str, object]:
+    """Return a request; ``index`` makes the concurrent ones of round ``number`` differ at their end."""
+    schema, text, salt = SCHEMAS.get(kind), TEXTS[kind], f"{kind} {number} {index}"
+    if kind == SIMILAR:
+        text, salt = f"{facts(1 + 8 * number + index)}\n{text}", kind
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": f"{TEXTS[kind]}{' ' * index}"}],
+        "messages": [{"role": "user", "content": f"{text}{' ' * index}"}],
+        "cache_salt": salt,
         "temperature": 0,
         "max_tokens": NUM_TOKENS,
         "ignore_eos": schema is None,
@@ -85,17 +112,13 @@ def body_of(kind: str, model: str, index: int) -> dict[str, object]:
     return body
 
 
-async def wave(server: Server, kind: str, model: str, streams: int) -> tuple[float, list[list[int]]]:
-    """Send a number of requests at once; return tokens per second and the outputs."""
-    pool = ConnectionPool(server.target, 10.0)
+async def wave(server: Server, bodies: list[dict[str, object]]) -> tuple[float, list[list[int]]]:
+    """Send requests at once, after their prompts are cached; return tokens per second and the outputs."""
+    pool, path = ConnectionPool(server.target, 10.0), "/v1/chat/completions"
     try:
+        await asyncio.gather(*(pool.ask("POST", path, body | {"max_tokens": 1}, 600.0) for body in bodies))
         began = time.perf_counter()
-        answers = await asyncio.gather(
-            *(
-                pool.ask("POST", "/v1/chat/completions", body_of(kind, model, index), 600.0)
-                for index in range(streams)
-            )
-        )
+        answers = await asyncio.gather(*(pool.ask("POST", path, body, 600.0) for body in bodies))
         seconds = time.perf_counter() - began
     finally:
         await pool.close()
@@ -112,8 +135,9 @@ def compare(
     for number in range(rounds + 1):
         order = [("plain", plain), ("drafting", drafting)][:: 1 if number % 2 else -1]
         outputs = []
+        bodies = [body_of(kind, model, number, index) for index in range(streams)]
         for name, server in order:
-            rate, found = asyncio.run(wave(server, kind, model, streams))
+            rate, found = asyncio.run(wave(server, bodies))
             rates[name].append(rate)
             outputs.append(found)
         assert outputs[0] == outputs[1], f"{kind}: outputs differ with drafts"
@@ -136,12 +160,13 @@ def main() -> None:
     """Read arguments, measure, and print the result."""
     parser = command_parser(__doc__)
     parser.add_argument("--model", default="smollm2", help="model folder, file or packaged name")
+    parser.add_argument("--method", default="ngram", choices=("ngram", "suffix"), help="source of drafts")
     parser.add_argument("--drafts", type=int, default=8, help="maximum drafts of a request in a step")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="concurrent requests")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements of each row")
     parser.add_argument("--kinds", nargs="+", choices=list(TEXTS), default=list(TEXTS), help="kinds of text")
     options = parser.parse_args()
-    config = json.dumps({"method": "ngram", "num_speculative_tokens": options.drafts})
+    config = json.dumps({"method": options.method, "num_speculative_tokens": options.drafts})
     flags = ["--kv-cache-memory", "1GB", "--max-model-len", "4096"]
     with (
         serve(options.model, flags) as plain,
@@ -153,7 +178,16 @@ def main() -> None:
             for streams in options.streams
             for kind in options.kinds
         ]
-    print(json.dumps({"drafts": options.drafts, "rows": rows}, indent=1))
+    report = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": msgspec.structs.asdict(machine()),
+        "commit": commit_of(Path(__file__).parent),
+        "model": options.model,
+        "method": options.method,
+        "drafts": options.drafts,
+        "rows": rows,
+    }
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

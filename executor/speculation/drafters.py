@@ -132,9 +132,7 @@ class SuffixDrafter:
         outputs = self._token_ids[slot, request.begin : num_tokens]
         stops = np.flatnonzero(np.isin(outputs, request.stop_ids))
         if len(stops):
-            num_tokens = (
-                request.begin + int(stops[0]) + 1
-            )  # a step after the end of the request was in flight
+            num_tokens = request.begin + int(stops[0]) + 1  # later tokens are of a step in flight
         if len(outputs):
             begin = max(0, request.begin - CONTEXT_TOKENS)
             self.output_cache.add(self._token_ids[slot, begin:num_tokens], request.scope)
@@ -153,8 +151,10 @@ class SuffixDrafter:
     def _continue(self, slot: int, num_tokens: int, most: int) -> list[int]:
         context, request = self._indexes.context(slot, num_tokens), self._requests[slot]
         own = self._indexes.find(slot, num_tokens, context)
-        shared = self.output_cache.find(context, request.scope)
         drafts, score = self._grow(self._token_ids[slot, :num_tokens], own, most)
+        if score == most:
+            return drafts
+        shared = self.output_cache.find(context, request.scope)
         others, others_score = self._grow(self.output_cache.tokens, shared, most)
         return others if others_score > score else drafts
 

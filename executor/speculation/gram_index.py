@@ -1,7 +1,7 @@
 """Index of a token buffer by its grams: earlier places of the newest tokens, newest first.
 
-A *place* is the position of the token after a gram. For each gram length (for example 1, 2, 4 and 8 tokens), the places
-whose gram has the same hash form a chain, newest first: the hash chains of DEFLATE (RFC 1951, section 4). A lookup
+A *place* is the position of the token after a gram. For each gram length (for example 1, 2, 4 and 8 tokens), places
+with the same hash of their gram form a chain, newest first: the hash chains of DEFLATE (RFC 1951, section 4). A lookup
 takes the longest gram with an earlier place, and compares up to `MAX_PLACES` places of that chain. So adding a token
 and a lookup take constant time, whatever the length of the text.
 """
@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
 
-MAX_PLACES = 16
-"""Maximum places of a lookup, the newest ones. Places whose hash is equal by chance do not count."""
+MAX_PLACES = 8
+"""Maximum places of a lookup, the newest ones. Places of other grams with the same hash do not count."""
+
+_MAX_VISITS = 32
+"""Maximum places of a chain that a lookup visits, other grams included."""
 
 _BASE, _MIX, _MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, (1 << 64) - 1
 """Factors of the hash: of the polynomial in the tokens, and before its upper bits are taken."""
@@ -169,7 +172,7 @@ class GramIndex:
         tokens, scopes, links, newest = self._tokens, self._scopes, self._links[level], context.newest
         capacity, gram = self.capacity, self.grams[level]
         longest, num_places, places = 0, 0, list[int]()
-        for _ in range(2 * MAX_PLACES):
+        for _ in range(_MAX_VISITS):
             at = place % capacity
             link = links[at]
             if link >> _DISTANCE_BITS == fingerprint and (scopes is None or scopes[at] == scope):
