@@ -26,14 +26,16 @@ from quintet.executor.runner import Runner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
+from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import Rows, SlotTables, TablesDiffer, check_tables
-from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
 from quintet.executor.speculation.draft_states import DraftStates
 from quintet.executor.speculation.drafters import DRAFTERS, Drafter
 from quintet.executor.speculation.output_cache import OutputCache
 from quintet.executor.speculation.verify import Speculation
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
+
+MakeDrafter = Callable[[SlotTables, Settings], Drafter]
 
 STEPS_PER_IDLE_TASK = 4
 """Under load, one idle task runs every so many steps. Measured: a step is 10% shorter with the weights on huge pages."""
@@ -47,11 +49,11 @@ class Worker:
         context: WorkerContext,
         runner: Runner,
         stage: Stage | None = None,
-        draft_runner: Runner | None = None,
+        make_drafter: MakeDrafter | None = None,
     ) -> None:
         """Build the worker around a loaded model. stage: the recorded program of the model, if there is one.
 
-        draft_runner: of the draft model, if there is one.
+        make_drafter: of the draft model, if there is one.
         """
         self.num_blocks = num_blocks = context.num_blocks()
         self.facts = context.facts(num_blocks)
@@ -84,26 +86,22 @@ class Worker:
         self.kv = KvConnector(blocks, config, type(runner).__name__, self._host_blocks)
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
-        self._speculation = self._open_speculation(config, grammars, draft_runner)
+        self._speculation = self._open_speculation(config, grammars, make_drafter)
         self._oom_split = OomSplit(
             torch.cuda.empty_cache if device.type == "cuda" else lambda: None,
             self.tables.continue_states if model.kv.has_states else None,
         )
 
     def _open_speculation(
-        self, config: EngineConfig, grammars: Grammars, draft_runner: Runner | None
+        self, config: EngineConfig, grammars: Grammars, make_drafter: MakeDrafter | None
     ) -> Speculation | None:
         limits, speculative = config.scheduler, config.scheduler.speculative
         if speculative is None:
             return None
-        if draft_runner is None:
-            drafter: Drafter = DRAFTERS[speculative.method](speculative, self.tables)
+        if make_drafter is not None:
+            drafter = make_drafter(self.tables, self._sampler.settings)
         else:
-            assert speculative.draft is not None, speculative
-            drafter = DraftModel(
-                *(speculative.draft, draft_runner, self.tables, self._sampler.settings),
-                *(self.num_blocks, draft_tokens(limits), config.model.vocab_size),
-            )
+            drafter = DRAFTERS[speculative.method](speculative, self.tables)
         states = None
         if config.model.kv.has_states:
             states = DraftStates(self.tables, self._kv, self.copy_blocks)
@@ -202,7 +200,7 @@ class Worker:
 
     def _compute(self, plan: StepPlan) -> StepResult:
         """Compute a plan, or a part of one, with drafts where it allows them. The tables already hold its deltas."""
-        if self._speculation is not None and plan.drafts:
+        if self._speculation is not None:
             return self._speculation.compute(plan, self._compute_rows)
         return self._compute_rows(plan)
 

@@ -234,15 +234,17 @@ class DraftModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Quantization = "none"
     weight_bytes: int = 0
     """Approximate memory of the weights."""
+    aux_layers: list[int] = []
+    """Of a draft head: layers of the served model after which it reads hidden states."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Speculative decoding: drafts that the model verifies. Outputs are the same without it."""
 
-    method: Literal["ngram", "suffix", "draft_model"] = "ngram"
+    method: Literal["ngram", "suffix", "draft_model", "eagle3"] = "ngram"
     """``ngram``: the tokens after the last earlier occurrence of the newest tokens (prompt lookup). ``suffix``: the most
     frequent continuation of the newest tokens, in the request and in earlier outputs. ``draft_model``: tokens of a smaller
-    model.
+    model. ``eagle3``: of a head over hidden states of the served model.
     """
     num_speculative_tokens: int = 4
     """Maximum draft tokens of a request in one step."""
@@ -259,7 +261,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     suffix_decoding_min_token_prob: float = 0.1
     """Minimum estimated probability of a draft."""
     draft: DraftModelConfig | None = None
-    """Set if the method is ``draft_model``."""
+    """Set if the method is ``draft_model`` or ``eagle3``."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 from quintet.deploy.config import rules
+from quintet.deploy.config.eagle_head import HeadFacts, read_head
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.card import ModelFacts, read_facts
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
-from quintet.deploy.config.model.weights import read_weight_facts, weight_bytes_of
-from quintet.deploy.config.speculation import FLAG, draft_model_name
+from quintet.deploy.config.model.weights import loaded_quantization, read_weight_facts, weight_bytes_of
+from quintet.deploy.config.speculation import FLAG, draft_model_name, speculative_method
 from quintet.executor.checkpoints.quant.formats.registry import check_contents
 from quintet.wire.config import DTYPE_BYTES, DraftModelConfig, Dtype, ModelConfig, Quantization
 from quintet.wire.errors import ConfigError
@@ -36,6 +37,11 @@ class DraftFacts:
     kv: KvSpec
     group: int
     """See `DraftModelConfig.group`."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Memory for each block of the served model's KV memory."""
+        return self.kv.bytes_per_block
 
     def of(self, model: ModelConfig) -> DraftModelConfig:
         """Return the configuration of the draft model of a served model. Raises `ConfigError` if their tokens differ."""
@@ -61,8 +67,13 @@ class DraftFacts:
         )
 
 
-def read_draft(options: Options, target: ModelFacts, kv: KvSpec) -> DraftFacts | None:
-    """Return the draft model that the flags name, or None. kv: of the served model ``target``. Raises `ConfigError`."""
+def read_draft(
+    options: Options, target: ModelFacts, kv: KvSpec, dtype: Dtype
+) -> DraftFacts | HeadFacts | None:
+    """Return the draft model or head that the flags name, or None. kv, dtype: of the served model ``target``.
+
+    Raises `ConfigError`.
+    """
     name = draft_model_name(options)
     if name is None:
         return None
@@ -73,6 +84,12 @@ def read_draft(options: Options, target: ModelFacts, kv: KvSpec) -> DraftFacts |
             f"{FLAG}: {target.path} has {kind}; a draft model needs a served model with full attention and without states:"
             " use the method ngram"
         )
+    if speculative_method(options) == "eagle3":
+        return read_head(name, options, target, dtype, kv.block_size, group)
+    return _read_model(name, options, kv.block_size, group)
+
+
+def _read_model(name: str, options: Options, block_size: int, group: int) -> DraftFacts:
     reads_weights = options.load_format == "auto"
     facts = read_facts(
         locate_model(name, reads_weights, flag=f"{FLAG}: model"),
@@ -84,13 +101,13 @@ def read_draft(options: Options, target: ModelFacts, kv: KvSpec) -> DraftFacts |
     if facts.stored is not None and weights is not None:
         check_contents(facts.stored, weights.contents, str(facts.path / "config.json"))
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
-    quantization = _quantization(options, facts)
+    quantization = loaded_quantization(options) if facts.stored is None else facts.stored.name
     counted = weights.num_parameters if weights and facts.stored is None else None
     num_parameters = facts.num_parameters if counted is None else counted
     weight_bytes = weight_bytes_of(
         num_parameters or 0, DTYPE_BYTES[dtype], quantization, facts.stored, weights, 0
     )
-    draft_kv = _kv_of(options, facts, kv.block_size, DTYPE_BYTES[dtype])
+    draft_kv = _kv_of(options, facts, block_size, DTYPE_BYTES[dtype])
     return DraftFacts(name, facts, dtype, quantization, weight_bytes, draft_kv, group)
 
 
@@ -104,13 +121,6 @@ def _check_layers(facts: ModelFacts, name: str) -> None:
         raise ConfigError(
             f"{FLAG}: draft model {name!r} has layers with recurrent states; use one with attention in all layers"
         )
-
-
-def _quantization(options: Options, facts: ModelFacts) -> Quantization:
-    """Return the checkpoint's format, else that of ``--quantization`` if weights are converted at load."""
-    if facts.stored is not None:
-        return facts.stored.name
-    return options.quantization if options.quantization in ("int8", "int4", "w8a8") else "none"
 
 
 def _kv_of(options: Options, facts: ModelFacts, block_size: int, dtype_bytes: int) -> KvSpec:

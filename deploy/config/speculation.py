@@ -25,6 +25,7 @@ METHOD_KEYS = {
         "suffix_decoding_min_token_prob",
     ),
     "draft_model": ("model",),
+    "eagle3": ("model",),
 }
 """Keys of each method besides ``num_speculative_tokens``."""
 
@@ -81,6 +82,12 @@ def draft_model_name(options: Options) -> str | None:
     return None if parsed is None else parsed.model
 
 
+def speculative_method(options: Options) -> str | None:
+    """Return the method, or None without ``--speculative-config``. Raises `ConfigError`."""
+    parsed = _parsed(options)
+    return None if parsed is None else _method(parsed)
+
+
 def _parsed(options: Options) -> _SpeculativeJson | None:
     """Return the flag's value, with the keys of its method only."""
     text = options.speculative_config
@@ -95,11 +102,11 @@ def _parsed(options: Options) -> _SpeculativeJson | None:
         raise ConfigError(
             f'{FLAG}: the method is "{method}"; it must be one of {", ".join(METHOD_KEYS)}: write {EXAMPLE}, or drop {FLAG}'
         )
-    if method == "draft_model" and parsed.model is None:
-        raise ConfigError(f"{FLAG}: the method draft_model needs the key model, a folder or name of a model")
+    if "model" in METHOD_KEYS[method] and parsed.model is None:
+        raise ConfigError(f"{FLAG}: the method {method} needs the key model, a folder or name of a model")
     for other, keys in METHOD_KEYS.items():
         for key in keys:
-            if other != method and getattr(parsed, key) is not None:
+            if key not in METHOD_KEYS[method] and getattr(parsed, key) is not None:
                 raise ConfigError(
                     f"{FLAG}: the key {key} is only for the method {other}: drop {key} or method"
                 )

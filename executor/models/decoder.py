@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -101,11 +101,22 @@ class Decoder:
             )
         self._embedding_norm = scope.norm(spec.embedding_norm, names.embedding_norm)
 
-    def forward(self, ops: ForwardPass[ValueT]) -> ValueT:
-        """See `CausalModel.forward`."""
+    @property
+    def embedding(self) -> Embedding:
+        """The embedding, in the first stage."""
+        return self._embedding
+
+    def forward(
+        self, ops: ForwardPass[ValueT], observe: Callable[[int, ValueT], None] | None = None
+    ) -> ValueT:
+        """See `CausalModel.forward`. observe: receives the hidden states after each number of layers, from 0."""
         x = self._begin(ops) if self._is_first else ops.from_previous_stage(self._hidden_size)
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers):
+            if observe is not None:
+                observe(number, x)
             x = layer(ops, x)
+        if observe is not None:
+            observe(len(self._layers), x)
         return x
 
     def _begin(self, ops: ForwardPass[ValueT]) -> ValueT:

@@ -12,6 +12,7 @@ from quintet.executor.backends.platforms.platform import entry_point_path, impor
 from quintet.executor.checkpoints.quant.method import Quantization
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.eagle import DRAFT_HEADS
 from quintet.executor.model_config.registry import FAMILIES, nearest
 from quintet.executor.model_config.share import WHOLE, Share
 from quintet.executor.model_config.spec import ModelSpec
@@ -66,7 +67,7 @@ def build_model(architecture: str, card: ModelCard, setting: Setting) -> CausalM
 
     Packages can register models as entry points of the group ``quintet.models``, named after the architecture.
     """
-    family = FAMILIES.get(architecture)
+    family = FAMILIES.get(architecture) or DRAFT_HEADS.get(architecture)
     if family is not None:
         builder: Callable[[ModelSpec, Setting], CausalModel] = import_string(family.builder)
         return builder(family.read(card), setting)

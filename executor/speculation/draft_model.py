@@ -41,6 +41,24 @@ def draft_tokens(limits: SchedulerConfig) -> int:
     return max(min(limits.max_num_batched_tokens, MAX_STEP_TOKENS), limits.max_num_seqs)
 
 
+def rows_of(slots: Int, starts: Int, counts: Int, draws: NDArray[np.bool_]) -> Rows:
+    """Return the rows of a step of a draft model. draws: whether a row draws after its last token."""
+    return Rows(
+        StepPlan(
+            step=0,
+            sent_ns=0,
+            freed=b"",
+            new_rows=[],
+            blocks=b"",
+            copies=b"",
+            slots=slots.astype(np.int32).tobytes(),
+            starts=starts.astype(np.int32).tobytes(),
+            counts=counts.astype(np.int32).tobytes(),
+            samples=draws.astype(np.uint8).tobytes(),
+        )
+    )
+
+
 class DraftModel:
     """A `quintet.executor.speculation.drafters.Drafter` with weights and KV memory."""
 
@@ -50,11 +68,11 @@ class DraftModel:
         self,
         config: DraftModelConfig,
         runner: Runner,
-        tables: SlotTables,
-        settings: Settings,
         num_blocks: int,
         max_tokens: int,
         vocab_size: int,
+        tables: SlotTables,
+        settings: Settings,
     ) -> None:
         """tables, settings: of the served model. max_tokens: limit of ``runner``. vocab_size: of the served model."""
         self._runner, self._settings = runner, settings
@@ -95,6 +113,9 @@ class DraftModel:
             self._is_computed[entries[is_filled, 3]] = False
         self._is_computed[np.frombuffer(plan.swaps_in, np.int32)[::2]] = False
         self._is_computed[np.frombuffer(plan.copies, np.int32)[1::2]] = False
+
+    def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
+        """See `Drafter.note_computed`."""
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
         """See `Drafter.propose`."""
@@ -165,18 +186,7 @@ class DraftModel:
         if not used.any():
             return
         began_s = time.perf_counter()
-        plan = StepPlan(
-            step=0,
-            sent_ns=0,
-            freed=b"",
-            new_rows=[],
-            blocks=b"",
-            copies=b"",
-            slots=slots[used].astype(np.int32).tobytes(),
-            starts=starts[used].astype(np.int32).tobytes(),
-            counts=counts[used].astype(np.int32).tobytes(),
-            samples=draws[used].astype(np.uint8).tobytes(),
-        )
-        drawn = self._runner.forward_and_draw(Rows(plan), self._tables, self._settings, None)
+        rows = rows_of(slots[used], starts[used], counts[used], draws[used])
+        drawn = self._runner.forward_and_draw(rows, self._tables, self._settings, None)
         assert drawn is not None, "the runner of a draft model draws"
         self._time.note(int(counts.sum()), time.perf_counter() - began_s)

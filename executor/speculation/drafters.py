@@ -48,6 +48,12 @@ class Drafter(Protocol):
     def note(self, plan: StepPlan) -> None:
         """Note the deltas and rows of each plan, before `propose` for its rows. The slot tables hold the deltas."""
 
+    def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
+        """Note the rows of a step that the served model has computed, with or without drafts. Columns are int64[R].
+
+        num_valid: computed tokens of each row, without rejected drafts.
+        """
+
     def propose(self, rows: DraftRows) -> list[Tokens]:
         """Return, for each row, up to ``counts`` tokens that may follow the known ones."""
 
@@ -73,6 +79,9 @@ class NgramDrafter:
         """See `Drafter.note`."""
         for new in plan.new_rows:
             self._indexes.drop(new.slot)
+
+    def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
+        """See `Drafter.note_computed`."""
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
         """See `Drafter.propose`."""
@@ -142,6 +151,9 @@ class SuffixDrafter:
         for new in plan.new_rows:
             self._indexes.drop(new.slot)
             self._requests[new.slot] = _Request(new.draft_scope, len(new.token_ids) // 4, new.stop_ids)
+
+    def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
+        """See `Drafter.note_computed`."""
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
         """See `Drafter.propose`."""

@@ -132,8 +132,9 @@ class DraftLengths:
         for depth in range(1, longest + 1) if draft_base else (longest,):
             seconds = base + each * num_tokens + draft_base * depth
             found, rate = _most_tokens(expected_tokens[:, :depth], seconds, each + draft_each, num_draws)
-            if rate > best_rate:
-                counts, best_rate = found, rate
+            if rate <= best_rate:
+                break  # a longer draft costs as much, and is accepted less often
+            counts, best_rate = found, rate
         self._num_waited[slots] = np.where(counts > 0, 0, self._num_waited[slots] + 1)
         tries = (self._num_waited[slots] >= TRIAL_EVERY) & (most > 0)
         tries &= self._trial_s <= TRIAL_SHARE * self._step_s

@@ -101,6 +101,14 @@ class Speculation:
 
     def compute(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
         """Return the result of a plan, with drafts where it allows them. ``compute`` computes and draws rows."""
+        if not plan.drafts:
+            result = compute(plan)
+            slots, starts, counts = (
+                np.frombuffer(column, np.int32).astype(np.int64)
+                for column in (plan.slots, plan.starts, plan.counts)
+            )
+            self._drafter.note_computed(slots, starts, counts, counts)
+            return result
         step = self.begin(plan)
         result = compute(step.plan)
         self.end(step, result)
@@ -146,6 +154,8 @@ class Speculation:
         result.num_tokens = num_tokens[sampling].tobytes()
         result.num_drafts = (samples[sampling] - 1).astype(np.uint8).tobytes()
         self._num_tokens[slots[sampling]] = (step.starts + counts - samples + 1 + num_tokens)[sampling]
+        columns = (slots, step.starts, counts, counts - samples + num_tokens)
+        self._drafter.note_computed(*(column.astype(np.int64) for column in columns))
 
     def _propose(self, plan: StepPlan, starts: Int, most: NDArray[np.uint8]) -> list[tuple[int, Tokens]]:
         """Return the drafts by row, and write them into the token table. starts: int64[R], of the executor."""

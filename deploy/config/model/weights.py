@@ -88,6 +88,11 @@ def choose_quantization(options: Options, device: str, facts: ModelFacts) -> Qua
     return requested
 
 
+def loaded_quantization(options: Options) -> Quantization:
+    """Return the format to which ``--quantization`` converts unquantized weights at load; ``none`` without one."""
+    return options.quantization if options.quantization in _WEIGHT_BITS else "none"
+
+
 def check_activations(options: Options, device: str, quantization: Quantization) -> None:
     """Reject ``--activation-dtype`` without integer weights on a CPU."""
     if options.activation_dtype == "auto":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES, NARROW_KV
 from quintet.executor.backends.cpu.program.kv import share_kv, takes_layer
 from quintet.executor.backends.cpu.program.library import program_library
@@ -14,8 +16,11 @@ from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.distributed.parallel.rank_views import open_links, open_ranks, share_of_rank
 from quintet.executor.interface import StepWorker
 from quintet.executor.loading import MODEL_DTYPES
-from quintet.executor.speculation.draft_model import draft_tokens
-from quintet.executor.worker import Worker
+from quintet.executor.models.decoder import Decoder
+from quintet.executor.models.eagle import EagleHead
+from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
+from quintet.executor.speculation.eagle import EagleDrafter
+from quintet.executor.worker import MakeDrafter, Worker
 from quintet.wire.errors import ConfigError
 
 
@@ -28,7 +33,7 @@ def make_worker(context: WorkerContext) -> StepWorker:
         return _make_pipeline_worker(context)
     stage = open_stage(context)
     runner = ProgramRunner(stage, config, context.span)
-    worker = Worker(context, runner, stage, _open_draft(context))
+    worker = Worker(context, runner, stage, _open_drafter(context, stage))
     if context.ranks is not None:
         context.ranks.wait_for_all()
         worker.facts["ranks"] = f"{context.share.size}{_on_hosts(context)}"
@@ -51,17 +56,27 @@ def _make_pipeline_worker(context: WorkerContext) -> PipelineWorker:
     return worker
 
 
-def _open_draft(context: WorkerContext) -> ProgramRunner | None:
-    """Load and record the draft model; None without one."""
+def _open_drafter(context: WorkerContext, target: Stage) -> MakeDrafter | None:
+    """Load and record the draft model or head; None without one."""
+    speculative = context.config.scheduler.speculative
     draft = context.of_draft(draft_tokens(context.config.scheduler))
-    if draft is None:
+    if draft is None or speculative is None or speculative.draft is None:
         return None
+    head = draft.load()
+    if isinstance(head, EagleHead):
+        model = context.load()
+        assert isinstance(model, Decoder), "the configuration allows draft heads of decoders only"
+        head.use_embedding(model.embedding)
     try:
         stage = open_stage(draft)
     except Unsupported as why:
         raise ConfigError(f"--speculative-config: draft model {draft.config.model.path}: {why}") from why
     context.add_draft(draft)
-    return ProgramRunner(stage, draft.config)
+    runner, num_blocks = ProgramRunner(stage, draft.config), context.num_blocks()
+    if isinstance(head, EagleHead):
+        return partial(EagleDrafter, speculative.draft, head, runner, stage, target, num_blocks)
+    sizes = num_blocks, stage.max_tokens, context.config.model.vocab_size
+    return partial(DraftModel, speculative.draft, runner, *sizes)
 
 
 def _on_hosts(context: WorkerContext) -> str:
@@ -90,7 +105,9 @@ def open_stage(context: WorkerContext) -> Stage:
         context.kv = memory = share_kv(kv, num_blocks, kv_dtype, ranks)
     else:
         memory = context.reserve_kv(kv_dtype)
-    return Stage(library, model, config, dtype, memory, context.share, ranks)
+    draft = None if config.scheduler.speculative is None else config.scheduler.speculative.draft
+    aux_layers = () if draft is None else draft.aux_layers
+    return Stage(library, model, config, dtype, memory, context.share, ranks, aux_layers)
 
 
 def _unsupported(context: WorkerContext, reason: str) -> ConfigError:

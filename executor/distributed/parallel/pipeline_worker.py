@@ -127,7 +127,7 @@ class PipelineWorker:
         if limits.speculative is not None:
             drafter = DRAFTERS[limits.speculative.method](limits.speculative, self.tables)
             self._speculation = Speculation(
-                drafter, self.tables, pipeline.max_outputs, limits.max_num_batched_tokens
+                drafter, self.tables, grammars, pipeline.max_outputs, limits.max_num_batched_tokens
             )
 
     @property

@@ -21,7 +21,8 @@ from quintet.executor.models.layers.norm import Norm
 class Attention:
     """A `quintet.executor.models.blocks.block.Block`."""
 
-    def __init__(self, scope: Scope, spec: AttentionSpec) -> None:
+    def __init__(self, scope: Scope, spec: AttentionSpec, depth: int | None = None) -> None:
+        """depth: width of the input; None: the hidden size."""
         assert scope.layer is not None
         heads, kv_heads = scope.share.of(spec.num_heads), scope.share.of_kv_heads(spec.num_kv_heads)
         parts, attended = _qkv_parts(scope, spec), heads.times(spec.value_dim)
@@ -32,7 +33,7 @@ class Attention:
             spec.num_kv_heads * spec.head_dim,
             spec.num_kv_heads * spec.value_dim,
         )
-        self._qkv = scope.linear(parts, scope.hidden_size, biased=spec.qkv_bias)
+        self._qkv = scope.linear(parts, depth or scope.hidden_size, biased=spec.qkv_bias)
         self._output = scope.linear(
             [scope.part(scope.names.output, scope.hidden_size).of_inputs(attended, scope.share.own_leaves)],
             attended.count,

@@ -26,7 +26,7 @@ WINDOWS = {
 
 
 def flag(model: object, **keys: Any) -> str:
-    return json.dumps({"method": "draft_model", "model": str(model), "num_speculative_tokens": 4, **keys})
+    return json.dumps({"method": "draft_model", "model": str(model), "num_speculative_tokens": 4} | keys)
 
 
 def config_of(folder: Path, **options: object) -> EngineConfig:
@@ -111,6 +111,63 @@ def test_served_model_without_full_attention_is_refused(
     write_model(folder / "target", **target)
     with pytest.raises(ConfigError, match=message):
         config_of(folder, speculative_config=flag(draft))
+
+
+def head_of(folder: Path, **changes: Any) -> Path:
+    """Write an EAGLE-3 head for the model of `folder`, without weights."""
+    keys = {"num_hidden_layers": 1, "draft_vocab_size": 40, "eagle_aux_hidden_state_layer_ids": [2, 0]}
+    return write_model(folder / "head", **(keys | changes))
+
+
+def test_head_reads_hidden_states_of_its_layers(folder: Path) -> None:
+    config = config_of(folder, speculative_config=flag(head_of(folder), method="eagle3"), dtype="float32")
+    found = speculative_of(config).draft
+    assert found is not None and speculative_of(config).method == "eagle3"
+    assert (found.aux_layers, found.model.vocab_size, found.model.dtype) == ([0, 2], 40, "float32")
+    kv, features = 2 * 2 * 16 * 4 * 16, 64 * 4
+    assert found.model.kv.bytes_per_block == kv and config.model.kv.draft_bytes == kv + features
+
+
+def test_head_of_the_speculators_library_is_read(folder: Path) -> None:
+    card = json.loads((head_of(folder) / "config.json").read_text())
+    ids = card.pop("eagle_aux_hidden_state_layer_ids")
+    outer = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": card,
+        "draft_vocab_size": card.pop("draft_vocab_size"),
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": ids,
+        "norm_before_residual": True,
+    }
+    (folder / "head" / "config.json").write_text(json.dumps(outer))
+    config = config_of(folder, speculative_config=flag(folder / "head", method="eagle3"))
+    found = speculative_of(config).draft
+    assert found is not None and (found.aux_layers, found.model.vocab_size) == ([0, 2], 40)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_hidden_size": 128}, "is for a model with hidden size 128, but"),
+        ({"vocab_size": 90}, "is for a model with vocabulary size 90, but"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [0, 1, 5]},
+            "is for a model with number of layers at least 5, but",
+        ),
+        ({"hidden_size": 32, "target_hidden_size": 64}, "is for a model with embedding width 32, but"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; it must be 1"),
+        ({"norm_output": True}, "norm_output is True"),
+        ({"draft_vocab_size": 101}, "draft_vocab_size is 101"),
+    ],
+)
+def test_head_of_another_model_is_refused_by_name(
+    changes: dict[str, Any], message: str, folder: Path
+) -> None:
+    head = head_of(folder, **changes)
+    with pytest.raises(ConfigError) as error:
+        config_of(folder, speculative_config=flag(head, method="eagle3"))
+    assert message in str(error.value) and "head" in str(error.value)
 
 
 def test_plan_shows_the_memory_of_the_draft_model(capsys: pytest.CaptureFixture[str]) -> None:

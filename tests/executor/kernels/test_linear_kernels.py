@@ -330,7 +330,10 @@ def test_few_rows_have_the_bits_of_single_rows(
         for count in (1, 3, 12):
             set_threads(count)
             for begin in range(16):
-                assert torch.equal(bits(packed.linear(x[begin:], inputs=inputs)), single[begin:]), (count, begin)
+                assert torch.equal(bits(packed.linear(x[begin:], inputs=inputs)), single[begin:]), (
+                    count,
+                    begin,
+                )
 
 
 @pytest.mark.parametrize("threads", [1], indirect=True)

@@ -74,6 +74,9 @@ class Oracle:
     def note(self, plan: StepPlan) -> None:
         pass
 
+    def note_computed(self, *_: object) -> None:
+        pass
+
     def propose(self, rows: DraftRows) -> list[Tokens]:
         columns = (rows.slots.tolist(), rows.num_tokens.tolist(), rows.counts.tolist())
         return [

@@ -449,9 +449,9 @@ class GraphBuilder:
         """
         self._marks.append(len(self._operations))
 
-    def keep(self, value: Value) -> None:
-        """Reserve the memory of ``value``: it is read after the pass, or by a later part."""
-        self._kept.add(id(value.owner))
+    def keep(self, *values: Value) -> None:
+        """Reserve the memory of values that are read after the pass, or by a later part."""
+        self._kept.update(id(value.owner) for value in values)
 
     def finish(self) -> RecordedGraph:
         """Assign memory to every value and append the operations to the program."""

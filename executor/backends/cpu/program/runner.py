@@ -44,8 +44,11 @@ class ProgramRunner:
     """A model's program, its KV memory, and the current step."""
 
     def __init__(self, stage: Stage, config: EngineConfig, span: Span = no_span) -> None:
-        """stage: with all layers. In a tensor-parallel model only rank 0 has a runner; the others execute its orders."""
-        assert stage.logits is not None and stage.received_hidden is None, stage.share
+        """stage: with all layers. In a tensor-parallel model only rank 0 has a runner; the others execute its orders.
+
+        The caller fills ``stage.received_hidden`` before each step if there is one (a draft head).
+        """
+        assert stage.logits is not None and stage.share.is_first, stage.share
         self._span = span
         self._stage = stage
         self.max_outputs, self.spans = stage.max_outputs, stage.spans

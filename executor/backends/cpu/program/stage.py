@@ -7,6 +7,7 @@ stage knows no plan and no slot table; its input is a `quintet.executor.backends
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from quintet.executor.embeds import StepEmbeds
 from quintet.executor.expert_metrics import ExpertCounts
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.share import Share, most_outputs
+from quintet.executor.models.eagle import observed_forward
 from quintet.executor.models.model import CausalModel
 from quintet.wire.config import EngineConfig
 
@@ -38,8 +40,9 @@ class Stage:
         kv: KvMemory,
         share: Share,
         ranks: Ranks | None = None,
+        aux_layers: Sequence[int] = (),
     ) -> None:
-        """ranks: given for a tensor-parallel stage. Rank 0 sends the orders; the others execute them."""
+        """ranks: of a tensor-parallel stage. Rank 0 sends orders; the others execute them. aux_layers: see `aux_hidden`."""
         self.library, self.kv, self.dtype, self.share = library, kv, dtype, share
         self.vocab_size = model.vocab_size
         self.logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype
@@ -49,8 +52,8 @@ class Stage:
         self.max_tokens = max(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
         self.rotations = Rotations(model.ropes, dtype, config.model.max_model_len + 1, ranks)
         builder = GraphBuilder(library, dtype, kv, self.max_tokens, self.max_outputs, ranks)
-        hidden = model.forward(builder)
-        builder.keep(hidden)
+        hidden, observed = observed_forward(model, builder, aux_layers)
+        builder.keep(hidden, *observed)
         logits = None
         if share.is_last:
             builder.mark()
@@ -62,22 +65,21 @@ class Stage:
         self.spans = recorded.spans
         self.program = builder.handle
         self._keep_alive = (model, builder.memory)  # the program holds addresses into these
-        self.end = self.spans[-1].end
-        """End of the last operation, which may be that of the logits."""
+        self.end = self.spans[-1].end  # of the last operation, which may be that of the logits
         self.layers_end = recorded.parts[0] if recorded.parts else self.end
-        """End of the last operation of the layers."""
         self.received_hidden = None if builder.received_hidden is None else builder.received_hidden.tensor
         """``[max_tokens, hidden]``: hidden states from the previous stage; None in the first stage."""
         self.hidden = hidden.tensor
         """``[max_tokens, hidden]``: hidden states for the next stage."""
+        self.aux_hidden = [value.tensor for value in observed]
+        """``[max_tokens, hidden]``: hidden states after each number of layers in ``aux_layers``, for a draft head."""
         self.logits = None if logits is None else logits.tensor
         assert self.logits is None or self.logits.dtype is self.logits_dtype, self.logits.dtype
         """``[max_outputs, vocab]``; None if another stage computes them."""
         self._embedded = None if builder.embedded is None else builder.embedded.tensor
         self.embedding_end = self.spans[0].end
         assert self._embedded is None or self.spans[0].name == "embedding", self.spans[0]
-        self.seconds = 0.0
-        """Total time spent in the program."""
+        self.seconds = 0.0  # spent in the program
         eplb = config.executor.eplb
         self._copies = (
             ExpertCopies(builder.expert_layers, ranks) if ranks is not None and share.places else None

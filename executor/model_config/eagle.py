@@ -1,0 +1,127 @@
+"""EAGLE-3 draft heads: one layer over the hidden states of the served model (Li et al., "EAGLE-3", 2025).
+
+Two formats of ``config.json`` exist: that of the authors, and that of the library ``speculators``, with the layer's values in
+``transformer_layer_config``. `eagle_card` converts both into one card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.shape import (
+    HIDDEN,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    VOCAB,
+    attention,
+    decoder,
+    gated,
+    num_layers,
+    pre_norm,
+    rms,
+)
+from quintet.executor.model_config.spec import DecoderSpec
+from quintet.wire.config import MAX_DRAFTS
+
+ARCHITECTURE = "Eagle3Speculator"
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+MAX_PENDING = 14
+"""Maximum newest tokens of a request without keys and values of the head, after a step."""
+NUM_FEATURES = MAX_PENDING + MAX_DRAFTS + 2
+"""Kept features of a request: vectors as wide as the head's hidden states."""
+_LAYER_KEYS = "transformer_layer_config"
+_OWN_EMBEDDING, _TOKEN_MAP, _LAYER_NAME = "own_embedding", "token_map", "layer_name"
+"""Keys of the converted card: whether the checkpoint has these tensors, and its name of the layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagleSpec(DecoderSpec):
+    """A head. ``vocab_size`` is that of the served model."""
+
+    draft_vocab_size: int = 0
+    """Tokens that the head can propose."""
+    target_hidden_size: int = 0
+    aux_layers: tuple[int, ...] = ()
+    """Numbers of layers of the served model, ascending, after which its hidden states are read; 0: the embeddings.
+
+    Empty: three layers that depend on the served model, `default_aux_layers`.
+    """
+    norm_before_residual: bool = False
+    """The residual is the normed hidden state."""
+    norm_before_fc: bool = False
+    """The concatenated hidden states of the served model are normed."""
+    has_embedding: bool = False
+    """Otherwise the head uses the served model's embedding."""
+    has_token_map: bool = False
+    """Otherwise token ids of the head are those of the served model."""
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """Return the layers that heads without a list in their config were trained with."""
+    return tuple(sorted({2, num_layers // 2, num_layers - 3}))
+
+
+def eagle_card(config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """Return the card of a head. tensors: names in its checkpoint."""
+    names = {name.removeprefix("model.") for name in tensors}
+    nested = config.get("eagle_config")
+    return {
+        **(nested if isinstance(nested, dict) else {}),
+        **{key: value for key, value in config.items() if value is not None},
+        **(config.get(_LAYER_KEYS) or {}),
+        "architectures": [ARCHITECTURE],
+        _OWN_EMBEDDING: "embed_tokens.weight" in names,
+        _TOKEN_MAP: "d2t" in names,
+        _LAYER_NAME: "layers.0" if any(name.startswith("layers.0.") for name in names) else "midlayer",
+    }
+
+
+def read_eagle(card: ModelCard) -> EagleSpec:
+    """Return the spec of a converted card. Raises `ConfigError`."""
+    if num_layers(card) != 1:
+        raise card.wrong("num_hidden_layers", "1: heads with several layers are not supported")
+    for key in ("fc_norm", "norm_output"):
+        if card.flag(key, False):
+            raise card.wrong(key, "false: this variant of EAGLE-3 is not supported")
+    biased = card.flag("attention_bias", False)
+    mixer = attention(card, positions=2048, qkv_bias=biased, output_bias=biased)
+    layer = pre_norm(rms(card), mixer, gated(card, biased=card.flag("mlp_bias", False)))
+    names = Names(layer=f"model.{card.word(_LAYER_NAME, ('layers.0', 'midlayer'), 'midlayer')}")
+    spec = decoder(card, (layer,), rms(card), names=names)
+    vocab_size = card.whole(VOCAB, 1, MAX_VOCAB)
+    return EagleSpec(
+        **{field.name: getattr(spec, field.name) for field in fields(spec)},
+        draft_vocab_size=card.whole("draft_vocab_size", 1, vocab_size, vocab_size),
+        target_hidden_size=card.whole(("target_hidden_size", *HIDDEN), 1, MAX_WIDTH),
+        aux_layers=_aux_layers(card),
+        norm_before_residual=card.flag("norm_before_residual", False),
+        norm_before_fc=card.flag("norm_before_fc", False),
+        has_embedding=card.flag(_OWN_EMBEDDING, False),
+        has_token_map=card.flag(_TOKEN_MAP, False),
+    )
+
+
+def _aux_layers(card: ModelCard) -> tuple[int, ...]:
+    key = (AUX_LAYERS, "aux_hidden_state_layer_ids")
+    value = card.values.get(card.spelling(key))
+    if value is None:
+        return ()
+    if (
+        not isinstance(value, list)
+        or not value
+        or any(type(each) is not int or not 0 <= each <= MAX_LAYERS for each in value)
+    ):
+        raise card.wrong(key, "a list of layer numbers")
+    return tuple(sorted(set(value)))
+
+
+DRAFT_HEADS = {
+    ARCHITECTURE: Family(read_eagle, "EAGLE-3 draft heads", "quintet.executor.models.eagle:EagleHead")
+}
+"""Models that only propose drafts, by architecture."""
