@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quintet.detokenizer_proc.cores import Cores
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.queries import Queries
-from quintet.detokenizer_proc.rows import Cores, Steps
+from quintet.detokenizer_proc.rows import Steps
 from quintet.detokenizer_proc.vocabulary import load_vocabulary
 from quintet.process.child import child_main
 from quintet.process.pending_topology import PendingTopology
