@@ -277,7 +277,7 @@ class Grammars:
             draw += 1
         for row in rows:
             if row.num_tried and not row.matcher.rollback(row.num_tried):
-                row.grammar.matcher = None  # an error: the next step makes a new one
+                self._replay(row, 0)  # an error is final
         return masks
 
     def _fill(self, rows: list[MaskedRow], draw: int, masks: Masks) -> None:

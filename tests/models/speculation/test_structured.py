@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 from tests.models import byte_vocabulary
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.speculation.test_bits import DRAFTS, Oracle, Recorder, drafting_worker
@@ -18,7 +18,6 @@ from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.worker import Worker
 from quintet.wire.config import EngineConfig
-from quintet.wire.messages import FinishReason
 from quintet.wire.params import SamplingParams, Thinking, ThinkingBound
 from quintet.wire.structured import StructuredOutputsParams
 
@@ -122,25 +121,6 @@ def test_outputs_are_those_without_drafts(serve: Callable[..., Any], tmp_path: P
     requests = requested()
     plain = run(config, make_worker(config), requests)
     byte_vocabulary.check({number: plain.outputs[10 * number + 10] for number in range(8)})
-    assert_same(changed(config, speculative=DRAFTS), plain, requests)
-
-
-@pytest.mark.parametrize("serve", [16], indirect=True)
-def test_failed_formats_end_at_the_same_token(
-    serve: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where rejected drafts have used up the states of the lexer."""
-    limits = LLParserLimits(max_lexer_states=34, verbose_errors=False)
-    monkeypatch.setattr("quintet.process.grammars.bounds", lambda: limits)
-    served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
-    config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
-    forms = [byte_vocabulary.form(pattern) for pattern in ("[ab]{30}", "(a|b)*a(a|b){12}c", "[ab]{9}")]
-    requests = [
-        SamplingParams(temperature=1.0, seed=seed, max_tokens=40, structured_outputs=forms[seed % 3])
-        for seed in range(6)
-    ]
-    plain = run(config, make_worker(config), requests)
-    assert set(plain.endings.values()) == {FinishReason.ERROR, FinishReason.STOP}
     assert_same(changed(config, speculative=DRAFTS), plain, requests)
 
 
