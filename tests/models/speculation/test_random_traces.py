@@ -1,0 +1,207 @@
+"""Random requests in random schedules: outputs and log-probabilities with drafts are those without, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tests.models import byte_vocabulary
+from tests.models.small_models import FAMILIES
+from tests.models.speculation.test_bits import DRAFTS, Oracle, Recorder, drafting_worker
+from tests.models.speculation.test_structured import budget, reasoned
+from tests.models.test_engine import changed, small_kv, without_prefix_cache
+
+from quintet.core.token_messages import StepMessages
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.backends.registry import make_worker
+from quintet.executor.interface import Pending
+from quintet.executor.worker import Worker
+from quintet.wire.codec import pack_i32, unpack_i64
+from quintet.wire.config import EngineConfig, SpeculativeConfig
+from quintet.wire.messages import Admit
+from quintet.wire.params import RepetitionDetectionParams, SamplingParams
+from quintet.wire.request import RequestSpec
+from quintet.wire.step import Capacity
+
+NUM_REQUESTS = 10
+
+
+@dataclass
+class Sent:
+    prompt: list[int]
+    params: SamplingParams
+    bad_word_ids: list[list[int]]
+    priority: int
+
+
+def random_params(rng: random.Random, seed: int) -> SamplingParams:
+    """Return any combination of parameters."""
+    max_tokens = rng.randint(1, 40)
+    fields: dict[str, Any] = {
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "temperature": rng.choice([0.0, 0.6, 1.0, 1.4]),
+    }
+    choices: dict[str, Callable[[], Any]] = {
+        "top_p": lambda: 0.9,
+        "top_k": lambda: 20,
+        "min_p": lambda: 0.02,
+        "presence_penalty": lambda: 0.7,
+        "frequency_penalty": lambda: 0.3,
+        "repetition_penalty": lambda: 1.2,
+        "logit_bias": lambda: {rng.randrange(200): 3.0 for _ in range(4)},
+        "allowed_token_ids": lambda: rng.sample(range(201), 60),
+        "min_tokens": lambda: rng.randint(0, max_tokens),
+        "stop_token_ids": lambda: rng.sample(range(200), 12),
+        "ignore_eos": lambda: True,
+        "logprobs": lambda: rng.choice([0, 3]),
+        "prompt_logprobs": lambda: 1,
+        "repetition_detection": lambda: RepetitionDetectionParams(max_pattern_size=3, min_count=2),
+        "thinking_bound": lambda: budget(rng.randint(0, 6), is_open=rng.random() < 0.5),
+        "structured_outputs": lambda: rng.choice(
+            [*map(byte_vocabulary.form, byte_vocabulary.PATTERNS), reasoned(byte_vocabulary.PATTERNS[1])]
+        ),
+    }
+    fields |= {name: choose() for name, choose in choices.items() if rng.random() < 0.25}
+    if fields["temperature"] and rng.random() < 0.3:
+        fields["n"] = rng.randint(2, 3)
+    return SamplingParams(**fields)
+
+
+def random_requests(rng: random.Random) -> list[Sent]:
+    """Return requests of which many share a prefix."""
+    stems = [[rng.randrange(200) for _ in range(50)] for _ in range(2)]
+    return [
+        Sent(
+            [*rng.choice(stems)[: rng.randint(1, 49)], rng.randrange(200)],
+            random_params(rng, seed),
+            [rng.sample(range(200), rng.randint(1, 2)) for _ in range(rng.choice([0, 0, 0, 9]))],
+            rng.randint(-1, 1),
+        )
+        for seed in range(NUM_REQUESTS)
+    ]
+
+
+def random_config(rng: random.Random, config: EngineConfig) -> EngineConfig:
+    """Return a schedule: chunks, preemption, cached prefixes, steps in flight."""
+    config = changed(
+        config,
+        max_steps_in_flight=rng.randint(1, 3),
+        max_num_seqs=rng.choice([2, 8]),
+        max_num_batched_tokens=rng.choice([17, 64]),
+        long_prefill_token_threshold=rng.choice([0, 5]),
+        policy=rng.choice(["fcfs", "priority"]),
+    )
+    config = small_kv(config) if rng.random() < 0.5 else config
+    return config if rng.random() < 0.7 else without_prefix_cache(config)
+
+
+class Trace(Recorder):
+    """Requests that arrive during the run, and an executor that is lost."""
+
+    def __init__(self, config: EngineConfig, worker: Worker) -> None:
+        self.prompt_logprobs: dict[int, tuple[bytes, bytes]] = {}
+        self._config, self._epoch = config, 1
+        super().__init__(config, worker)
+
+    def _apply(self, effects: StepMessages) -> None:
+        super()._apply(effects)
+        for _, tokens in effects.tokens:
+            request_ids = unpack_i64(tokens.request_ids)
+            for entry in tokens.prompt_logprobs:
+                if request_ids[entry.row] % 10:
+                    continue  # further choices have them only if they are recomputed
+                values, ids = self.prompt_logprobs.get(request_ids[entry.row], (b"", b""))
+                known = values + entry.logprobs, ids + entry.token_ids
+                self.prompt_logprobs[request_ids[entry.row]] = known
+
+    def send(self, request_id: int, sent: Sent) -> None:
+        admit = Admit(
+            request_id,
+            pack_i32(sent.prompt),
+            RequestSpec(sent.params, 0, 0, priority=sent.priority),
+            0,
+            bad_word_ids=sent.bad_word_ids,
+        )
+        self._apply(self.engine.admit(admit, 0))
+
+    def lose_executor(self) -> None:
+        self._epoch += 1
+        self.worker.reset()
+        kv, limits = (
+            self._config.model.kv,
+            (self._config.scheduler.max_num_seqs, self._config.model.max_model_len),
+        )
+        num_blocks = self._config.cache.memory_bytes // kv.bytes_per_block
+        self._apply(self.engine.capacity(Capacity(self._epoch, num_blocks, self.block_size, *limits), 0))
+
+    def play(self, requests: list[Sent], rng: random.Random) -> None:
+        """Run everything, in a random order of events."""
+        waiting = deque(enumerate(requests))
+        flight: deque[Pending] = deque()
+        while waiting:
+            roll = rng.random()
+            if roll < 0.1:
+                number, sent = waiting.popleft()
+                self.send(10 * number + 10, sent)
+            elif roll < 0.12 and self._epoch < 3:  # a request that loses more executors is rejected
+                self.lose_executor()
+                flight.clear()
+            elif roll < 0.6:
+                plan = self.engine.plan(0)
+                if plan is not None:
+                    flight.append(self.worker.begin(plan))
+            elif flight:
+                self._apply(self.engine.commit(flight.popleft().result(), 0))
+        while flight:
+            self._apply(self.engine.commit(flight.popleft().result(), 0))
+        self.run()
+
+
+def drafts_with(rng: random.Random, worker: Worker, plain: Trace, requests: list[Sent]) -> None:
+    """Propose a random number of drafts: those of the worker's method, or of an earlier run."""
+    speculation = worker._speculation
+    assert speculation is not None
+    draws = np.random.default_rng(rng.randrange(1 << 30))
+    speculation._lengths.choose = lambda slots, most, *_: draws.integers(0, most + 1)  # type: ignore[method-assign]
+    if rng.random() < 0.7:
+        sequences = [requests[key // 10 - 1].prompt + outputs for key, outputs in plain.outputs.items()]
+        speculation._drafter = Oracle(worker, sequences)
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("family", ["llama-gqa-biases", "mistral-window"])
+@pytest.mark.parametrize("serve", [16], indirect=True)
+def test_any_request_in_any_schedule(
+    family: str, seed: int, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    rng = random.Random(seed)
+    served = serve(FAMILIES[family](), max_model_len=96)
+    config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
+    requests = random_requests(rng)
+    plain_worker = make_worker(config)
+    assert isinstance(plain_worker, Worker)
+    plain = Trace(config, plain_worker)
+    for number, sent in enumerate(requests):
+        plain.send(10 * number + 10, sent)
+    plain.run()
+    method = rng.choice(["ngram", "suffix"])
+    speculative = msgspec.structs.replace(DRAFTS, method=method, prompt_lookup_min=1)
+    assert isinstance(speculative, SpeculativeConfig)
+    config = changed(config, speculative=speculative)
+    worker = drafting_worker(config)
+    for _ in range(3):
+        drafts_with(rng, worker, plain, requests)
+        found = Trace(random_config(rng, config), worker)
+        found.play(requests, rng)
+        assert found.outputs == plain.outputs and found.endings == plain.endings
+        if isinstance(worker.runner, ProgramRunner):  # torch's bits depend on the batch
+            assert found.logprobs == plain.logprobs and found.prompt_logprobs == plain.prompt_logprobs
