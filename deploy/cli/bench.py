@@ -85,6 +85,26 @@ def run(args: argparse.Namespace) -> int:
         return 1
 
 
+def _add_traffic(parser: argparse.ArgumentParser) -> None:
+    traffic = parser.add_argument_group("traffic")
+    traffic.add_argument(
+        "--concurrency",
+        type=_positive,
+        help="maximum number of requests in flight (default: 16 without --rate)",
+    )
+    traffic.add_argument(
+        "--rate",
+        type=_positive_float,
+        help="requests per second with Poisson arrivals, instead of fixed concurrency",
+    )
+    traffic.add_argument(
+        "--warmup", type=int, default=0, metavar="N", help="number of warm-up requests, not measured"
+    )
+    traffic.add_argument(
+        "--timeout-s", type=_positive_float, default=600.0, help="timeout per request (default: %(default)s)"
+    )
+
+
 def _add_serve(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = kinds.add_parser(
         "serve",
@@ -110,23 +130,7 @@ def _add_serve(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="NAME: VALUE",
         help="additional request header; repeat for more",
     )
-    traffic = parser.add_argument_group("traffic")
-    traffic.add_argument(
-        "--concurrency",
-        type=_positive,
-        help="maximum number of requests in flight (default: 16 without --rate)",
-    )
-    traffic.add_argument(
-        "--rate",
-        type=_positive_float,
-        help="requests per second with Poisson arrivals, instead of fixed concurrency",
-    )
-    traffic.add_argument(
-        "--warmup", type=int, default=0, metavar="N", help="number of warm-up requests, not measured"
-    )
-    traffic.add_argument(
-        "--timeout-s", type=_positive_float, default=600.0, help="timeout per request (default: %(default)s)"
-    )
+    _add_traffic(parser)
     workload = _add_workload(parser)
     workload.add_argument(
         "--prompts", type=Path, metavar="FILE", help='JSON lines of {"prompt": …} or {"messages": …}'
