@@ -8,7 +8,7 @@ blocks after those of the core. The state before the first rejected draft then r
     draws     t6    t7    t8    t9        d6 = t6, d7 ≠ t7: s7 replaces s9
 
 Saved states are numbered in the order of the step's drafts. Recomputing the accepted tokens in the next step would need
-no memory, but it costs a token's weights and attention instead of a copy of its state.
+no memory. But then the state would lag behind the tokens that the core knows, and checkpoints with it.
 """
 
 from __future__ import annotations
