@@ -68,6 +68,7 @@ class Device:
     kv: None = None
     swap_bytes_per_s: int = 0
     num_split: int = 0
+    output_cache: None = None
     experts: None = None
     num_active_slots: int = 0
     work_done: int = 0

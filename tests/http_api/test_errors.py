@@ -279,7 +279,7 @@ def test_an_internal_error_is_a_500_and_the_next_request_succeeds(
     shared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(shared.service.admission, "enter", lambda *_: 1 // 0)
+        patch.setattr(shared.service.admission, "check", lambda *_: 1 // 0)
         broken = shared.ask("POST", C, {"prompt": "x"}, {"x-request-id": "r-1"})
     assert broken.status == 500
     assert broken.json["error"]["type"] == "InternalServerError"

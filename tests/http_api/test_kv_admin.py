@@ -33,7 +33,7 @@ class Operator:
         def answer(role: Any, index: int, message: Any) -> bool:
             if isinstance(message, KvQuery):
                 self.queries.append(message)
-                report = KvReport(message.query_id, 0, [self.prefix], 1, room=USAGE)
+                report = KvReport(message.query_id, 0, [self.prefix], 1, usage=USAGE)
                 if self.error is not None:
                     report = KvReport(message.query_id, 0, error=self.error)
                 self.server.loop.call_soon(self.server.engine.deliver, report)
