@@ -103,7 +103,17 @@ def test_killed_process_keeps_all_bytes(
 
 
 def test_killed_router_keeps_all_bytes(server: Server, requests: list[StreamRequest], reference: Run) -> None:
-    """One of two routers: clients resume at the other. With two servers: `tests.chaos.test_route`."""
+    """One of two routers: clients resume at the other. With two servers: `tests.chaos.test_route`.
+
+    On a busy machine, all begun streams may end before the kill. So there are several tries.
+    """
+    assert any(_resumed_at_another_router(server, requests, reference) for _ in range(4)), (
+        "no stream was resumed"
+    )
+
+
+def _resumed_at_another_router(server: Server, requests: list[StreamRequest], reference: Run) -> bool:
+    """Kill a router among streams, and check their bytes. Return whether a stream was resumed."""
     flags = ("--engine", server.url, "--poll-interval", "0.2")
     with route(*flags) as one, route(*flags) as other:
 
@@ -115,9 +125,7 @@ def test_killed_router_keeps_all_bytes(server: Server, requests: list[StreamRequ
 
         run = asyncio.run(play(one.url, requests, disturb, [other.url], is_time))
     assert_same(server, reference, run, requests)
-    assert sum(result.num_connections > result.num_sent == 1 for result in run.results) > 0, (
-        "no stream was resumed"
-    )
+    return any(result.num_connections > result.num_sent == 1 for result in run.results)
 
 
 @pytest.mark.drawn(1)
