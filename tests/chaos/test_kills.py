@@ -105,7 +105,7 @@ def test_killed_process_keeps_all_bytes(
 def test_killed_router_keeps_all_bytes(server: Server, requests: list[StreamRequest], reference: Run) -> None:
     """One of two routers: clients resume at the other. With two servers: `tests.chaos.test_route`.
 
-    On a busy machine, all begun streams may end before the kill. So there are several tries.
+    On a busy machine, all streams may end before the kill. So there are several tries.
     """
     assert any(_resumed_at_another_router(server, requests, reference) for _ in range(4)), (
         "no stream was resumed"
