@@ -80,6 +80,8 @@ def read_head(
     reads_weights = options.load_format == "auto"
     folder = locate_model(name, reads_weights, flag=f"{FLAG}: model")
     path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{FLAG}: head {name!r} has no config.json: give the folder of an EAGLE-3 head")
     weights = read_weight_facts(folder) if reads_weights else None
     if weights is not None and not weights.contents:
         raise ConfigError(

@@ -170,6 +170,13 @@ def test_head_of_another_model_is_refused_by_name(
     assert message in str(error.value) and "head" in str(error.value)
 
 
+def test_folder_without_configuration_is_no_head(folder: Path) -> None:
+    head = head_of(folder)
+    (head / "config.json").rename(head / "card.json")
+    with pytest.raises(ConfigError, match=r"--speculative-config: head .* has no config\.json"):
+        config_of(folder, speculative_config=flag(head, method="eagle3"))
+
+
 def test_plan_shows_the_memory_of_the_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--device", "cpu", "--kv-cache-memory", "1MiB", "--speculative-config"]
     assert main([*words, flag(draft_model_path()), "--json"]) == 0
