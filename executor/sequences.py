@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from quintet.executor.ragged import Int
 from quintet.executor.slots import SlotTables
-from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.step import StepPlan
 
 SequencePart = tuple[int, int, int]
@@ -24,8 +25,8 @@ def place(tables: SlotTables, slot: int, tokens: torch.Tensor, width: int) -> No
     tables.block_table[:, slot, :width] = blocks + slot * num_groups * width
 
 
-def plan_of_pieces(rows: Sequence[SequencePart], draws: bool) -> StepPlan:
-    """Return a step of these rows; ``draws``: whether each row draws a token."""
+def plan_of_rows(slots: Int, starts: Int, counts: Int, draws: NDArray[np.bool_]) -> StepPlan:
+    """Return a step without changes of tables. draws: whether each row draws a token."""
     return StepPlan(
         step=0,
         sent_ns=0,
@@ -33,8 +34,14 @@ def plan_of_pieces(rows: Sequence[SequencePart], draws: bool) -> StepPlan:
         new_rows=[],
         blocks=b"",
         copies=b"",
-        slots=pack_i32([slot for slot, _, _ in rows]),
-        starts=pack_i32([start for _, start, _ in rows]),
-        counts=pack_i32([count for _, _, count in rows]),
-        samples=pack_u8([draws] * len(rows)),
+        slots=slots.astype(np.int32).tobytes(),
+        starts=starts.astype(np.int32).tobytes(),
+        counts=counts.astype(np.int32).tobytes(),
+        samples=draws.astype(np.uint8).tobytes(),
     )
+
+
+def plan_of_pieces(rows: Sequence[SequencePart], draws: bool) -> StepPlan:
+    """Return a step of these rows; ``draws``: whether each row draws a token."""
+    slots, starts, counts = np.array(rows, np.int64).reshape(-1, 3).T
+    return plan_of_rows(slots, starts, counts, np.full(len(rows), draws))

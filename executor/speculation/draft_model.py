@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from quintet.executor.ragged import Int, ranges
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.settings import Settings
+from quintet.executor.sequences import plan_of_rows
 from quintet.executor.slots import Rows, SlotTables
 from quintet.executor.speculation.drafters import DraftRows
 from quintet.executor.speculation.gram_index import Tokens
@@ -39,24 +40,6 @@ _UNKNOWN = -1
 def draft_tokens(limits: SchedulerConfig) -> int:
     """Return the limit of a draft model's step: at least one token of each request."""
     return max(min(limits.max_num_batched_tokens, MAX_STEP_TOKENS), limits.max_num_seqs)
-
-
-def rows_of(slots: Int, starts: Int, counts: Int, draws: NDArray[np.bool_]) -> Rows:
-    """Return the rows of a step of a draft model. draws: whether a row draws after its last token."""
-    return Rows(
-        StepPlan(
-            step=0,
-            sent_ns=0,
-            freed=b"",
-            new_rows=[],
-            blocks=b"",
-            copies=b"",
-            slots=slots.astype(np.int32).tobytes(),
-            starts=starts.astype(np.int32).tobytes(),
-            counts=counts.astype(np.int32).tobytes(),
-            samples=draws.astype(np.uint8).tobytes(),
-        )
-    )
 
 
 class DraftModel:
@@ -186,7 +169,7 @@ class DraftModel:
         if not used.any():
             return
         began_s = time.perf_counter()
-        rows = rows_of(slots[used], starts[used], counts[used], draws[used])
+        rows = Rows(plan_of_rows(slots[used], starts[used], counts[used], draws[used]))
         drawn = self._runner.forward_and_draw(rows, self._tables, self._settings, None)
         assert drawn is not None, "the runner of a draft model draws"
         self._time.note(int(counts.sum()), time.perf_counter() - began_s)

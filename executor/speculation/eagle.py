@@ -26,8 +26,8 @@ from quintet.executor.model_config.eagle import MAX_PENDING, NUM_FEATURES
 from quintet.executor.models.eagle import EagleHead
 from quintet.executor.ragged import Int, ranges
 from quintet.executor.sampling.settings import Settings
-from quintet.executor.slots import SlotTables
-from quintet.executor.speculation.draft_model import rows_of
+from quintet.executor.sequences import plan_of_rows
+from quintet.executor.slots import Rows, SlotTables
 from quintet.executor.speculation.drafters import DraftRows
 from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.lengths import StepTime
@@ -165,7 +165,7 @@ class EagleDrafter:
             count = min(end - first, len(self._input))
             self._input[:count] = features[first - begin : first - begin + count]
             one = (np.array([slot]), np.array([first]), np.array([count]))
-            self._runner.forward(rows_of(*one, np.array([False])), self._tables)
+            self._runner.forward(Rows(plan_of_rows(*one, np.array([False]))), self._tables)
         self._num_computed[slot] = end
 
     def _step(self, slots: Int, starts: Int, counts: Int, features: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ class EagleDrafter:
         began_s = time.perf_counter()
         self._input[: len(features)] = features
         slots, starts, counts = slots[used], starts[used], counts[used]
-        rows = rows_of(slots, starts, counts, np.ones(len(slots), np.bool_))
+        rows = Rows(plan_of_rows(slots, starts, counts, np.ones(len(slots), np.bool_)))
         drawn = np.frombuffer(
             self._runner.forward_and_draw(rows, self._tables, self._settings, None), np.int32
         )
