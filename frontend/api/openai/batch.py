@@ -12,7 +12,7 @@ from quintet.frontend.api.openai.chat_body import (
     Conversation,
     channels_of,
     check_chat,
-    params_and_reading,
+    params_and_parsing,
     parse_conversation,
     reject_unsupported,
 )
@@ -37,7 +37,7 @@ async def batch(service: Service, http_request: HttpRequest) -> None:
             "prompt_token_ids is a single prompt, but a batch has several; leave it out.", "prompt_token_ids"
         )
     conversations = _conversations(body, config)
-    params, parsing = params_and_reading(body, conversations[0].tools, config)
+    params, parsing = params_and_parsing(body, conversations[0].tools, config)
     options = options_of("chatcmpl", body, params, http_request, config)
     deadline_ns = parse.deadline_ns(body, http_request)
     reject_unsupported(body)

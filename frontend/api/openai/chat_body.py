@@ -50,7 +50,7 @@ def checked_chat(
     """Validate the body except unsupported fields; return prompt, parameters and output parsing."""
     check_chat(body, config)
     conversation = parse_conversation(body, config, translation)
-    return conversation, *params_and_reading(body, conversation.tools, config)
+    return conversation, *params_and_parsing(body, conversation.tools, config)
 
 
 def prompt_of(body: ChatBody, conversation: Conversation, config: EngineConfig) -> ChatPrompt | TokenPrompt:
@@ -187,7 +187,7 @@ def reject_unsupported(body: ChatBody) -> None:
     parse.reject_unsupported(body)
 
 
-def params_and_reading(
+def params_and_parsing(
     body: ChatBody, tools: bytes, config: EngineConfig
 ) -> tuple[SamplingParams, OutputParsing | None]:
     """Return the sampling parameters and the output parsing of a checked body.
