@@ -31,5 +31,9 @@ def test_platform_program(name: str, server: Server, tmp_path: Path) -> None:
     python = ENVIRONMENTS / name.partition("_")[0] / "bin" / "python"
     assert python.exists(), f"{python} is missing; `make clients` makes it"
     command = [python, HERE / "platforms" / f"{name}.py", server.url, "quintet-toy"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path, check=False)
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]
+    printed = tmp_path / "printed"
+    with printed.open("w") as output:
+        status = subprocess.run(
+            ["timeout", "900", *command], stdout=output, stderr=output, cwd=tmp_path, check=False
+        ).returncode
+    assert status == 0, f"status {status} (124: time limit)\n{printed.read_text()[-8000:]}"

@@ -109,8 +109,9 @@ def test_llama_cpp_gives_the_same_tokens_and_types(tmp_path: Path) -> None:
         input=json.dumps(arguments),
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
+    assert done.returncode == 0, done.stderr[-4000:]
     outputs, types = json.loads(done.stdout)
     compared = 0
     for file, its in expected.items():
