@@ -1,4 +1,4 @@
-"""Commit of a step's result: append tokens, register full blocks, end requests, publish KV.
+"""Commit of a step's result: append tokens, register full blocks, end requests, offer KV to peers.
 
 A request may lose its slot after the plan was made (stop, cancel, preemption). Its row then has an older generation,
 and the result is dropped.
@@ -85,7 +85,7 @@ def _apply_tokens(
         num_computed += end - request.computed
         request.computed = end
         if end >= request.register_at:
-            state.publish(request, end)  # the tokens are known: the following step drew from them
+            state.register_blocks(request, end)  # the tokens are known: the following step drew from them
         if token is None:
             continue
         if request.detokenizer != detokenizer or not request.has_drawn:
@@ -165,7 +165,7 @@ def _apply_accepted(
             counters.num_accepted_tokens += num_more
             counters.generation_tokens += num_kept
         if request.computed >= request.register_at:
-            state.publish(request, min(request.computed, len(request.tokens)))
+            state.register_blocks(request, min(request.computed, len(request.tokens)))
     return ended
 
 

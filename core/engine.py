@@ -37,7 +37,7 @@ from quintet.wire.step import Capacity, StepPlan, StepResult
 
 
 class Engine:
-    """Request life cycle and KV blocks of one executor group.
+    """Request life cycle and KV blocks of the core's executor.
 
     Requests are queued unparsed until the executor has sent its `Capacity`.
     """
@@ -72,7 +72,7 @@ class Engine:
         self.executor_epoch: int | None = None
         """Epoch of the executor that holds the tables mirrored by the state."""
         self._tables = 0
-        """Number of times that executor has emptied its tables (`Capacity.tables`)."""
+        """Number of times that executor has emptied its tables (`Capacity.tables_epoch`)."""
 
     @property
     def num_live(self) -> int:
@@ -104,9 +104,9 @@ class Engine:
         Requests of an unfinished step become suspects; see `quintet.core.poison_isolation.suspects`.
         """
         known, cache = self.executor_epoch, self._cache
-        if known is not None and (message.executor_epoch, message.tables) <= (known, self._tables):
+        if known is not None and (message.executor_epoch, message.tables_epoch) <= (known, self._tables):
             return StepMessages()
-        self.executor_epoch, self._tables = message.executor_epoch, message.tables
+        self.executor_epoch, self._tables = message.executor_epoch, message.tables_epoch
         limits = resolve_limits(
             self._scheduler,
             kv=msgspec.structs.replace(self._model.kv, block_size=message.block_size),
@@ -329,7 +329,7 @@ class Engine:
             plan = schedule(state, now_ns)
         self._settle(now_ns)
         if plan is not None:
-            plan.tables = self._tables
+            plan.tables_epoch = self._tables
         return plan
 
     def kv_requests(self, now_ns: int) -> list[KvTierRequests]:
@@ -340,7 +340,7 @@ class Engine:
 
     def kv_results(self, message: KvTierResults) -> None:
         """Apply results of KV transfers. Results for earlier tables are ignored."""
-        if (message.executor_epoch, message.tables) == (self.executor_epoch, self._tables):
+        if (message.executor_epoch, message.tables_epoch) == (self.executor_epoch, self._tables):
             self.tier_client.apply(self.state, message)
             self.kv_admin.files.apply(self.state, message.files)
 

@@ -3,7 +3,7 @@
 A feature is one module of ``core/features`` with a function ``build(setup) -> Feature | None``; None means disabled.
 Hooks are flattened into tuples at start, so a disabled feature costs nothing and changes no plan.
 
-Hooks are pure functions of the state: no clock, no socket, no iteration over sets.
+Hooks are deterministic: no clock, no I/O, no iteration over sets.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ There are no phases. A request has ``length - planned`` uncomputed tokens, and a
 token budget, in this order:
 
 1. Running requests with one uncomputed token (decode) are always scheduled, so they never starve. With pipeline stages,
-   each step takes one of as many groups as there are stages.
+   each step takes one of as many microbatches as there are stages.
 2. Running requests with more (chunked prefill, or recomputation after a preemption).
 3. Waiting requests, by rank, while slots, blocks and budget last.
 
-Blocks computed in groups 2 and 3 can be shared at once (`SchedulerState.publish`). Of requests that arrive together
+Blocks computed by 2 and 3 can be shared at once (`SchedulerState.register_blocks`). Of requests that arrive together
 with one prefix, the first computes it and the others reuse it in the same step. If the first computes only a chunk,
 the next one continues from it, and the first reuses that result in a later step.
 
@@ -215,7 +215,7 @@ def _compute(state: SchedulerState, step: StepBuilder, request: Request, count: 
     """Add a row of a request with known tokens; later rows of this step may share its blocks."""
     step.add(request, count)
     if request.planned >= request.register_at:
-        state.publish(request, request.planned)
+        state.register_blocks(request, request.planned)
 
 
 def _longest_source(state: SchedulerState, request: Request) -> PrefixMatch:

@@ -112,7 +112,7 @@ class SchedulerState:
     """A heap: low rows are used first."""
     events: KvEvents | None = None
     """Queue of KV events for external routers; None when disabled."""
-    left_slots: list[int] = field(default_factory=list)
+    freed_slots: list[int] = field(default_factory=list)
     """Slots that were freed since the last plan."""
     prefix_paths: PrefixPaths = field(default_factory=PrefixPaths)
     """Cached prefixes, for the admin API."""
@@ -264,7 +264,7 @@ class SchedulerState:
         request.plan_until = request.length - request.num_unverified_drafts
         return False
 
-    def publish(self, request: Request, num_tokens: int) -> None:
+    def register_blocks(self, request: Request, num_tokens: int) -> None:
         """Register the full blocks among the request's first ``num_tokens`` tokens, which must be known.
 
         Called when a plan computes them, not when its result arrives. The content of a block is fixed by then, and
@@ -338,7 +338,7 @@ class SchedulerState:
         if not is_exact or planned > len(request.tokens) or planned == request.kv.state_start:
             return
         if planned >= request.register_at:
-            self.publish(request, planned)
+            self.register_blocks(request, planned)
         position, length = divmod(planned, limits.block_size)
         held, tails = request.kv.held, dict[int, int]()
         if length:
@@ -384,7 +384,7 @@ class SchedulerState:
             # A sliding window's newest blocks are the reusable ones: they are evicted last.
             blocks = held.blocks if group.kind == "full" else held.blocks[::-1]
             self.pool.release(blocks, fence)
-        self.left_slots.append(request.slot)
+        self.freed_slots.append(request.slot)
         heappush(self.free_slots, request.slot)
         request.generation = self.generation = self.generation + 1
         kv.held, request.length = [], len(request.tokens)

@@ -139,7 +139,7 @@ class StepBuilder:
         plan = StepPlan(
             step=state.step,
             sent_ns=now_ns,
-            freed=pack_i32(state.left_slots),
+            freed=pack_i32(state.freed_slots),
             new_rows=self.new_rows,
             blocks=pack_i32(self.blocks),
             copies=pack_i32(self.copies),
@@ -155,7 +155,7 @@ class StepBuilder:
             setattr(plan, name, column)
         if swaps_out or self.swaps_in:
             self._count_swaps(state, len(swaps_out) // 2)
-        state.left_slots.clear()
+        state.freed_slots.clear()
         state.in_flight.append(flight)
         state.pool.release(self.borrowed, state.fence)
         return plan

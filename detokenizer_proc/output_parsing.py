@@ -5,7 +5,7 @@ from __future__ import annotations
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.parsers import registry
 from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser, joined
-from quintet.wire.channels import Channel, Span
+from quintet.wire.channels import Channel, TextSpan
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import PROMPT_TAIL, Open
 from quintet.wire.request import Echo
@@ -27,7 +27,7 @@ class OutputReader:
         self.num_calls = 0
         self._parser = parser
         self._requires_calls = requires_calls
-        self._spans: list[Span] = []
+        self._spans: list[TextSpan] = []
 
     def read(self, text: str) -> str:
         """Parse the text of one token, which may be empty; return the text to send."""
@@ -42,7 +42,7 @@ class OutputReader:
         """Parse the flushed text and end the output; return the text held back. ``is_cut``: see `Parser.finish`."""
         return self._add_spans(self._parser.push(text) + self._parser.finish(is_cut=is_cut))
 
-    def take_spans(self) -> list[Span]:
+    def take_spans(self) -> list[TextSpan]:
         """Return the spans of the text returned since the last call."""
         spans, self._spans = self._spans, []
         return spans

@@ -48,11 +48,15 @@ class Batch:
     """State rows of each group with state blocks."""
 
 
-def _first_seen(sight: AttentionWindow, positions: Int) -> Int:
+def _first_seen(attention_window: AttentionWindow, positions: Int) -> Int:
     """Return the first position visible to each of ``positions``."""
-    if sight.chunk is not None:
-        return positions // sight.chunk * sight.chunk
-    return np.zeros_like(positions) if sight.window is None else np.maximum(positions + 1 - sight.window, 0)
+    if attention_window.chunk is not None:
+        return positions // attention_window.chunk * attention_window.chunk
+    return (
+        np.zeros_like(positions)
+        if attention_window.window is None
+        else np.maximum(positions + 1 - attention_window.window, 0)
+    )
 
 
 class BatchBuilder:
@@ -103,9 +107,9 @@ class BatchBuilder:
     def _groups(self, rows: Rows, tables: SlotTables, view: View) -> tuple[AttentionGroup, ...]:
         """Partition the rows by new tokens, and by context length if padding is expensive."""
         groups: list[AttentionGroup] = []
-        (group, sight, heads), block_size = view, self._block_size
+        (group, attention_window, heads), block_size = view, self._block_size
         table = tables.block_table[group]
-        first_blocks = _first_seen(sight, rows.starts) // block_size
+        first_blocks = _first_seen(attention_window, rows.starts) // block_size
         num_blocks = -(-(rows.starts + rows.counts) // block_size) - first_blocks
         numbers = heads.num_kv_heads * (heads.head_dim + heads.value_width)
         for part in self._partition(rows, num_blocks, numbers * self._dtype.itemsize):
@@ -161,7 +165,7 @@ class BatchBuilder:
         whole: bool,
         device: torch.device,
     ) -> AttentionGroup:
-        (_, sight, heads), block_size = view, self._block_size
+        (_, attention_window, heads), block_size = view, self._block_size
         starts, num_new = rows.starts[members], int(rows.counts[members[0]])
         width = int(num_blocks.max())
         columns = first_blocks[:, None] + np.arange(width)  # [B, width]
@@ -172,13 +176,13 @@ class BatchBuilder:
         if not whole:
             tokens = to_device((rows.offsets[members][:, None] + np.arange(num_new)).reshape(-1), device)
         mask = bias = None
-        is_from_zero = not starts.any() and not _first_seen(sight, np.array([num_new - 1])).any()
+        is_from_zero = not starts.any() and not _first_seen(attention_window, np.array([num_new - 1])).any()
         causal_from_zero = num_new > MAX_FOLDED_TOKENS and is_from_zero
         if not causal_from_zero:
             keys = (first_blocks * block_size)[:, None] + np.arange(width * block_size)
             queries = starts[:, None] + np.arange(num_new)
             visible = keys[:, None, :] <= queries[:, :, None]  # [B, c, L]
-            visible &= keys[:, None, :] >= _first_seen(sight, queries)[:, :, None]
+            visible &= keys[:, None, :] >= _first_seen(attention_window, queries)[:, :, None]
             mask = to_device(visible[:, None], device)
             if num_new <= MAX_FOLDED_TOKENS:
                 bias = self._bias(mask, heads)

@@ -13,7 +13,7 @@ import msgspec
 
 from quintet.executor.backends.platforms.platform import Platform, open_platform
 from quintet.executor.model_config.share import WHOLE, Share, share_of
-from quintet.process.runtime import Span, no_span
+from quintet.process.runtime import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 
@@ -63,7 +63,7 @@ class WorkerContext:
     """The device, the ranks, the KV memory and the loaded models of a process."""
 
     config: EngineConfig
-    span: Span = no_span
+    span: TraceSpan = no_span
     memory: RankMemory = RankMemory()
     ahead: HugeMemory | None = None
     """Reserved memory for host weights; see `quintet.executor.checkpoints.weights.store.reserve`."""

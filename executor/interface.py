@@ -112,7 +112,7 @@ class StepWorker(Protocol):
         """
 
     def begin(self, plan: StepPlan) -> Pending:
-        """Apply the plan's deltas and queue its rows after those of the previous plan, without waiting for a device.
+        """Apply the plan's deltas and queue its rows after those of the previous plan. On a CPU, compute them.
 
         Raises errors of the plan or the tables; `Pending` raises errors of the device.
         """

@@ -127,9 +127,9 @@ class Executor:
         self._process.pending += sum(not isinstance(plan, KvTierRequests) for plan in plans)
         for plan in plans:
             if isinstance(plan, KvTierRequests):
-                if self._kv is not None and plan.tables == self._num_emptied:
+                if self._kv is not None and plan.tables_epoch == self._num_emptied:
                     self._kv.order(plan)
-            elif plan.tables != self._num_emptied:
+            elif plan.tables_epoch != self._num_emptied:
                 self._process.pending -= 1
             elif isinstance(plan, Dropped):
                 self._fail_dropped(plan)
@@ -144,7 +144,7 @@ class Executor:
         """Fail a plan that the inbox dropped, as if it had raised; the core isolates the request that caused it."""
         assert dropped.step is not None
         self._settle_in_flight()
-        if dropped.tables == self._num_emptied:
+        if dropped.tables_epoch == self._num_emptied:
             reason = "the executor rejected the step's plan: invalid lengths or numbers"
             self._failed(dropped.step, 0, ValueError(reason))
         else:
@@ -159,7 +159,7 @@ class Executor:
     def _begin(self, plan: StepPlan) -> None:
         """Start a plan. A step that ends immediately is settled immediately, unless older steps are in flight."""
         self._settle_before(plan)
-        if plan.tables != self._num_emptied:
+        if plan.tables_epoch != self._num_emptied:
             self._process.pending -= 1  # an older step failed
             return
         free_ns, started_ns = self._ended_ns, time.monotonic_ns()
@@ -168,7 +168,7 @@ class Executor:
             pending = self._worker.begin(plan)
         except Exception as error:  # noqa: BLE001 - a request may cause any exception; other requests continue
             self._settle_in_flight()
-            if plan.tables == self._num_emptied:
+            if plan.tables_epoch == self._num_emptied:
                 self._failed(plan.step, len(plan.slots) // 4, error)
             else:
                 self._process.pending -= 1
@@ -280,7 +280,7 @@ class Executor:
             block_size=config.model.kv.block_size,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=config.model.max_model_len,
-            tables=self._num_emptied,
+            tables_epoch=self._num_emptied,
             failure=failure,
             num_host_blocks=self._worker.num_host_blocks,
             swap_bytes_per_s=self._worker.swap_bytes_per_s,

@@ -22,7 +22,7 @@ from quintet.executor.kv_transfer.connector import with_engine_paths
 from quintet.executor.loop import Executor, Message
 from quintet.executor.model_config.share import share_of
 from quintet.process.child import child_main
-from quintet.process.runtime import Process, Span
+from quintet.process.runtime import Process, TraceSpan
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 
@@ -61,7 +61,9 @@ def _set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def make_worker(config: EngineConfig, span: Span, followers: FollowerProcesses | None = None) -> StepWorker:
+def make_worker(
+    config: EngineConfig, span: TraceSpan, followers: FollowerProcesses | None = None
+) -> StepWorker:
     """Import and build the configured worker; with ``followers``, a worker that spans several ranks."""
     _set_environment()
     ahead = None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quintet.executor.context import WorkerContext
 from quintet.executor.interface import Finished
 from quintet.executor.mock_script import MockScript, read_mock_script
-from quintet.process.runtime import Span, no_span
+from quintet.process.runtime import TraceSpan, no_span
 from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
@@ -43,7 +43,7 @@ class MockWorker:
         eos_token_ids: list[int],
         num_blocks: int,
         step_s: float,
-        span: Span = no_span,
+        span: TraceSpan = no_span,
         script: MockScript | None = None,
     ) -> None:
         self.num_blocks = num_blocks

@@ -29,8 +29,8 @@ class LogitsSource(Protocol):
 class Runner(LogitsSource, Protocol):
     """Forward passes of one model over the worker's KV memory.
 
-    Implemented by `quintet.executor.backends.cpu.program.runner`, and for models of transformers too by
-    `quintet.executor.backends.torch`.
+    Implementations: `quintet.executor.backends.cpu.program.runner`, `quintet.executor.backends.torch.eager`, and for models of
+    transformers `quintet.executor.backends.torch.fallback`.
     """
 
     @property

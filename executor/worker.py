@@ -125,7 +125,7 @@ class Worker:
         return self.tables.num_active_slots
 
     def reset(self) -> None:
-        """Reset every table."""
+        """Free all slots."""
         self.tables.reset()
 
     def is_broken(self, error: Exception) -> bool:
@@ -214,15 +214,15 @@ class Worker:
             if tokens is not None:
                 result = StepResult(plan.step, 0, tokens)
         if result is None:
-            result = self._compute_in_parts(plan, rows, masks)
+            result = self._forward_then_sample(plan, rows, masks)
         if masks is not None:
             masks.note(np.frombuffer(result.token_ids, np.int32).tolist())
             result.failed = masks.failed(rows.sampling)
         return result
 
     @torch.inference_mode()
-    def _compute_in_parts(self, plan: StepPlan, rows: Rows, masks: StepMasks | None) -> StepResult:
-        """Compute a step that needs logits, such as for log-probabilities, or a runner without fused sampling."""
+    def _forward_then_sample(self, plan: StepPlan, rows: Rows, masks: StepMasks | None) -> StepResult:
+        """Compute a step with separate sampling: it returns log-probabilities, or the runner has no fused sampling."""
         result = StepResult(plan.step, 0, b"")
         self.runner.forward(rows, self.tables)
         self._span("layers")

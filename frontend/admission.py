@@ -1,6 +1,6 @@
 """Admission control: limits on live requests and on their pending tokens, from the end of start-up until drain.
 
-Overload is rejected here; the core rejects only requests that will miss their deadline. After admission, sends never
+Overload is rejected here; the core rejects requests that would miss their deadline, that are too long, or that crashed executors. After admission, sends never
 block. A worker under replacement is no reason to reject: the request waits for it.
 """
 

@@ -14,7 +14,7 @@ import msgspec
 from quintet.frontend.load_balancing.dispatcher import Send
 from quintet.frontend.rpc import Rpc
 from quintet.frontend.sessions import Sessions
-from quintet.process.runtime import Span, no_span
+from quintet.process.runtime import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
@@ -39,7 +39,7 @@ class InboxHandlers:
         send: Send,
         config: EngineConfig,
         metrics: Metrics | None = None,
-        span: Span = no_span,
+        span: TraceSpan = no_span,
     ) -> None:
         self._send = send
         self.sessions = Sessions(me, send, config, metrics, span)

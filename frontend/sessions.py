@@ -28,7 +28,7 @@ from quintet.frontend.reconcile import (
 from quintet.frontend.resume.stream_state import has_started, resumed_submit
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Mailbox, Received, Stream, StreamChoice
-from quintet.process.runtime import Span, no_span
+from quintet.process.runtime import TraceSpan, no_span
 from quintet.wire.codec import ID_BYTES, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
@@ -62,7 +62,7 @@ class Sessions:
         send: Send,
         config: EngineConfig,
         metrics: Metrics | None = None,
-        span: Span = no_span,
+        span: TraceSpan = no_span,
     ) -> None:
         self.me = me
         self._span = span

@@ -15,7 +15,7 @@ from sys import getsizeof
 import msgspec
 
 from quintet.frontend.load_balancing.load_balancer import EngineChoice
-from quintet.wire.channels import Channel, Span
+from quintet.wire.channels import Channel, TextSpan
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started, Submit
 
@@ -29,7 +29,7 @@ SPAN_BYTES = 96
 """Bytes per span."""
 
 
-def text_spans(text: str, spans: Sequence[Span]) -> Iterator[tuple[int, int, str]]:
+def text_spans(text: str, spans: Sequence[TextSpan]) -> Iterator[tuple[int, int, str]]:
     """Yield (channel, call number, text) for each span; text without a span is content."""
     at = 0
     for channel, call, num_chars in spans:
@@ -54,7 +54,7 @@ class OutputDelta:
     """One per token if log-probabilities were requested, else empty."""
     finish: Finish | None
     """Set once, on the last delta of the choice."""
-    spans: Sequence[Span] = ()
+    spans: Sequence[TextSpan] = ()
     """Spans of ``text`` from first to last character, if parsers read the output; else empty."""
 
 
@@ -82,7 +82,7 @@ class StreamChoice:
     """Characters received; None before the first text of a resumed choice."""
     num_taken: int = 0
     texts: list[str] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TextSpan] = field(default_factory=list)
     """Spans of the unread texts, if parsers read the output."""
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish: Finish | None = None
@@ -101,7 +101,7 @@ class StreamChoice:
         if has_ended:
             self.finish = Finish(self.request_id, FinishReason.NONE, None, len(self.output_ids))
 
-    def note_spans(self, spans: Sequence[Span], num_seen: int) -> None:
+    def note_spans(self, spans: Sequence[TextSpan], num_seen: int) -> None:
         """Add spans of new text; their first ``num_seen`` characters were received before."""
         held = self.spans
         for channel, call, size in spans:

@@ -57,7 +57,7 @@ class HandlerError(Exception):
     """The cause is an error of this process's message loop, which ends the process; other callbacks raise their own errors."""
 
 
-class Span(Protocol):
+class TraceSpan(Protocol):
     """Record one trace span. Default begin: the end of the previous span; default end: now; default number: that of the
     previous span.
 
@@ -72,7 +72,7 @@ class Span(Protocol):
 def no_span(
     name: str, number: int | None = None, begin_ns: int | None = None, end_ns: int | None = None, /
 ) -> None:
-    """Record nothing: the `Span` of a process without tracing."""
+    """Record nothing: the `TraceSpan` of a process without tracing."""
 
 
 class Receives(Protocol):
@@ -165,7 +165,7 @@ class Process(Generic[MessageT]):
         self._heartbeat_thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._tracer = None if config.trace is None else Tracer(me, config.trace)
-        self.span: Span = no_span if self._tracer is None else self._tracer.span
+        self.span: TraceSpan = no_span if self._tracer is None else self._tracer.span
         """Records a trace span; does nothing unless tracing is enabled."""
         if self._tracer is not None:
             self._tracer.write_on_signal()

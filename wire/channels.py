@@ -27,7 +27,7 @@ def is_inside(prompt: str, opens: Sequence[str], closes: Sequence[str], otherwis
     return otherwise and not prompt.endswith(tuple(closes))
 
 
-Span = tuple[int, int, int]
+TextSpan = tuple[int, int, int]
 """Channel, index of the tool call (0 otherwise), characters."""
 
 
@@ -35,4 +35,4 @@ class RowSpans(msgspec.Struct, array_like=True, gc=False):
     """Inside `Text`: the channels of one row's delta, in order and complete."""
 
     row: int
-    spans: list[Span]
+    spans: list[TextSpan]

@@ -1,6 +1,6 @@
 """Resolved configuration: created once by the supervisor, written to a file, read by every process, never changed.
 
-Each process gets only the section it needs. Parsing of flags and model folders is in ``deploy/config``.
+Parsing of flags and model folders is in ``deploy/config``.
 """
 
 from __future__ import annotations
@@ -154,14 +154,14 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory for fetches, per engine; per KV memory as in `KvDiskConfig`."""
 
 
-Role = Literal["prefill", "decode", "both"]
+DisaggregationRole = Literal["prefill", "decode", "both"]
 """Role of a server in disaggregated prefill and decode: ``docs/disaggregation.md``."""
 
 
 class KvPeersConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Exchange of KV blocks with other servers. Sizes as in `KvDiskConfig`."""
 
-    role: Role
+    role: DisaggregationRole
     listen: str = ""
     """``host:port`` where engine 0 offers blocks; each further engine uses the next port. "" for none."""
     allowed: list[str] = []
@@ -204,7 +204,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     swap_bytes: int = 0
     """Host memory for KV of preempted requests, counted like ``memory_bytes``; 0: they are recomputed."""
     num_parts: int = 1
-    """KV memories of an executor that each hold a part of every block; see `ExecutorConfig.num_kv_memories`."""
+    """KV shards of an executor: each holds the KV heads of its ranks for every block (`ExecutorConfig.num_kv_memories`)."""
     disk: KvDiskConfig | None = None
     """Disk tier; None disables it."""
     store: KvStoreConfig | None = None
@@ -215,7 +215,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """KV events; None disables them."""
 
     @property
-    def leaves(self) -> bool:
+    def has_remote_tiers(self) -> bool:
         """True if a disk, peer or store tier is configured."""
         return self.disk is not None or self.peers is not None or self.store is not None
 
@@ -275,7 +275,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
-    """Maximum tokens of one prompt in one step while others wait; 0 means no limit."""
+    """Maximum tokens of one prompt in one step while other requests are live; 0 means no limit."""
     step_target_ms: int = 0
     """Target time in milliseconds of a step with prefill while others decode; 0 means no target."""
     resume_grace_s: float = 30.0
@@ -371,7 +371,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_kv_memories(self) -> int:
-        """KV memories of an executor, each with every block: of one rank, or shared by several."""
+        """KV shards of an executor, each with all blocks, and with the KV heads of one rank, or of several that share it."""
         return self.tensor_parallel_size // self.decode_context_parallel_size
 
     @property

@@ -56,7 +56,7 @@ class Dropped(msgspec.Struct, array_like=True, tag="dropped"):
     frontend: int | None = None
     """Index of the querying frontend, for a query."""
     step: int | None = None
-    tables: int = 0
+    tables_epoch: int = 0
     """As in `s.StepPlan`."""
 
     def error(self, receiver: Role) -> RequestError:
@@ -109,7 +109,7 @@ def _dropped(kind: type[msgspec.Struct], field: Callable[[str], Any]) -> Dropped
         query_id,
         number("frontend"),
         step,
-        number("tables") or 0,
+        number("tables_epoch") or 0,
     )
 
 

@@ -89,7 +89,7 @@ class KvGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def padded_head(width: int) -> int:
-    """Return the padded width of a key or value head: the kernels read 16 numbers at a time."""
+    """Return the padded width of a key or value head: the kernels read 16 elements at a time."""
     return -(-width // 16) * 16
 
 

@@ -116,8 +116,8 @@ class KvTierRequests(msgspec.Struct, array_like=True, tag="kv_requests", gc=Fals
     Ordered with the plans: blocks hold the content that earlier plans wrote.
     """
 
-    tables: int
-    """`quintet.wire.step.Capacity.tables`"""
+    tables_epoch: int
+    """`quintet.wire.step.Capacity.tables_epoch`"""
     tier: TierName
     stores: list[Store] = []
     fetches: list[Fetch] = []
@@ -137,7 +137,7 @@ class KvTierResults(msgspec.Struct, array_like=True, tag="kv_results", gc=False)
     """Executor to core: results of one back end's transfers."""
 
     executor_epoch: int
-    tables: int
+    tables_epoch: int
     tier: TierName
     stored: list[bytes] = []
     """Names of stored objects."""
@@ -165,7 +165,7 @@ class StoredBlocks(msgspec.Struct, array_like=True, tag="kv_stored", gc=False):
     """Executor to core, before its `quintet.wire.step.Capacity`: part of the disk's contents at start."""
 
     executor_epoch: int
-    tables: int
+    tables_epoch: int
     places: bytes
     """int32, least recently used first"""
     keys: list[bytes]

@@ -99,7 +99,7 @@ def tier_checks(
 
     def are_requests(message: KvTierRequests) -> bool:
         return (
-            0 <= message.tables <= MAX_COUNT
+            0 <= message.tables_epoch <= MAX_COUNT
             and all(
                 store.keys
                 and are_named(store.blocks, num_blocks, store.keys)
@@ -156,7 +156,7 @@ def is_file_name(name: str) -> bool:
 
 
 def _is_about_tables(message: KvTierResults | StoredBlocks) -> bool:
-    return 0 < message.executor_epoch <= MAX_COUNT and 0 <= message.tables <= MAX_COUNT
+    return 0 < message.executor_epoch <= MAX_COUNT and 0 <= message.tables_epoch <= MAX_COUNT
 
 
 MAX_NUMBER = 1 << 63

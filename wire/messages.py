@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import msgspec
 
-from quintet.wire.channels import RowSpans, Span
+from quintet.wire.channels import RowSpans, TextSpan
 from quintet.wire.embeds import EmbedsPrompt, EmbedsSpan
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Count, Id, SlotIndex, WorkerId
@@ -165,7 +165,7 @@ class Live(msgspec.Struct, array_like=True, tag="live"):
     """int64[K]"""
 
 
-class InFlightReport(msgspec.Struct, array_like=True, tag="handed"):
+class InFlightReport(msgspec.Struct, array_like=True, tag="in_flight"):
     """Frontend -> tokenizer -> core, on the request path: live choices that took this path.
 
     The tokenizer removes those it still holds. A choice that the core does not know in two reports in a row is lost.
@@ -393,7 +393,7 @@ class Detokenized(msgspec.Struct, array_like=True, tag="detokenized"):
     query_id: Id
     text: str
     error: Failed | None = None
-    spans: list[Span] = []
+    spans: list[TextSpan] = []
     """Channels of the text, with `OutputParsing`."""
     num_reasoning_tokens: int = 0
     num_calls: int = 0

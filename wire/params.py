@@ -34,10 +34,10 @@ class ThinkingBound(msgspec.Struct, array_like=True):
 
     max_tokens: int
     """Between the marks, neither counted."""
-    ways: list[Thinking]
+    formats: list[Thinking]
     closes: list[list[int]]
     """Token sequences that end reasoning, for every kind."""
-    open_way: int | None = None
+    open_format: int | None = None
     """Index of the kind that the prompt has opened; None where the output starts outside reasoning."""
 
     @property
@@ -45,15 +45,15 @@ class ThinkingBound(msgspec.Struct, array_like=True):
         """True when the fields are valid."""
         return (
             self.max_tokens >= 0
-            and bool(self.ways)
-            and all(way.opens and way.forced for way in self.ways)
+            and bool(self.formats)
+            and all(way.opens and way.forced for way in self.formats)
             and all(self.closes)
-            and (self.open_way is None or 0 <= self.open_way < len(self.ways))
+            and (self.open_format is None or 0 <= self.open_format < len(self.formats))
         )
 
     def ids(self) -> Iterator[int]:
         """Yield every token id in it."""
-        for way in self.ways:
+        for way in self.formats:
             yield from way.opens
             yield from way.forced
         for close in self.closes:

@@ -1,4 +1,4 @@
-"""Request specification: filled by the frontend and passed on unchanged to the core."""
+"""Request specification: filled by the frontend, completed by the tokenizer (grammar, budgets), scheduled by the core."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class KvTransfer(msgspec.Struct, array_like=True):
 
 
 class RequestSpec(msgspec.Struct, array_like=True):
-    """Inside `Submit` and `Admit`: all of a request except prompt and routing, passed unchanged from the frontend to the core.
+    """Inside `Submit` and `Admit`: all of a request except prompt and routing. The tokenizer replaces ``params`` (grammar, thinking budget, stop ids).
 
     Fields of the attempt (``choice`` … ``attempt``, ``topology``) change between attempts: see `Submit`.
     """

@@ -68,8 +68,8 @@ class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
     """
     checksum: int = 0
     """CRC-32 of the tables after the changes, when ``SchedulerConfig.audit``; 0 otherwise."""
-    tables: int = 0
-    """Version of the slot tables (`Capacity.tables`); the executor drops plans for tables that it has emptied since."""
+    tables_epoch: int = 0
+    """Version of the slot tables (`Capacity.tables_epoch`); the executor drops plans for tables that it has emptied since."""
     swaps_out: bytes = b""
     """int32 pairs ``device block, host block``: contents copied to host memory, before all other operations."""
     swaps_in: bytes = b""
@@ -177,7 +177,7 @@ class Capacity(msgspec.Struct, array_like=True, tag="capacity", gc=False):
     block_size: int
     max_num_seqs: int
     max_model_len: int
-    tables: int = 0
+    tables_epoch: int = 0
     """Number of times this executor has emptied its tables."""
     failure: str = ""
     """Exception of the newest step, if that is the reason."""

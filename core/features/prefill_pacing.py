@@ -36,18 +36,18 @@ class PacedChunks:
     Computing it per prompt would take quadratic time.
     """
 
-    __slots__ = ("_left_alone", "_step")
+    __slots__ = ("_unused_budget", "_step")
 
     def __init__(self) -> None:
         self._step: int | None = None
-        self._left_alone = 0
+        self._unused_budget = 0
 
     def limit_tokens(self, state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
         """Grant the request its part of the prompt tokens that this step needs."""
         if state.step != self._step:
             self._step = state.step
-            self._left_alone = max(0, budget - num_needed(state, budget))
-        return max(0, min(wanted, budget - self._left_alone))
+            self._unused_budget = max(0, budget - num_needed(state, budget))
+        return max(0, min(wanted, budget - self._unused_budget))
 
 
 def num_needed(state: SchedulerState, budget: int) -> int:

@@ -1,6 +1,6 @@
 """Prefix cache: start a request after the longest cached run of full blocks that matches its first tokens.
 
-`SchedulerState.publish` registers a block once it is full, planned and its tokens are known: prompt tokens when
+`SchedulerState.register_blocks` registers a block once it is full, planned and its tokens are known: prompt tokens when
 planned, outputs when committed. Models with states also have ends inside a block (`quintet.core.kv.prefix`): at a
 request's last computed token and near the end of its prompt.
 """

@@ -75,7 +75,7 @@ class Pins:
 class BlockPool:
     """Reference counts and free lists over ``num_blocks`` blocks."""
 
-    __slots__ = ("cached", "fenced", "free", "index", "left", "num_blocks", "pins", "refs", "tiers")
+    __slots__ = ("cached", "fenced", "free", "index", "num_blocks", "pins", "refs", "shared_fences", "tiers")
 
     def __init__(self, num_blocks: int, tiers: Tiers | None = None, pins: Pins | None = None) -> None:
         """pins: kept from a previous pool after its blocks were lost."""
@@ -86,7 +86,7 @@ class BlockPool:
         """Unreferenced blocks with known content, least recently used first."""
         self.fenced: dict[int, int] = {}
         """Unreferenced block -> the step it waits for, oldest first."""
-        self.left: dict[int, int] = {}
+        self.shared_fences: dict[int, int] = {}
         """Referenced block -> the newest step in flight when another holder released it."""
         self.index = PrefixIndex()
         self.tiers = tiers or Tiers()
@@ -152,7 +152,7 @@ class BlockPool:
 
         The holder's own steps run in order, so it needs no fence.
         """
-        return self.refs[block] == 1 and block not in self.left
+        return self.refs[block] == 1 and block not in self.shared_fences
 
     def move(self, block: int) -> None:
         """Remove a block's content from the index, because its holder overwrites it."""
@@ -173,7 +173,7 @@ class BlockPool:
                 if fence is None:
                     del self.cached[block]
                 else:
-                    self.left[block] = fence
+                    self.shared_fences[block] = fence
             refs[block] += 1
 
     def release(self, blocks: list[int], fence: int | None) -> None:
@@ -188,11 +188,11 @@ class BlockPool:
                 if fence is None:
                     self._settle_block(block)
                 else:
-                    self.left.pop(block, None)
+                    self.shared_fences.pop(block, None)
                     self.fenced[block] = fence
             elif fence is not None:
-                self.left.pop(block, None)
-                self.left[block] = fence
+                self.shared_fences.pop(block, None)
+                self.shared_fences[block] = fence
 
     def settle(self, step: int) -> None:
         """Lift the fences up to ``step``, which has been committed."""
@@ -200,9 +200,9 @@ class BlockPool:
         while fenced and fenced[block := next(iter(fenced))] <= step:
             del fenced[block]
             self._settle_block(block)
-        left = self.left
-        while left and left[block := next(iter(left))] <= step:
-            del left[block]
+        fences = self.shared_fences
+        while fences and fences[block := next(iter(fences))] <= step:
+            del fences[block]
 
     def _settle_block(self, block: int) -> None:
         if self.index.holds(block):

@@ -155,7 +155,9 @@ class Tier(ABC):
 
     # --- messages ---
 
-    def requests(self, tables: int, block_of: Mapping[bytes, int], now_ns: int) -> KvTierRequests | None:
+    def requests(
+        self, tables_epoch: int, block_of: Mapping[bytes, int], now_ns: int
+    ) -> KvTierRequests | None:
         """Return the transfers to send before the next plan. block_of: device blocks by key."""
         self.fetches.begin_requests(now_ns)
         fetches = []
@@ -163,7 +165,7 @@ class Tier(ABC):
             positions, host_blocks, keys = zip(*contents, strict=True)
             fetches.append(Fetch(source, num_blocks, pack_i32(positions), pack_i32(host_blocks), [*keys]))
         self._fetches.clear()
-        requests = KvTierRequests(tables, self.name, self.take_stores(block_of), fetches)
+        requests = KvTierRequests(tables_epoch, self.name, self.take_stores(block_of), fetches)
         self.complete(requests, now_ns)
         return None if requests.is_empty else requests
 

@@ -24,8 +24,8 @@ class KvTierClient:
 
     def add_stored(self, message: StoredBlocks) -> None:
         """Add a part of the disk's contents."""
-        about = message.executor_epoch, message.tables
-        self._kept = [kept for kept in self._kept if (kept.executor_epoch, kept.tables) == about]
+        about = message.executor_epoch, message.tables_epoch
+        self._kept = [kept for kept in self._kept if (kept.executor_epoch, kept.tables_epoch) == about]
         self._kept.append(message)
 
     def tiers(self, capacity: Capacity, limits: Limits) -> Tiers:
@@ -38,20 +38,20 @@ class KvTierClient:
         tiers = Tiers(capacity.num_host_blocks, remote)
         disk = tiers.find(DiskPool)
         for kept in self._kept:
-            if disk is not None and (kept.executor_epoch, kept.tables) == (
+            if disk is not None and (kept.executor_epoch, kept.tables_epoch) == (
                 capacity.executor_epoch,
-                capacity.tables,
+                capacity.tables_epoch,
             ):
                 for place, key in zip(unpack_i32(kept.places), kept.keys, strict=True):
                     disk.hold(key, place)
         self._kept.clear()
         return tiers
 
-    def requests(self, state: SchedulerState, tables: int, now_ns: int) -> list[KvTierRequests]:
+    def requests(self, state: SchedulerState, tables_epoch: int, now_ns: int) -> list[KvTierRequests]:
         """Return the transfers to send. Called before each plan is made, and after the last one was sent."""
         remote, block_of = state.pool.tiers.remote, state.pool.index.block_of
         taken_ns = now_ns + _busy_ns(state) if remote else now_ns
-        made = [tier.requests(tables, block_of, taken_ns) for tier in remote]
+        made = [tier.requests(tables_epoch, block_of, taken_ns) for tier in remote]
         requests = [each for each in made if each is not None]
         for each in requests:
             if each.tier == "peer":

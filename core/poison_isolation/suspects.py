@@ -35,7 +35,7 @@ from quintet.core.scheduler_state import InFlightPlan
 DEATHS_ALONE = 3
 """Executor deaths in a row, with the request alone and no success in between, that prove it is the culprit."""
 
-Marks = dict[int, int]
+ClearThresholds = dict[int, int]
 """Request id -> tokens that it must have computed to be cleared."""
 
 
@@ -43,7 +43,7 @@ Marks = dict[int, int]
 class Group:
     """Suspects to be tried together later, or split at once if one of them must be the culprit."""
 
-    marks: Marks
+    marks: ClearThresholds
     has_culprit: bool
     """An earlier loss is still unexplained if the suspects tried before them pass."""
 
@@ -54,8 +54,8 @@ class PoisonIsolation:
     __slots__ = ("_deaths_alone", "_groups", "_trial", "_uncleared")
 
     def __init__(self) -> None:
-        self._trial: Marks = {}
-        self._uncleared: Marks = {}
+        self._trial: ClearThresholds = {}
+        self._uncleared: ClearThresholds = {}
         """Requests on trial that have not passed their mark."""
         self._groups: list[Group] = []
         """The last one is tried next."""
@@ -85,7 +85,7 @@ class PoisonIsolation:
         ``raised``: the oldest step raised; otherwise the executor died in any of them. Opens a trial unless no
         request is suspected.
         """
-        all_marks = _marks_of(islice(flights, 1) if raised else flights)
+        all_marks = _thresholds_of(islice(flights, 1) if raised else flights)
         lost = {request_id: mark for request_id, mark in all_marks.items() if request_id in live}
         if not lost:
             return None  # none ran, or all have left: a trial, if any, is repeated
@@ -150,19 +150,19 @@ class PoisonIsolation:
         self._groups.clear()
         self._deaths_alone.clear()
 
-    def _split(self, marks: Marks, *, has_culprit: bool) -> None:
+    def _split(self, marks: ClearThresholds, *, has_culprit: bool) -> None:
         ids = list(marks)
         half = (len(ids) + 1) // 2
         self._groups.append(Group({request_id: marks[request_id] for request_id in ids[half:]}, has_culprit))
         self._begin({request_id: marks[request_id] for request_id in ids[:half]})
 
-    def _begin(self, marks: Marks) -> None:
+    def _begin(self, marks: ClearThresholds) -> None:
         self._trial, self._uncleared = marks, dict(marks)
 
 
-def _marks_of(flights: Iterable[InFlightPlan]) -> Marks:
+def _thresholds_of(flights: Iterable[InFlightPlan]) -> ClearThresholds:
     """Return the requests of these steps, with the mark of each."""
-    marks: Marks = {}
+    marks: ClearThresholds = {}
     for flight in flights:
         for request, end in zip(flight.rows, flight.ends, strict=True):
             marks[request.request_id] = max(marks.get(request.request_id, 0), end + 1)

@@ -16,11 +16,11 @@
 // A PIECE of work is (row, patch, KV head, split), or (row, patch, KV head) over all positions if the row is not split.
 //
 // Reduction order of a line: tiles ascending within a split by the online softmax (Milakov and Gimelshein, 2018; Dao et al.,
-// "FlashAttention-2", 2023), splits ascending by `Fold`. A tile or split without visible positions leaves the line's state
-// unchanged, exactly. So with a fixed split size, a line's bits are independent of the batch, of its chunk, of its patch and of
-// the kernel. One block may compute all splits in sequence, or several blocks may compute them in parallel: `Fold` combines the
-// same numbers. In the parallel case partial states are stored in the workspace; the block that stores the last one of a patch
-// merges them.
+// "FlashAttention-2", 2023), splits ascending by `SoftmaxMerge`. A tile or split without visible positions leaves the line's
+// state unchanged, exactly. So with a fixed split size, a line's bits are independent of the batch, of its chunk, of its patch
+// and of the kernel. One block may compute all splits in sequence, or several blocks may compute them in parallel:
+// `SoftmaxMerge` combines the same numbers. In the parallel case partial states are stored in the workspace; the block that
+// stores the last one of a patch merges them.
 #pragma once
 #include "device.cuh"
 
@@ -31,7 +31,7 @@ namespace quintet {
 constexpr int TILE = 64;
 constexpr int DECODE_PATCH = 16;
 
-// Plan of one step for one sight and one kernel: a table of ints, written by attention_plan.cu.
+// Plan of one step for one attention window and one kernel: a table of ints, written by attention_plan.cu.
 struct Plan {
   int* table;
   int max_rows;
@@ -58,8 +58,8 @@ __device__ __forceinline__ bool is_decode(int count, int group) { return count *
 struct Range {
   int begin, end;
 };
-__device__ __forceinline__ Range seen_by(int start, int first, int last, const Sight& sight) {
-  return {sight.first(start + first), start + last + 1};
+__device__ __forceinline__ Range seen_by(int start, int first, int last, const AttentionWindow& mask) {
+  return {mask.first(start + first), start + last + 1};
 }
 
 // Arguments of the kernels with matrix instructions.
@@ -72,7 +72,7 @@ struct Attention {
   int* tickets;  // stored parts of a patch, at the slot of its first part; 0 between launches
   const float *alibi, *sinks;
   int num_rows, num_tokens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, q_stride;
-  Sight sight;
+  AttentionWindow mask;
   int split_tiles, stages;
   long long plane;         // numbers from a key to its value
   long long block_stride;  // numbers from one KV block to the next
@@ -94,7 +94,7 @@ struct Attention {
   quintet::Attention {                                                                                                \
     (unsigned char*)out, (const unsigned char*)q, (const unsigned char*)kv, slots, starts, counts, offsets,           \
         block_table, part_sums, part_stats, totals, tickets, alibi, sinks, num_rows, num_tokens, num_heads,           \
-        num_kv_heads, head_dim, block_size, max_blocks, q_stride, quintet::Sight{window, chunk}, split_tiles, stages, \
+        num_kv_heads, head_dim, block_size, max_blocks, q_stride, quintet::AttentionWindow{window, chunk}, split_tiles, stages, \
         plane, block_stride,                                                                                          \
         quintet::Plan{plan, max_rows},                                                                                \
         quintet::Scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr}, value_scale, num_heads / num_kv_heads              \
@@ -153,11 +153,11 @@ __device__ __forceinline__ Piece find_piece(const Attention& a, int index) {
   piece.first_line = patch * PATCH;
   piece.num_lines = lines - piece.first_line < PATCH ? lines - piece.first_line : PATCH;
   piece.blocks = a.block_table + (long long)a.slots[row] * a.max_blocks;
-  Range range = seen_by(start, piece.first_line / a.group, (piece.first_line + piece.num_lines - 1) / a.group, a.sight);
+  Range range = seen_by(start, piece.first_line / a.group, (piece.first_line + piece.num_lines - 1) / a.group, a.mask);
   piece.slot = -1;
   piece.num_parts = 1;
   if (parts > 1) {
-    int first = seen_by(start, 0, 0, a.sight).begin / size;
+    int first = seen_by(start, 0, 0, a.mask).begin / size;
     int first_seen = range.begin / size, last_seen = (range.end - 1) / size;
     if (first_seen != last_seen) {
       int base = a.plan.base()[row] + patch * parts * a.num_kv_heads + head;
@@ -202,7 +202,7 @@ struct Line {
     bool exists = index < piece.num_lines;
     int line = piece.first_line + index;
     last = exists ? piece.start + line / a.group : -1;
-    first = exists ? a.sight.first(last) : 0;
+    first = exists ? a.mask.first(last) : 0;
     slope = a.alibi != nullptr && exists ? a.alibi[piece.head * a.group + line % a.group] : 0.0f;
   }
 };
@@ -215,7 +215,7 @@ __device__ __forceinline__ bool sees(const Line& line, int position) {
 __device__ __forceinline__ bool sees_partly(const Attention& a, const Piece& piece, int tile) {
   int first = piece.start + piece.first_line / a.group;
   int last = piece.start + (piece.first_line + piece.num_lines - 1) / a.group;
-  return (tile + 1) * TILE - 1 > first || tile * TILE < a.sight.first(last);
+  return (tile + 1) * TILE - 1 > first || tile * TILE < a.mask.first(last);
 }
 
 __device__ __forceinline__ const float* sink_of(const Attention& a, int head) {
@@ -280,21 +280,21 @@ __device__ __forceinline__ void merge_parts(const Attention& a, const Piece& pie
 #pragma unroll 1
   for (int index = threadIdx.x / WARP_SIZE; index < piece.num_lines; index += THREADS / WARP_SIZE) {
     float total[PER_LANE] = {}, normalizer = 0.0f, most = UNSEEN;
-    // Branch-free, so that the loads of several parts are in flight before the first fold.
+    // Branch-free, so that the loads of several parts are in flight before the first merge.
 #pragma unroll 4
     for (int part = 0; part < piece.num_parts; ++part) {
       const long long place = (long long)(piece.first_slot + part * a.num_kv_heads) * PATCH + index;
       const float part_most = a.part_stats[place * 2], part_normalizer = a.part_stats[place * 2 + 1];
       const bool seen = has_seen(part_most), is_first = !has_seen(most);
-      const Fold fold(most, part_most, unit);
+      const SoftmaxMerge merge(most, part_most, unit);
 #pragma unroll
       for (int i = 0; i < PER_LANE; ++i) {
         const int column = i * WARP_SIZE + lane;
         const float one = column < a.head_dim ? a.part_sums[place * a.head_dim + column] : 0.0f;
-        total[i] = !seen ? total[i] : is_first ? one : fold(total[i], one);
+        total[i] = !seen ? total[i] : is_first ? one : merge(total[i], one);
       }
-      normalizer = !seen ? normalizer : is_first ? part_normalizer : fold(normalizer, part_normalizer);
-      most = fold.most;
+      normalizer = !seen ? normalizer : is_first ? part_normalizer : merge(normalizer, part_normalizer);
+      most = merge.most;
     }
     const int line = piece.first_line + index;
     const long long token = piece.token + line / a.group;

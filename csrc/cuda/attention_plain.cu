@@ -21,7 +21,7 @@ template <class T, class KV>
 __device__ __forceinline__ void attention_plain(
     T* out, const T* q, const KV* keys, const KV* values, const int* slots, const int* positions, const int* token_rows,
     const int* block_table, const float* alibi, const float* sinks, int num_heads, int num_kv_heads, int head_dim,
-    int value_dim, int value_stride, int block_size, int max_blocks, int q_stride, const Sight& sight,
+    int value_dim, int value_stride, int block_size, int max_blocks, int q_stride, const AttentionWindow& mask,
     long long block_stride, const Scores& scores, float value_scale) {
   constexpr int PER_THREAD = PLAIN_MAX_VALUE_DIM / PLAIN_THREADS;
   __shared__ float query[PLAIN_MAX_DIM];
@@ -35,7 +35,7 @@ __device__ __forceinline__ void attention_plain(
     return;
   }
   const int last = positions[token];
-  const int first = sight.first(last);
+  const int first = mask.first(last);
   const int kv_head = head / (num_heads / num_kv_heads);
   const int* blocks = block_table + (long long)slots[row] * max_blocks;
   const float unit = scores.unit(), slope = alibi != nullptr ? alibi[head] : 0.0f;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void attention_plain(
     quintet::attention_plain<T, KV>((T*)out, (const T*)q, (const KV*)keys, (const KV*)values, slots, positions,        \
                                     token_rows, block_table, alibi, sinks, num_heads, num_kv_heads, head_dim,          \
                                     value_dim, value_stride, block_size, max_blocks, q_stride,                         \
-                                    quintet::Sight{window, chunk}, block_stride, scores, value_scale);                 \
+                                    quintet::AttentionWindow{window, chunk}, block_stride, scores, value_scale);                 \
   }
 
 QT_ATTENTION_PLAIN(_fp32, float, float)

@@ -1,20 +1,20 @@
 // Divides a step's rows into pieces of attention work, once per step: the number of splits per row and the offset of each row's
-// pieces. Layers with the same sight share a plan. Lengths are read from the step's tables, so one captured graph serves all
-// lengths.
+// pieces. Layers with the same attention window share a plan. Lengths are read from the step's tables, so one captured graph
+// serves all lengths.
 //
-// Grid: (sights, 2): x is a sight, y the planned kernel (0 decode, 1 chunk). A block has 32 warps: warp w estimates the step's
-// time with candidate w; its lanes share the rows. The block takes the best candidate and writes prefix sums over the rows. If
-// the split size is free, a candidate is a split size: 128, 192, 256, 384 ... positions. If it is fixed, since results depend
-// on it, a candidate is the least number of splits of a row for parallel computation; this changes no bit. The last candidate
-// has no parallel splits and always fits the workspace.
+// Grid: (attention windows, 2): x is an attention window, y the planned kernel (0 decode, 1 chunk). A block has 32 warps: warp
+// w estimates the step's time with candidate w; its lanes share the rows. The block takes the best candidate and writes prefix
+// sums over the rows. If the split size is free, a candidate is a split size: 128, 192, 256, 384 ... positions. If it is fixed,
+// since results depend on it, a candidate is the least number of splits of a row for parallel computation; this changes no bit.
+// The last candidate has no parallel splits and always fits the workspace.
 //
 // Work is measured in tiles of 64 positions. A piece costs OVERHEAD tiles more (ring fill, store of its part, merge). The
 // estimate is the smaller of two bounds for `workers` blocks that take pieces dynamically:
 //   rounds * longest piece          tight for equal pieces
 //   all work / workers + longest    tight for unequal pieces (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969)
 //
-// Bytes: 8 per row and warp, from L1; one block per sight, some microseconds. Limiter: latency. All sums are of ints, or in a
-// fixed order. By design a row's plan depends on the other rows (which split sizes may: see AttentionPlan).
+// Bytes: 8 per row and warp, from L1; one block per attention window, some microseconds. Limiter: latency. All sums are of
+// ints, or in a fixed order. By design a row's plan depends on the other rows (which split sizes may: see AttentionPlan).
 #include "device.cuh"
 
 #include "attention.cuh"
@@ -28,7 +28,7 @@ constexpr int NEVER = 1 << 30;
 
 // Parameters common to all rows.
 struct Cut {
-  Sight sight;
+  AttentionWindow mask;
   int group, kv_heads, patch, fixed_size;
   bool decode;
 
@@ -43,7 +43,7 @@ struct Cut {
   }
   // Splits of a row that are separate pieces.
   __device__ __forceinline__ int parts(int start, int count, int candidate) const {
-    Range range = seen_by(start, 0, count - 1, sight);
+    Range range = seen_by(start, 0, count - 1, mask);
     int splits = (range.end - 1) / size(candidate) - range.begin / size(candidate) + 1;
     if (fixed_size <= 0) return splits;
     int least = candidate + 1 == CANDIDATES ? NEVER : candidate % 2 == 0 ? 2 << (candidate / 2) : 3 << (candidate / 2);
@@ -67,8 +67,8 @@ __device__ __forceinline__ float estimate(
     if (patches == 0) continue;
     int parts = cut.parts(starts[row], counts[row], candidate);
     int of_row = patches * parts * cut.kv_heads;
-    Range first = seen_by(starts[row], 0, 0, cut.sight);
-    Range last = seen_by(starts[row], counts[row] - 1, counts[row] - 1, cut.sight);
+    Range first = seen_by(starts[row], 0, 0, cut.mask);
+    Range last = seen_by(starts[row], counts[row] - 1, counts[row] - 1, cut.mask);
     // A patch in the middle of the row sees about the average number of positions.
     float average = (0.5f * float(first.end - first.begin) + 0.5f * float(last.end - last.begin)) / TILE + 1.0f;
     float most = float(last.end - last.begin) / TILE + 1.0f;
@@ -112,17 +112,18 @@ __device__ __forceinline__ int sum_before(int value, int* of_warps, int& all) {
 
 using namespace quintet;
 
-// tables: [sights, 2, stride]. sights: [sights, 2], window and chunk. The host chooses workers, capacities (patches of the
-// workspace) and the chunk kernel's patch.
+// tables: [attention windows, 2, stride]. windows: [attention windows, 2], window and chunk. The host chooses workers,
+// capacities (patches of the workspace) and the chunk kernel's patch.
 QT_KERNEL_OCCUPANCY(PLAN_THREADS, 1, attention_plan,
-          (const int* starts, const int* counts, const int* sights, int* tables, int num_rows, int max_rows, int stride,
+          (const int* starts, const int* counts, const int* windows, int* tables, int num_rows, int max_rows, int stride,
            int group, int kv_heads, int chunk_patch, int fixed_size, int decode_workers, int chunk_workers,
            int decode_capacity, int chunk_capacity)) {
   __shared__ float times[CANDIDATES];
   __shared__ int of_warps[PLAN_THREADS / WARP_SIZE];
   const bool decode = blockIdx.y == 0;
   const Plan plan{tables + ((long long)blockIdx.x * 2 + blockIdx.y) * stride, max_rows};
-  const Cut cut{{sights[2 * blockIdx.x], sights[2 * blockIdx.x + 1]}, group, kv_heads, decode ? DECODE_PATCH : chunk_patch, fixed_size, decode};
+  const AttentionWindow mask{windows[2 * blockIdx.x], windows[2 * blockIdx.x + 1]};
+  const Cut cut{mask, group, kv_heads, decode ? DECODE_PATCH : chunk_patch, fixed_size, decode};
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
 
   float time = estimate(cut, starts, counts, num_rows, warp, decode ? decode_workers : chunk_workers,

@@ -14,7 +14,7 @@ __device__ __forceinline__ bool has_seen(float most) { return most > -1.0e38f; }
 
 // Visible positions of a query: its window or its chunk (0: none), up to its own position. The first visible position never
 // decreases from one position to the next.
-struct Sight {
+struct AttentionWindow {
   int window, chunk;
   __device__ __forceinline__ int first(int position) const {
     const int first = chunk > 0 ? position - position % chunk : window > 0 ? position - window + 1 : 0;
@@ -54,9 +54,9 @@ struct Rise {
 };
 
 // Addition of a split's sums to those of the previous splits, both scaled to the larger of the largest scores.
-struct Fold {
+struct SoftmaxMerge {
   float kept, added, most;
-  __device__ __forceinline__ Fold(float total_most, float part_most, float unit) {
+  __device__ __forceinline__ SoftmaxMerge(float total_most, float part_most, float unit) {
     most = fmaxf(total_most, part_most);
     kept = total_most == most ? 1.0f : exp2_fast((total_most - most) * unit);
     added = part_most == most ? 1.0f : exp2_fast((part_most - most) * unit);
@@ -79,15 +79,15 @@ __device__ __forceinline__ void fold_line(
   if (has_seen(most)) {
     const float before = total(2 * COLUMNS + 1);
     const bool is_first = !has_seen(before);
-    const Fold fold(before, most, unit);
+    const SoftmaxMerge merge(before, most, unit);
 #pragma unroll
     for (int i = 0; i < 2 * COLUMNS; ++i) {
       const float part = sums[i / 2][2 * half + i % 2];
-      total(i) = is_first ? part : fold(total(i), part);
+      total(i) = is_first ? part : merge(total(i), part);
     }
     const float part = normalizer[2 * half];
-    total(2 * COLUMNS) = is_first ? part : fold(total(2 * COLUMNS), part);
-    total(2 * COLUMNS + 1) = fold.most;
+    total(2 * COLUMNS) = is_first ? part : merge(total(2 * COLUMNS), part);
+    total(2 * COLUMNS + 1) = merge.most;
   }
 #pragma unroll
   for (int i = 0; i < 2 * COLUMNS; ++i) sums[i / 2][2 * half + i % 2] = 0.0f;

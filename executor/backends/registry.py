@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from quintet.executor.backends.platforms.platform import import_string
 from quintet.executor.context import RankMemory, WorkerContext
 from quintet.executor.interface import StepWorker
-from quintet.process.runtime import Span, no_span
+from quintet.process.runtime import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 
@@ -74,7 +74,7 @@ def import_backend(config: EngineConfig) -> None:
 
 def make_worker(
     config: EngineConfig,
-    span: Span = no_span,
+    span: TraceSpan = no_span,
     memory: RankMemory = RankMemory(),  # noqa: B008 - immutable
     ahead: HugeMemory | None = None,
 ) -> StepWorker:
@@ -97,7 +97,7 @@ def _open(backend: Backend, context: WorkerContext) -> StepWorker:
     return make(context)
 
 
-def run_follower(config: EngineConfig, span: Span, memory: RankMemory, rank: int) -> None:
+def run_follower(config: EngineConfig, span: TraceSpan, memory: RankMemory, rank: int) -> None:
     """Run a rank other than 0 until its process is killed."""
     path = BACKENDS[config.executor.device].follower
     assert path is not None, config.executor.device

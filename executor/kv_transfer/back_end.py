@@ -47,7 +47,7 @@ class Task:
     """Work for a thread."""
 
     kind: Literal["search", "fetch", "store", "idle"]
-    tables: int
+    tables_epoch: int
     run: Callable[[Task], None]
     """Called in a thread, without the lock."""
     num_bytes: int = 0
@@ -79,7 +79,7 @@ class BackEnd(ABC):
         """Guards staging against late threads: they compare the tables before they write."""
         self.changed = threading.Condition()
         """Guards the fields below; never held during transfers."""
-        self.tables = 0
+        self.tables_epoch = 0
         self.results = KvTierResults(0, 0, self.tier)
         self.queues: dict[str, deque[Task]] = {kind: deque() for kind in PRIORITY}
         self.in_progress: dict[Task, float] = {}
@@ -90,7 +90,7 @@ class BackEnd(ABC):
         """Start of the uncounted time with any fetch in progress; None without one."""
         self._failure: Exception | None = None
         """Error that ended a thread."""
-        self._ring: Callable[[], None] = lambda: None
+        self._wake_loop: Callable[[], None] = lambda: None
         self._threads: list[threading.Thread] = []
         self._num_running = 0
         """Threads that have started and not ended."""
@@ -115,9 +115,9 @@ class BackEnd(ABC):
     def tasks(self, requests: KvTierRequests) -> Iterator[Task]:
         """Return the other tasks. Needs the lock."""
         for search in requests.searches:
-            yield Task("search", requests.tables, partial(self.run_search, search))
+            yield Task("search", requests.tables_epoch, partial(self.run_search, search))
         for fetch in requests.fetches:
-            yield Task("fetch", requests.tables, partial(self.run_fetch, fetch))
+            yield Task("fetch", requests.tables_epoch, partial(self.run_fetch, fetch))
 
     def run_search(self, search: Search, task: Task) -> None:
         """Count the objects that are present, and report."""
@@ -142,7 +142,7 @@ class BackEnd(ABC):
 
     def begin(self, ring: Callable[[], None]) -> None:
         """Start to accept requests. ring: wakes the loop, from another thread, when results are available."""
-        self._ring, self._num_running = ring, len(self._threads)
+        self._wake_loop, self._num_running = ring, len(self._threads)
         for thread in self._threads:
             thread.start()
 
@@ -150,8 +150,8 @@ class BackEnd(ABC):
         """Copy the blocks to store out of KV memory now; do the rest later."""
         stores = list(self.store_tasks(requests))
         with self.changed:
-            if requests.tables != self.tables:
-                self.tables = requests.tables
+            if requests.tables_epoch != self.tables_epoch:
+                self.tables_epoch = requests.tables_epoch
                 self._clear_results()
                 self.trim_stores()
             for task in (*stores, *self.tasks(requests)):
@@ -176,7 +176,7 @@ class BackEnd(ABC):
     def reset(self) -> None:
         """Cancel lookups and fetches after a reset of the tables."""
         with self.changed:
-            self.tables += 1  # results in progress become void; the next requests contain this number
+            self.tables_epoch += 1  # results in progress become void; the next requests contain this number
             self._clear_results()
             self.cancel()
 
@@ -204,7 +204,7 @@ class BackEnd(ABC):
         self._threads.append(threading.Thread(target=partial(self._guard, run), name=name, daemon=True))
 
     def _clear_results(self) -> None:
-        self.results, self._has_results = KvTierResults(0, self.tables, self.tier), False
+        self.results, self._has_results = KvTierResults(0, self.tables_epoch, self.tier), False
 
     # --- the threads' side ---
 
@@ -215,7 +215,7 @@ class BackEnd(ABC):
         except Exception as failure:  # noqa: BLE001 -- the loop raises it
             with self.changed:
                 self._failure = failure
-            self._ring()
+            self._wake_loop()
         with self.changed:
             self._num_running -= 1
             is_last = self.is_closing and not self._num_running
@@ -254,12 +254,12 @@ class BackEnd(ABC):
 
     def is_void(self, task: Task) -> bool:
         """Return whether the result of a search or fetch is no longer needed."""
-        return self.is_closing or task.tables != self.tables
+        return self.is_closing or task.tables_epoch != self.tables_epoch
 
     def write_staging(self, task: Task, host_block: int, content: memoryview | Bytes) -> None:
         """Fill a staging block."""
         with self._staging_lock:
-            if task.tables == self.tables:
+            if task.tables_epoch == self.tables_epoch:
                 self.staging[host_block - self.first] = np.frombuffer(content, np.uint8)
 
     def report_fetch(
@@ -269,7 +269,7 @@ class BackEnd(ABC):
         with self.changed:
             since_ns, now_ns, results = self._fetching_since_ns, time.monotonic_ns(), self.results
             self._fetching_since_ns = now_ns
-            if task.tables != self.tables:
+            if task.tables_epoch != self.tables_epoch:
                 return
             if fetched and since_ns is not None:  # misses would distort the measured time
                 results.num_fetches += 1
@@ -284,7 +284,7 @@ class BackEnd(ABC):
         """Report an object as stored or not."""
         with self.changed:
             results = self.results
-            if task.tables == self.tables:
+            if task.tables_epoch == self.tables_epoch:
                 (results.stored if is_stored else results.unstored).append(name)
                 self._report_if("store", len(results.stored) + len(results.unstored))
 
@@ -296,7 +296,7 @@ class BackEnd(ABC):
         """Wake the loop to take the results. Needs the lock."""
         if not self._has_results:
             self._has_results = True
-            self._ring()
+            self._wake_loop()
 
 
 def copy_out(blocks: WholeBlocks, numbers: Int, into: Bytes) -> Wait:

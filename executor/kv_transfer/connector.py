@@ -74,7 +74,7 @@ class KvConnector:
         self._host_blocks = host_blocks
         self.back_ends: list[BackEnd] = []
         self._process: Process[StepPlan | KvTierRequests | KvPins] | None = None
-        if not config.cache.leaves:
+        if not config.cache.has_remote_tiers:
             return
         blocks, first = open_blocks(), host_blocks.num_blocks
         for path in BACK_ENDS.values():
@@ -119,7 +119,7 @@ class KvConnector:
             for begin in range(0, len(stored), MAX_KEPT):
                 some = stored[begin : begin + MAX_KEPT]
                 places, keys = pack_i32(place for place, _ in some), [key for _, key in some]
-                self._send(StoredBlocks(capacity.executor_epoch, capacity.tables, places, keys))
+                self._send(StoredBlocks(capacity.executor_epoch, capacity.tables_epoch, places, keys))
 
     def order(self, requests: KvTierRequests) -> None:
         """Pass requests to their back end."""

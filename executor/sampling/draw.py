@@ -85,11 +85,11 @@ def draw(
         return argmax(chosen).to(torch.int32)
     mine = mine[random]
     index = to_device(random, logits.device)
-    wide = chosen[index].float()
+    shaped = chosen[index].float()
     for apply in FILTERS:
-        apply(wide, mine)
+        apply(shaped, mine)
     uniforms = to_device(uniform(mine["seed"], positions[random]), logits.device)
-    tokens = choose(wide, uniforms)
+    tokens = choose(shaped, uniforms)
     if len(random) < len(slots):
         tokens = argmax(chosen).index_copy_(0, index, tokens)
     return tokens.to(torch.int32)

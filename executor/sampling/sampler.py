@@ -24,7 +24,7 @@ from quintet.executor.sampling.logprobs import Logprobs
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
-from quintet.executor.sampling.settings import UNFEATURED, settings_of, settings_table
+from quintet.executor.sampling.settings import PARAMS_WITHOUT_PROCESSOR, settings_of, settings_table
 from quintet.executor.sampling.thinking import ThinkingBudgets
 from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.params import SamplingParams
@@ -39,7 +39,9 @@ SHAPING: tuple[Callable[[int, int], LogitsProcessor], ...] = (
 )
 """Logits processors in order. Each is constructed with ``(max_num_seqs, vocab_size)``."""
 
-_featured_of = attrgetter(*(name for name in SamplingParams.__struct_fields__ if name not in UNFEATURED))
+_featured_of = attrgetter(
+    *(name for name in SamplingParams.__struct_fields__ if name not in PARAMS_WITHOUT_PROCESSOR)
+)
 _NO_FEATURES = _featured_of(SamplingParams())
 
 

@@ -39,7 +39,7 @@ RECORD = np.dtype(
 
 SEED_MASK = (1 << 64) - 1
 
-UNFEATURED = frozenset(
+PARAMS_WITHOUT_PROCESSOR = frozenset(
     {
         *("n", "seed", "temperature", "top_p", "top_k", "min_p"),
         *("max_tokens", "ignore_eos", "stop", "stop_token_ids", "include_stop_str_in_output"),

@@ -43,10 +43,10 @@ class ThinkingBudgets:
             return False
         self._bounds[slot] = bound
         self._budgets[slot] = bound.max_tokens
-        opens = [len(way.opens) for way in bound.ways]
-        self._earliest[slot] = bound.max_tokens + (min(opens) if bound.open_way is None else 0)
+        opens = [len(way.opens) for way in bound.formats]
+        self._earliest[slot] = bound.max_tokens + (min(opens) if bound.open_format is None else 0)
         self._ends[slot] = (
-            NEVER if bound.open_way is None else max(opens) + bound.max_tokens + _most_forced(bound)
+            NEVER if bound.open_format is None else max(opens) + bound.max_tokens + _most_forced(bound)
         )
         return True
 
@@ -66,7 +66,7 @@ class ThinkingBudgets:
         groups: dict[bytes, list[int]] = {}
         for index, slot in enumerate(rows.slots[which].tolist()):
             bound = self._bounds[slot]
-            key = msgspec.msgpack.encode((bound.ways, bound.closes))
+            key = msgspec.msgpack.encode((bound.formats, bound.closes))
             groups.setdefault(key, []).append(index)
         for members in groups.values():
             chosen = np.array(members)
@@ -99,7 +99,7 @@ class ThinkingBudgets:
             ends = np.where(begin >= 0, end + _most_forced(bound), NEVER)
             self._ends[slots[known]] = ends[known]
         number = num_outputs - end
-        forced = to_device(_padded([way.forced for way in bound.ways]), device)  # [ways, longest]
+        forced = to_device(_padded([way.forced for way in bound.formats]), device)  # [formats, longest]
         chosen = forced[way].gather(1, number.clamp(0, forced.shape[1] - 1).unsqueeze(1)).squeeze(1)
         is_due = ~is_over & (number >= 0) & (number < forced.shape[1])
         return torch.where(is_due, chosen, NONE)
@@ -113,7 +113,7 @@ class ThinkingBudgets:
         none = tokens.shape[1] + 1
         first = torch.full((len(tokens),), none, dtype=torch.int64, device=tokens.device)
         begin, way = torch.full_like(first, NONE), torch.zeros_like(first)
-        for index, each in enumerate(bound.ways):
+        for index, each in enumerate(bound.formats):
             found = _matches(tokens, each.opens)
             if not found.shape[1]:
                 continue
@@ -122,7 +122,7 @@ class ThinkingBudgets:
             first = torch.where(is_first, place, first)
             begin = torch.where(is_first, place + len(each.opens), begin)
             way = torch.where(is_first, index, way)
-        begun = [self._bounds[slot].open_way for slot in rows.slots.tolist()]
+        begun = [self._bounds[slot].open_format for slot in rows.slots.tolist()]
         inside = to_device(np.array([NONE if each is None else each for each in begun]), tokens.device)
         is_inside = inside >= 0
         begin = torch.where(is_inside & (first > 0), 0, begin)  # or the output repeats the prompt's marker
@@ -130,7 +130,7 @@ class ThinkingBudgets:
 
 
 def _most_forced(bound: ThinkingBound) -> int:
-    return max(len(way.forced) for way in bound.ways)
+    return max(len(way.forced) for way in bound.formats)
 
 
 def _outputs(rows: DrawRows) -> torch.Tensor:

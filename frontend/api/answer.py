@@ -18,7 +18,7 @@ from quintet.frontend.http.stream_timers import KeepAliveTimer, Reader
 from quintet.frontend.resume.stream_state import StreamId
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Batch, Mailbox, Received, Stream
-from quintet.wire.channels import Span
+from quintet.wire.channels import TextSpan
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, PositionLogprobs, Prompt, TokenPrompt
@@ -233,7 +233,7 @@ class Output:
     logprobs: list[PositionLogprobs]
     finish: Finish
     stream: Stream
-    spans: Sequence[Span]
+    spans: Sequence[TextSpan]
     """Spans of the text: see `quintet.frontend.streams.text_spans`."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from quintet.frontend.streams import text_spans
-from quintet.wire.channels import Channel, Span
+from quintet.wire.channels import Channel, TextSpan
 from quintet.wire.config import CallIds
 
 DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -36,7 +36,7 @@ class Channels(msgspec.Struct, array_like=True, frozen=True):
             return "".join(DIGITS[number // len(DIGITS) ** place % len(DIGITS)] for place in range(9))
         return f"call_{digest.hexdigest()}"
 
-    def split(self, choice: int, text: str, spans: Sequence[Span]) -> TextByChannel:
+    def split(self, choice: int, text: str, spans: Sequence[TextSpan]) -> TextByChannel:
         """Split a text, or a part of one, by channel."""
         content: list[str] = []
         reasoning: list[str] = []

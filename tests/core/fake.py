@@ -102,7 +102,7 @@ class FakeExecutor:
     def execute(self, plan: StepPlan) -> None:
         """Apply and check a plan, and queue its result."""
         plan = msgspec.msgpack.decode(codec.encode(plan), type=StepPlan)
-        assert plan.tables == self.capacity.tables
+        assert plan.tables_epoch == self.capacity.tables_epoch
         assert self.last_step is None or plan.step == self.last_step + 1
         self.last_step = plan.step
         for slot in codec.unpack_i32(plan.freed):
@@ -418,7 +418,7 @@ class World:
             return
         last = self.executor.capacity
         self._begin_executor(
-            msgspec.structs.replace(last, tables=last.tables + 1, failure="ValueError: poison")
+            msgspec.structs.replace(last, tables_epoch=last.tables_epoch + 1, failure="ValueError: poison")
         )
 
     def tick(self) -> int:

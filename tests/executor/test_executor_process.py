@@ -160,7 +160,7 @@ def test_capacity_and_results_and_core_replacement(start: Callable[..., Simulate
     second = simulated.core(epoch=2)
     assert simulated.expect(second, Capacity).tables == 1
     simulated.peers.send(Role.EXECUTOR, 0, plan)  # a plan of the first core, with stale tables
-    simulated.peers.send(Role.EXECUTOR, 0, replace(plan, step=2, tables=1))
+    simulated.peers.send(Role.EXECUTOR, 0, replace(plan, step=2, tables_epoch=1))
     result = simulated.expect(second, StepResult)
     assert result.step == 2
     assert result.token_ids == first_tokens
@@ -181,9 +181,9 @@ def test_a_failed_step_resets_the_tables(start: Callable[..., SimulatedPeers]) -
     simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=1))
     simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=2))
     capacity = simulated.expect(core, Capacity)
-    assert (capacity.executor_epoch, capacity.tables) == (EXECUTOR_ID.epoch, 1)
+    assert (capacity.executor_epoch, capacity.tables_epoch) == (EXECUTOR_ID.epoch, 1)
     assert capacity.failure == "ValueError: poison at work"
-    simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=3, tables=1))
+    simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=3, tables_epoch=1))
     assert simulated.expect(core, StepResult).step == 3
     simulated.expect(simulated.supervisor, Heartbeat, lambda beat: beat.progress == 1 and beat.pending == 0)
     core.close()
@@ -199,7 +199,7 @@ def test_an_invalid_plan_is_reported_as_a_failed_step(start: Callable[..., Simul
     bad = plan_of([Drawer(SamplingParams(), stop_ids=[100])], [2])
     simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=1))
     simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=7))
-    simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=2, tables=9))
+    simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=2, tables_epoch=9))
     simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=3))
     simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=4))
     received: list[Any] = []
@@ -207,8 +207,8 @@ def test_an_invalid_plan_is_reported_as_a_failed_step(start: Callable[..., Simul
         received += core.wait(1.0)
     result, capacity = received
     assert result.step == 1
-    assert capacity.tables == 1 and "invalid lengths or numbers" in capacity.failure
-    simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=5, tables=1))
+    assert capacity.tables_epoch == 1 and "invalid lengths or numbers" in capacity.failure
+    simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=5, tables_epoch=1))
     assert simulated.expect(core, StepResult).step == 5
     simulated.expect(simulated.supervisor, Heartbeat, lambda beat: beat.progress == 2 and beat.pending == 0)
     core.close()
@@ -222,7 +222,9 @@ def test_an_executor_exits_after_repeated_failures(start: Callable[..., Simulate
     bad = plan_of([Drawer(SamplingParams(), prompt=poison(Effect.RAISES_FOR_ALL))], [1])
     good = plan_of([Drawer(SamplingParams())], [2])
     for number in range(MAX_FAILURES_ALONE):
-        simulated.peers.send(Role.EXECUTOR, 0, replace(good if number else bad, step=number, tables=number))
+        simulated.peers.send(
+            Role.EXECUTOR, 0, replace(good if number else bad, step=number, tables_epoch=number)
+        )
         if number + 1 < MAX_FAILURES_ALONE:
             assert simulated.expect(core, Capacity).tables == number + 1
     assert simulated.child.wait(DEADLINE_S) == 1
@@ -238,9 +240,9 @@ def test_a_successful_step_resets_the_failure_count(start: Callable[..., Simulat
     bad = plan_of([Drawer(SamplingParams(), prompt=poison(Effect.RAISES))], [1])
     good = plan_of([Drawer(SamplingParams())], [2])
     for number in range(MAX_FAILURES_ALONE + 2):
-        simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=number, tables=number))
+        simulated.peers.send(Role.EXECUTOR, 0, replace(good, step=number, tables_epoch=number))
         simulated.expect(core, StepResult)
-        simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=number, tables=number))
+        simulated.peers.send(Role.EXECUTOR, 0, replace(bad, step=number, tables_epoch=number))
         simulated.expect(core, Capacity)
     core.close()
 

@@ -19,7 +19,7 @@ from quintet.executor import main
 from quintet.executor.interface import StepWorker
 from quintet.executor.loop import Executor
 from quintet.process.record import open_recording
-from quintet.process.runtime import Process, Span, no_span
+from quintet.process.runtime import Process, TraceSpan, no_span
 from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig
@@ -141,7 +141,7 @@ class LoopBench:
 
     def send_plan(self, step: int, tables: int = 0, num_rows: int = 1) -> None:
         plan = plan_of([Drawer(SamplingParams())] * num_rows, list(range(num_rows)))
-        self.send(msgspec.structs.replace(plan, step=step, tables=tables, sent_ns=time.monotonic_ns()))
+        self.send(msgspec.structs.replace(plan, step=step, tables_epoch=tables, sent_ns=time.monotonic_ns()))
 
     def run_until_started(self, num_steps: int) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -279,7 +279,7 @@ def test_a_failed_step_cancels_later_steps(loop: LoopBench) -> None:
     second.end(ValueError("late news"))
     assert loop.expect(StepResult).step == 1
     capacity = loop.expect(Capacity)
-    assert (capacity.tables, capacity.failure) == (1, "ValueError: late news")
+    assert (capacity.tables_epoch, capacity.failure) == (1, "ValueError: late news")
     assert loop.device.num_resets == 1
     assert loop.executor.account()[1] == 0
     loop.send_plan(4)  # made before the core received the failure
@@ -321,7 +321,7 @@ def test_a_result_too_large_to_send_is_a_failed_step(
         patch.setattr(loop.process.peers, "send", refuse)
         loop.send_plan(2)
         capacity = loop.expect(Capacity)
-    assert capacity.tables == 1 and capacity.failure.startswith("FrameTooLarge: ")
+    assert capacity.tables_epoch == 1 and capacity.failure.startswith("FrameTooLarge: ")
     loop.send_plan(3, tables=1)
     assert loop.expect(StepResult).step == 3
     assert loop.executor.account()[1] == 0
@@ -375,7 +375,7 @@ def test_the_first_plan_of_a_new_core_may_be_dropped(loop: LoopBench) -> None:
         run_once += loop.process.receive(DEADLINE_S)
     loop.executor.handle(run_once)
     assert loop.expect(Capacity).failure == ""
-    loop.executor.handle([Dropped("plan", step=1, tables=1)])
+    loop.executor.handle([Dropped("plan", step=1, tables_epoch=1)])
     assert "rejected the step's plan" in loop.expect(Capacity).failure
 
 
@@ -416,7 +416,7 @@ def test_a_recording_has_the_end_times_of_steps(loop: LoopBench, monkeypatch: py
                 held.error = ValueError("late news")
             return held
 
-    def make_worker(config: EngineConfig, span: Span = no_span, followers: None = None) -> Device:
+    def make_worker(config: EngineConfig, span: TraceSpan = no_span, followers: None = None) -> Device:
         return InstantDevice(at_once=True)
 
     monkeypatch.setattr(main, "make_worker", make_worker)

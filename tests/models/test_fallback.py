@@ -243,7 +243,7 @@ Index = torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("sees", "sight"),
+    ("sees", "attention_window"),
     [
         (lambda q, k: k <= q, AttentionWindow()),
         (lambda q, k: (k <= q) & (k > q - 7), AttentionWindow(window=7)),
@@ -252,12 +252,12 @@ Index = torch.Tensor
         (lambda q, k: (k <= q) & (k > q - 400), AttentionWindow()),
     ],
 )
-def test_mask_function_is_recognised(sees: Any, sight: AttentionWindow) -> None:
+def test_mask_function_is_recognised(sees: Any, attention_window: AttentionWindow) -> None:
     def function(batch: Index, head: Index, q: Index, k: Index) -> Index:
         seen: Index = sees(q, k)
         return seen
 
-    assert window_of(function, 100, torch.device("cpu")) == sight
+    assert window_of(function, 100, torch.device("cpu")) == attention_window
 
 
 @pytest.mark.parametrize(

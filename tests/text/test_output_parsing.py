@@ -13,7 +13,7 @@ from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.parsers.forced import FORCED, forced_calls
 from quintet.detokenizer_proc.rows import Steps
 from quintet.detokenizer_proc.vocabulary import Vocabulary
-from quintet.wire.channels import Channel, Span
+from quintet.wire.channels import Channel, TextSpan
 from quintet.wire.codec import pack_i32
 from quintet.wire.messages import Finish, FinishReason, Open, Text
 from quintet.wire.request import OutputParsing
@@ -55,7 +55,7 @@ def channel_texts(texts: Sequence[Text]) -> list[tuple[int, int, str]]:
     """Join the spans of one request's rows by channel. The spans of a row cover its delta."""
     found: list[tuple[int, int, str]] = []
     for text in texts:
-        spans: dict[int, list[Span]] = {row.row: row.spans for row in text.spans}
+        spans: dict[int, list[TextSpan]] = {row.row: row.spans for row in text.spans}
         for row, delta in enumerate(text.deltas):
             at = 0
             for channel, call, size in spans.get(row, []):

@@ -45,12 +45,12 @@ def test_every_reasoning_format_is_bounded(name: str, tokenizer: Tokenizer) -> N
     assert marks is not None
     bound = bound_of(budgets_of(name, tokenizer), "a question")
     assert bound is not None and bound.is_valid and bound.max_tokens == 9
-    assert [tokenizer.decode(way.opens, skip_special_tokens=False) for way in bound.ways] == marks.opens
-    forced = [tokenizer.decode(way.forced, skip_special_tokens=False) for way in bound.ways]
+    assert [tokenizer.decode(way.opens, skip_special_tokens=False) for way in bound.formats] == marks.opens
+    forced = [tokenizer.decode(way.forced, skip_special_tokens=False) for way in bound.formats]
     assert all(text.startswith(tuple(marks.closes)) and text.endswith(marks.answer) for text in forced)
-    assert bound.open_way == (0 if marks.begins_inside else None)
+    assert bound.open_format == (0 if marks.begins_inside else None)
     opened = [bound_of(budgets_of(name, tokenizer), "a question " + mark) for mark in marks.opens]
-    assert [each and each.open_way for each in opened] == [*range(len(marks.opens))]
+    assert [each and each.open_format for each in opened] == [*range(len(marks.opens))]
     assert all(bound_of(budgets_of(name, tokenizer), f"{mark}\n\n") is None for mark in marks.closes)
 
 

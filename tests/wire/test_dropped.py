@@ -44,9 +44,9 @@ CARRIED: list[tuple[msgspec.Struct, Dropped]] = [
     (m.Detokenized(8, ""), Dropped("detokenized", query_id=8)),
     (m.Resumed(8, None), Dropped("resumed", query_id=8)),
     (KvReport(8, 0), Dropped("kv_report", query_id=8)),
-    (plan(step=4, tables=2), Dropped("plan", step=4, tables=2)),
+    (plan(step=4, tables_epoch=2), Dropped("plan", step=4, tables_epoch=2)),
     (result(step=4), Dropped("result", step=4)),
-    (s.Capacity(1, 0, 4, 8, 128, tables=3), Dropped("capacity", tables=3)),
+    (s.Capacity(1, 0, 4, 8, 128, tables_epoch=3), Dropped("capacity", tables_epoch=3)),
 ]
 
 

@@ -176,7 +176,7 @@ class ContextCut {
 };
 
 // Its works, in this order. The first one describes the step.
-enum class Part { scores, rest, partitions, meeting, merges };
+enum class Part { scores, rest, partitions, barrier, merges };
 
 class ContextOp final : public Op {
  public:
@@ -188,14 +188,14 @@ class ContextOp final : public Op {
       case Part::scores: return cut_->own().scores();
       case Part::rest: return cut_->own().rest();
       case Part::partitions: return cut_->partitions();
-      case Part::meeting: return {.count = cut_->is_divided(), .run = meet, .call = cut_->ranks()};
+      case Part::barrier: return {.count = cut_->is_divided(), .run = wait_at_barrier, .call = cut_->ranks()};
       case Part::merges: return cut_->merges();
     }
     return {};
   }
 
  private:
-  static void meet(const void* ranks, index_t, index_t) { static_cast<Ranks*>(const_cast<void*>(ranks))->meet(); }
+  static void wait_at_barrier(const void* ranks, index_t, index_t) { static_cast<Ranks*>(const_cast<void*>(ranks))->barrier(); }
 
   std::shared_ptr<ContextCut> cut_;
   Part part_;
@@ -222,7 +222,7 @@ QT_EXPORT void qt_program_context_attention(qt::Program* program, qt::Ranks* ran
   program->reserve(qt::kPartialsBytes);
   const auto cut = std::make_shared<qt::ContextCut>(call, *kv, q, ranks, *program, max_tokens);
   bool is_first = true;
-  for (const Part part : {Part::scores, Part::rest, Part::partitions, Part::meeting, Part::merges}) {
+  for (const Part part : {Part::scores, Part::rest, Part::partitions, Part::barrier, Part::merges}) {
     if (part == Part::scores && !cut->own().may_be_apart()) continue;
     program->append(std::make_unique<qt::ContextOp>(cut, part, is_first));
     is_first = false;

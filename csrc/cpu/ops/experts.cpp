@@ -304,8 +304,8 @@ QT_EXPORT void qt_program_experts_sums(qt::Program* program, const qt::ExpertsLa
 }
 
 // Appends an expert-parallel layer: write the rows of this rank's experts to shared memory, barrier, y = sum of a token's rows
-// in the order of a single process, rounded; then (+ residual), rounded again. The ranks must have met since they read the
-// previous rows.
+// in the order of a single process, rounded; then (+ residual), rounded again. The ranks must have passed a barrier since they
+// read the previous rows.
 QT_EXPORT void qt_program_experts_of_ranks(qt::Program* program, qt::Ranks* ranks, const qt::ExpertsLayer* layer, const void* x,
                                            index_t x_stride, const void* scores, index_t scores_stride, index_t max_tokens,
                                            const void* residual, void* y, index_t y_stride, int dtype) {

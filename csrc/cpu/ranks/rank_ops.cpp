@@ -1,4 +1,4 @@
-// Collective operations of ranks in a program: barrier (meeting) and all-reduce of sums.
+// Collective operations of ranks in a program: barrier and all-reduce of sums.
 #include <memory>
 
 #include "rank_sums.hpp"
@@ -11,9 +11,9 @@ namespace {
 constexpr index_t kAddCost = 4;  // per number of one rank, in multiplications
 
 // Barrier of all ranks. It has one piece: all other threads wait for this work anyway.
-class Meet final : public Op {
+class Barrier final : public Op {
  public:
-  Meet(Ranks* ranks, Extent extent, const Left& left) : ranks_(ranks), extent_(extent), left_(left) {}
+  Barrier(Ranks* ranks, Extent extent, const Left& left) : ranks_(ranks), extent_(extent), left_(left) {}
   Work prepare(const Step& step, index_t) override {
     left_.rows = rows_in(step, extent_);
     return {.count = left_.rows > 0, .run = run, .call = this};
@@ -21,8 +21,8 @@ class Meet final : public Op {
 
  private:
   static void run(const void* op, index_t, index_t) {
-    const Meet& self = *static_cast<const Meet*>(op);
-    self.ranks_->meet(self.left_);
+    const Barrier& self = *static_cast<const Barrier*>(op);
+    self.ranks_->barrier(self.left_);
   }
 
   Ranks* ranks_;
@@ -49,7 +49,7 @@ class AddSums final : public Op {
 }  // namespace
 
 void append_meeting(Program* program, Ranks* ranks, Extent extent, const Left& left) {
-  program->append(std::make_unique<Meet>(ranks, extent, left));
+  program->append(std::make_unique<Barrier>(ranks, extent, left));
 }
 
 }  // namespace qt

@@ -94,9 +94,9 @@ struct Ranks::Head {
 
 // Data written by one rank.
 struct Ranks::Line {
-  Turn done, met;
+  Turn done, barrier;
   alignas(64) std::atomic<std::uint64_t> notes[kNotes];
-  Left left[2];  // alternating: no rank is two meetings ahead before the rows of the first are read
+  Left left[2];  // alternating: no rank is two barriers ahead before the rows of the first are read
 };
 
 index_t Ranks::bytes(const RanksShape& shape) {
@@ -120,7 +120,7 @@ Ranks::Ranks(const RanksShape& shape, void* memory, index_t rank, int spins) : s
   step_.row_offsets = parts.take<std::int64_t>(depth * shape.max_rows);
   step_.output_tokens = parts.take<std::int64_t>(depth * shape.max_outputs);
   table_ = parts.take<std::int32_t>(depth * shape.tables * shape.slots * shape.table_stride);
-  mail_ = parts.take<std::int32_t>(depth * kMailInts);
+  items_ = parts.take<std::int32_t>(depth * kItemInts);
   payload_ = parts.take<char>(depth * shape.payload_bytes);
   rotated_ = parts.take<char>(shape.max_tokens * shape.rotated_row_bytes);
   sums_ = parts.take<float>(2 * shape.ranks * shape.max_tokens * shape.sums_width);
@@ -155,7 +155,7 @@ void Ranks::make_room() {
   for (index_t other = 1; other < shape_.ranks; ++other) lines_[other].done.wait_for(turn, spins_);
 }
 
-void Ranks::tell(const Order& order, const Step* step) {
+void Ranks::send(const Order& order, const Step* step) {
   make_room();
   Order& sent = orders_[place()];
   sent = order;
@@ -183,7 +183,7 @@ void Ranks::tell(const Order& order, const Step* step) {
   head_->sent.reach(++sent_);
 }
 
-Order Ranks::hear(Step& step) {
+Order Ranks::receive(Step& step) {
   head_->sent.wait_for(++sent_, spins_);
   const Order order = orders_[place()];
   const Rotation* const rotations = step.rotations;
@@ -216,21 +216,21 @@ std::uint64_t Ranks::noted(Note which) const {
   return sum;
 }
 
-void Ranks::meet(const Left& left) {
-  const std::uint32_t turn = lines_[rank_].met.value.load(std::memory_order_relaxed) + 1;
+void Ranks::barrier(const Left& left) {
+  const std::uint32_t turn = lines_[rank_].barrier.value.load(std::memory_order_relaxed) + 1;
   lines_[rank_].left[turn % 2] = left;
-  lines_[rank_].met.reach(turn);
+  lines_[rank_].barrier.reach(turn);
   for (index_t other = 0; other < shape_.ranks; ++other)
-    if (other != rank_) lines_[other].met.wait_for(turn, spins_);
+    if (other != rank_) lines_[other].barrier.wait_for(turn, spins_);
 }
 
-void Ranks::wait_for_met(index_t begin, index_t end, std::uint32_t meetings) {
-  for (index_t rank = begin; rank < end; ++rank) lines_[rank].met.wait_for(meetings, spins_);
+void Ranks::wait_for_barrier(index_t begin, index_t end, std::uint32_t count) {
+  for (index_t rank = begin; rank < end; ++rank) lines_[rank].barrier.wait_for(count, spins_);
 }
 
-void Ranks::met(std::uint32_t meetings) { lines_[rank_].met.reach(meetings); }
+void Ranks::reach_barrier(std::uint32_t count) { lines_[rank_].barrier.reach(count); }
 
-Left Ranks::left(std::uint32_t meeting) const { return lines_[rank_].left[meeting % 2]; }
+Left Ranks::left(std::uint32_t barrier) const { return lines_[rank_].left[barrier % 2]; }
 
 index_t Ranks::offset_of(const void* place) const {
   return static_cast<const char*>(place) - reinterpret_cast<const char*>(head_);
@@ -250,10 +250,10 @@ QT_EXPORT qt::Ranks* qt_ranks_new(const qt::RanksShape* shape, void* memory, ind
   return new qt::Ranks(*shape, memory, rank, spins);
 }
 
-// Rank 0: sends an order; see qt::Ranks::tell. step: of an order of kind kRun; null for other kinds.
-QT_EXPORT void qt_ranks_tell(qt::Ranks* ranks, const qt::Order* order, const qt::Step* step) { ranks->tell(*order, step); }
+// Rank 0: sends an order; see qt::Ranks::send. step: of an order of kind kRun; null for other kinds.
+QT_EXPORT void qt_ranks_send(qt::Ranks* ranks, const qt::Order* order, const qt::Step* step) { ranks->send(*order, step); }
 
-QT_EXPORT void qt_ranks_hear(qt::Ranks* ranks, qt::Order* order, qt::Step* step) { *order = ranks->hear(*step); }
+QT_EXPORT void qt_ranks_receive(qt::Ranks* ranks, qt::Order* order, qt::Step* step) { *order = ranks->receive(*step); }
 
 QT_EXPORT void qt_ranks_done(qt::Ranks* ranks) { ranks->done(); }
 
@@ -263,13 +263,13 @@ QT_EXPORT void qt_ranks_wait_for_done(qt::Ranks* ranks, index_t orders) { ranks-
 
 QT_EXPORT void qt_ranks_wait_for_all(qt::Ranks* ranks) { ranks->wait_for_all(); }
 
-// Addresses in the shared memory: logits of all ranks; rotary tables of the step's tokens; an order's mail of kMailInts
+// Addresses in the shared memory: logits of all ranks; rotary tables of the step's tokens; an order's items, of kItemInts
 // integers.
 QT_EXPORT void* qt_ranks_logits(qt::Ranks* ranks) { return ranks->logits(); }
 
 QT_EXPORT void* qt_ranks_rotated(qt::Ranks* ranks) { return ranks->rotated(); }
 
-QT_EXPORT std::int32_t* qt_ranks_mail(qt::Ranks* ranks) { return ranks->mail(); }
+QT_EXPORT std::int32_t* qt_ranks_items(qt::Ranks* ranks) { return ranks->items(); }
 
 // Returns a KV memory that several ranks share.
 QT_EXPORT char* qt_ranks_kv(qt::Ranks* ranks, index_t copy) {
@@ -287,17 +287,17 @@ QT_EXPORT char* qt_ranks_queries(qt::Ranks* ranks, index_t copy, index_t bytes) 
 
 QT_EXPORT char* qt_ranks_staging(qt::Ranks* ranks) { return ranks->staging(); }
 
-QT_EXPORT void qt_ranks_meet(qt::Ranks* ranks) { ranks->meet(); }
+QT_EXPORT void qt_ranks_barrier(qt::Ranks* ranks) { ranks->barrier(); }
 
 // See qt::Ranks; for the process that forwards orders between machines.
-QT_EXPORT void qt_ranks_wait_for_met(qt::Ranks* ranks, index_t begin, index_t end, index_t meetings) {
-  ranks->wait_for_met(begin, end, std::uint32_t(meetings));
+QT_EXPORT void qt_ranks_wait_for_barrier(qt::Ranks* ranks, index_t begin, index_t end, index_t count) {
+  ranks->wait_for_barrier(begin, end, std::uint32_t(count));
 }
 
-QT_EXPORT void qt_ranks_met(qt::Ranks* ranks, index_t meetings) { ranks->met(std::uint32_t(meetings)); }
+QT_EXPORT void qt_ranks_reach_barrier(qt::Ranks* ranks, index_t count) { ranks->reach_barrier(std::uint32_t(count)); }
 
-QT_EXPORT void qt_ranks_left(const qt::Ranks* ranks, index_t meeting, qt::Left* left) {
-  *left = ranks->left(std::uint32_t(meeting));
+QT_EXPORT void qt_ranks_left(const qt::Ranks* ranks, index_t barrier, qt::Left* left) {
+  *left = ranks->left(std::uint32_t(barrier));
 }
 
 QT_EXPORT char* qt_ranks_payload(qt::Ranks* ranks) { return ranks->payload(); }
@@ -310,7 +310,7 @@ QT_EXPORT void qt_ranks_note(qt::Ranks* ranks, index_t which, std::uint64_t valu
 
 QT_EXPORT std::uint64_t qt_ranks_noted(qt::Ranks* ranks, index_t which) { return ranks->noted(qt::Note(which)); }
 
-QT_EXPORT index_t qt_ranks_mail_ints() { return qt::kMailInts; }
+QT_EXPORT index_t qt_ranks_item_ints() { return qt::kItemInts; }
 
 // Size in bytes of the structs with a Python layout.
 QT_EXPORT index_t qt_ranks_shape_bytes() { return sizeof(qt::RanksShape); }

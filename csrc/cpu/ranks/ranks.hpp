@@ -1,9 +1,9 @@
 // Ranks: processes that compute one model together over shared memory. Each has a part of every layer's weights.
 //
-//     rank 0      tell ──▶ order, the step's arrays ──▶ hear      other ranks
-//     all ranks   own partial sums of a layer ──▶ meet ──▶ sums of all ranks added, as one tree
+//     rank 0      send ──▶ order, the step's arrays ──▶ receive   other ranks
+//     all ranks   own partial sums of a layer ──▶ barrier ──▶ sums of all ranks added, as one tree
 //
-//     | head | a line for each rank | orders, each with the step's arrays, tables, mail, payload | rotations |
+//     | head | a line for each rank | orders, each with the step's arrays, tables, items, payload | rotations |
 //     | sums, twice | gathered, twice | rows of experts | weights in transfer | logits | KV, queries, partitions: once for each
 //     set of ranks that share a KV memory |
 //
@@ -12,16 +12,16 @@
 // and add the sums in one order, so all continue with the same bits.
 //
 // Each rank has two buffers of sums, used by alternating layers. A rank that writes the next sums does not overwrite sums that
-// another rank still reads; two layers later it has met all ranks in between. With expert parallelism, ranks write one row for
+// another rank still reads; two layers later it has passed a barrier in between. With expert parallelism, ranks write one row for
 // each choice of a token into a single buffer; a barrier separates two such layers.
 //
-// A pipeline stage and the next one (docs/parallel.md) are also two ranks, without meetings: the first sends an order, and the
+// A pipeline stage and the next one (docs/parallel.md) are also two ranks, without barriers: the first sends an order, and the
 // input of the second is the order's payload. Several orders may be in flight, each with its own arrays and payload. If the
 // stages are on two machines, each machine has such a memory. A process on either machine forwards orders (step_bytes.cpp): it
 // receives as rank 1 on one machine and sends as rank 0 on the other.
 //
 // Ranks of one group on several machines use the same memory layout. Each rank records the rows that it has written for the
-// others. After sending these bytes, the forwarding process advances the rank's meeting count on every other machine.
+// others. After sending these bytes, the forwarding process advances the rank's barrier count on every other machine.
 //
 // Waits spin shortly, then use a futex. No rank checks the liveness of the others: the processes end together
 // (docs/parallel.md).
@@ -57,18 +57,18 @@ struct RanksShape {
 // except `kRun`.
 struct Order {
   index_t kind;
-  index_t begin, end;  // operations of the program; or entries of the mail
+  index_t begin, end;  // operations of the program; or ints of the items
   index_t length;      // the step's largest position plus 1
   index_t num_tokens, num_rows, num_outputs;
 };
 inline constexpr index_t kRun = 0;
-inline constexpr index_t kMailInts = 1 << 16;
+inline constexpr index_t kItemInts = 1 << 16;
 
 // Status values that a rank publishes for others to poll.
 enum class Note : index_t { progress = 0, chores = 1 };
 inline constexpr index_t kNotes = 2;
 
-// Rows in shared memory that a rank has written for the other ranks of a meeting.
+// Rows in shared memory that a rank has written for the other ranks at a barrier.
 struct Left {
   index_t offset;  // from the beginning of the memory
   index_t row_bytes, stride;
@@ -95,11 +95,11 @@ class Ranks {
   // Rank 0: waits until there is room for another order.
   void make_room();
   // Rank 0: make_room(), then sends the order. step: null if the order needs none.
-  void tell(const Order& order, const Step* step);
+  void send(const Order& order, const Step* step);
   // Rank 0: waits until all ranks have completed the sent orders, or have started.
   void wait_for_all();
   // Other ranks: waits for the next order. For kRun, `step` is set to the arrays in shared memory.
-  Order hear(Step& step);
+  Order receive(Step& step);
   // Other ranks: reports that the rank has started, or has completed the order.
   void done();
   // Other ranks: reports the number of completed orders since the first, independent of the number received.
@@ -114,13 +114,13 @@ class Ranks {
   std::uint64_t noted(Note which) const;
 
   // Barrier of all ranks. left: not read if all ranks share one memory.
-  void meet(const Left& left = {});
-  // Any thread: waits until ranks [begin, end) have reached `meetings` meetings since the first.
-  void wait_for_met(index_t begin, index_t end, std::uint32_t meetings);
-  // For a rank on another machine: it has reached `meetings` meetings, and its rows are in this memory.
-  void met(std::uint32_t meetings);
-  // Rows that this rank wrote for the last meeting or the one before; others are not recorded.
-  Left left(std::uint32_t meeting) const;
+  void barrier(const Left& left = {});
+  // Any thread: waits until ranks [begin, end) have reached `count` barriers since the first.
+  void wait_for_barrier(index_t begin, index_t end, std::uint32_t count);
+  // For a rank on another machine: it has reached `count` barriers, and its rows are in this memory.
+  void reach_barrier(std::uint32_t count);
+  // Rows that this rank wrote for the last barrier or the one before; others are not recorded.
+  Left left(std::uint32_t barrier) const;
   // From the beginning of the memory.
   index_t offset_of(const void* place) const;
 
@@ -134,13 +134,13 @@ class Ranks {
   char* staging() const { return staging_; }
   char* logits() const { return logits_; }
   // Of the next order of rank 0, or of the order that another rank has received.
-  std::int32_t* mail() const { return mail_ + place() * kMailInts; }
+  std::int32_t* items() const { return items_ + place() * kItemInts; }
   char* payload() const { return payload_ + place() * shape_.payload_bytes; }
   char* rotated() const { return rotated_; }
   // A KV memory shared by adjacent ranks.
   char* kv(index_t copy) const { return kv_ + copy * shape_.kv_bytes; }
   // Attention buffers of this memory: queries of all heads, and states of partitions. All layers share them, since all ranks
-  // meet after each layer.
+  // wait at a barrier after each layer.
   char* queries(index_t copy) const { return queries_ + copy * shape_.max_tokens * shape_.query_row_bytes; }
   float* partials(index_t copy) const { return partials_ + copy * shape_.partial_floats; }
   // Step arrays of the next order of rank 0, or of the order that another rank has received.
@@ -165,7 +165,7 @@ class Ranks {
   Order* orders_;
   Step step_{};  // its arrays at the first place, in the shared memory
   std::int32_t* table_;
-  std::int32_t* mail_;
+  std::int32_t* items_;
   char* payload_;
   char* rotated_;
   float* sums_;

@@ -1,4 +1,4 @@
-// Serialization of a step's arrays for ranks on another machine: the arrays of Ranks::tell, in the same order.
+// Serialization of a step's arrays for ranks on another machine: the arrays of Ranks::send, in the same order.
 //
 //     | token ids | positions | slots, starts, counts, offsets of rows | outputs | of each row, of each table: its entries |
 //

@@ -45,7 +45,7 @@ from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.sampler import SHAPING, Sampler
 from quintet.executor.slots import Rows, SlotTables, TablesDiffer, check_tables
-from quintet.process.runtime import Span, no_span
+from quintet.process.runtime import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
 
@@ -118,7 +118,7 @@ class DeviceWorker:
         steps: DeviceSteps,
         config: EngineConfig,
         num_blocks: int,
-        span: Span = no_span,
+        span: TraceSpan = no_span,
         group: DeviceGroup | None = None,
         broadcaster: RankBroadcaster | None = None,
     ) -> None:

@@ -31,7 +31,7 @@ from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import Rows, SlotTables
-from quintet.process.runtime import Span, no_span
+from quintet.process.runtime import TraceSpan, no_span
 
 MAX_OUTPUTS = 256
 
@@ -184,7 +184,9 @@ class EagerPass:
         rotation = None if layer.rope is None else self._rotations[layer.rope]
         cache = (keys, values, batch.blocks[group], batch.offsets)
         q = rope_kv_write(layer, q, k, v, rotation, batch.positions, *cache)
-        attended = paged_attention(layer, q, keys, values, batch.attention[group, layer.sight, layer.heads])
+        attended = paged_attention(
+            layer, q, keys, values, batch.attention[group, layer.attention_window, layer.heads]
+        )
         return attended.reshape(batch.num_tokens, -1).contiguous()  # otherwise a view if head_dim is 1
 
     def causal_conv(self, layer: CausalConv, x: torch.Tensor) -> torch.Tensor:
@@ -248,7 +250,7 @@ class EagerRunner:
         model: EagerModel,
         device: torch.device,
         kv: KvMemory,
-        span: Span = no_span,
+        span: TraceSpan = no_span,
     ) -> None:
         """kv: keys and values in the model's dtype."""
         self._span = span
@@ -258,7 +260,7 @@ class EagerRunner:
         self._kv, spec = kv, kv.spec
         self._builder = BatchBuilder(
             spec.block_size,
-            ((spec.place(layer.index)[0], layer.sight, layer.heads) for layer in model.attentions),
+            ((spec.place(layer.index)[0], layer.attention_window, layer.heads) for layer in model.attentions),
             any(rope.spec.depends_on_length for rope in model.ropes),
             dtype,
         )

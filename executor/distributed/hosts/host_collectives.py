@@ -126,4 +126,4 @@ class HostCollectives:
             )
         self._num_received[message.host] = message.collectives
         for rank in ranks_of(self._executor, message.host):
-            self._library.met(self._ranks[rank], message.collectives)
+            self._library.reach_barrier(self._ranks[rank], message.collectives)

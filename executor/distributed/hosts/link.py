@@ -33,7 +33,7 @@ from quintet.executor.distributed.parallel.library import (
 
 _FIELDS = tuple(name for name, _ in COrder._fields_)
 _OF_PAIRS = (OrderKind.COPY_BLOCKS, OrderKind.SWAP_OUT, OrderKind.SWAP_IN)
-_WITH_MAIL = (*_OF_PAIRS, OrderKind.EMBEDS)
+_WITH_ITEMS = (*_OF_PAIRS, OrderKind.EMBEDS)
 
 
 class LinkEnd:
@@ -117,8 +117,8 @@ class LinkReceiver:
         end, order = self._end, self._order
         library, handle = end.library, end.handle
         content = b""
-        if order.kind in _WITH_MAIL:
-            content = ctypes.string_at(library.mail(handle), order.end)
+        if order.kind in _WITH_ITEMS:
+            content = ctypes.string_at(library.items(handle), order.end)
         elif order.kind == OrderKind.RUN and not end.is_last:
             size = library.pack_step(handle, ctypes.byref(order), None)
             packed = ctypes.create_string_buffer(size)
@@ -204,8 +204,8 @@ class LinkSender:
             )
         self._put(payload)
         self._num_bytes = 0
-        if order.kind in _WITH_MAIL:
-            end.at(library.mail(handle), len(content))[:] = content
+        if order.kind in _WITH_ITEMS:
+            end.at(library.items(handle), len(content))[:] = content
         library.send(handle, ctypes.byref(order), None)
         self._num_sent += 1
         end.others_done(self._num_sent)
@@ -213,7 +213,7 @@ class LinkSender:
     def _check(self, order: COrder, size: int) -> None:
         if order.kind in _OF_PAIRS or (order.kind == OrderKind.EMBEDS and self._end.is_within):
             item_bytes = PAIR_BYTES if order.kind in _OF_PAIRS else 1
-            is_right = order.end == size <= 4 * self._end.library.mail_ints and size % item_bytes == 0
+            is_right = order.end == size <= 4 * self._end.library.item_ints and size % item_bytes == 0
         elif order.kind == OrderKind.IDLE_TASK or (order.kind == OrderKind.RUN and self._end.is_last):
             is_right = size == 0 and 0 <= order.num_outputs <= self._end.shape.max_outputs
         elif self._end.is_within:

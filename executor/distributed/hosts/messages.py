@@ -9,7 +9,7 @@
 
 Ranks of one stage on several hosts also use `CollectiveRows` and `CollectivesDone`, each with a destination host.
 
-Two frames follow a `LinkOrder`: the step's arrays (``csrc/cpu/ranks/step_bytes.cpp``) or the order's mail, and its payload.
+Two frames follow a `LinkOrder`: the step's arrays (``csrc/cpu/ranks/step_bytes.cpp``) or the order's items, and its payload.
 A long payload is split: `PayloadChunk` messages of one frame each precede the order with all but the last piece. Each
 received chunk also counts as a heartbeat on a slow network.
 """
@@ -154,7 +154,7 @@ def most_bytes(shape: CRanksShape, library: RanksLibrary) -> int:
     """Return the maximum frame size on a link of this shape in bytes."""
     arrays = 12 * shape.max_tokens + 32 * shape.max_rows + 8 * shape.max_outputs
     tables = 4 * shape.tables * shape.max_rows * shape.table_stride
-    return int(max(arrays + tables, 4 * library.mail_ints, CHUNK_BYTES, MAX_HEAD_BYTES))
+    return int(max(arrays + tables, 4 * library.item_ints, CHUNK_BYTES, MAX_HEAD_BYTES))
 
 
 assert MOST_RANKS < 1 << 16, "host and link numbers have 16 bits"

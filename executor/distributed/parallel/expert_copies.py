@@ -45,12 +45,12 @@ class ExpertCopies:
 
     def send(self, chunk: CopyChunk) -> None:
         """On the leader: copy a piece, and make the followers do the same."""
-        self._ranks.send_mail(OrderKind.MOVE_EXPERT, _CHUNK.pack(*chunk), _CHUNK.size)
+        self._ranks.send_items(OrderKind.MOVE_EXPERT, _CHUNK.pack(*chunk), _CHUNK.size)
         self._move(chunk)
 
-    def move_ordered(self, mail: bytes) -> None:
+    def move_ordered(self, items: bytes) -> None:
         """On a follower: execute the leader's order."""
-        self._move(CopyChunk(*_CHUNK.unpack(mail)))
+        self._move(CopyChunk(*_CHUNK.unpack(items)))
 
     def chunks_of(self, layer: int, copy: Copy) -> Iterator[CopyChunk]:
         """Split a copy into pieces that fit the staging buffer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.backends.registry import run_follower
 from quintet.executor.distributed.parallel.child import ChildIdentity, run_child
-from quintet.process.runtime import Span, no_span
+from quintet.process.runtime import TraceSpan, no_span
 from quintet.process.trace import Tracer
 from quintet.wire.config import EngineConfig
 
@@ -20,7 +20,7 @@ def _run(slot: ChildIdentity, config: EngineConfig) -> None:
     run_follower(config, span, slot.memory, slot.rank)
 
 
-def _span_of(slot: ChildIdentity, config: EngineConfig) -> Span:
+def _span_of(slot: ChildIdentity, config: EngineConfig) -> TraceSpan:
     if config.trace is None:
         return no_span
     stage, rank = divmod(slot.rank, config.executor.tensor_parallel_size)

@@ -23,7 +23,7 @@ from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
 from quintet.process.os_tuning import trim_memory
-from quintet.process.runtime import Span
+from quintet.process.runtime import TraceSpan
 from quintet.wire.config import EngineConfig
 
 PROGRESS_EVERY_S = 0.2
@@ -68,23 +68,23 @@ def _run_rank(context: WorkerContext) -> Iterator[OrderKind | None]:
             case OrderKind.RUN:
                 stage.run_ordered(step.address, order.begin, order.end, order.length)
             case OrderKind.COPY_BLOCKS:
-                stage.kv.copy(ranks.mail(order))
+                stage.kv.copy(ranks.items(order))
                 ranks.wait_for_moved()
             case OrderKind.SWAP_OUT:
-                host_blocks.copy_out(ranks.mail(order))
+                host_blocks.copy_out(ranks.items(order))
                 ranks.wait_for_moved()
             case OrderKind.SWAP_IN:
-                host_blocks.copy_in(ranks.mail(order))
+                host_blocks.copy_in(ranks.items(order))
                 ranks.wait_for_moved()
             case OrderKind.CARRY_OUT | OrderKind.CARRY_IN:
                 assert parts is not None, kind
-                parts.carry(kind, ranks.mail(order))
+                parts.carry(kind, ranks.items(order))
                 ranks.wait_for_moved()
                 parts.done()
             case OrderKind.EMBEDS:
-                stage.put_ordered(ranks.mail(order))
+                stage.put_ordered(ranks.items(order))
             case OrderKind.MOVE_EXPERT:
-                stage.move_ordered(ranks.mail(order))
+                stage.move_ordered(ranks.items(order))
             case OrderKind.IDLE_TASK:
                 pass
         ranks.done()
@@ -124,14 +124,14 @@ def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
                 case OrderKind.RUN:
                     _run(stage, step, links, order.begin, order.end, order.length, span)
                 case OrderKind.COPY_BLOCKS:
-                    moves.move(kind, preceding.mail(order), stage.kv.copy)
+                    moves.move(kind, preceding.items(order), stage.kv.copy)
                 case OrderKind.SWAP_OUT:
-                    host_blocks.copy_out(preceding.mail(order))
+                    host_blocks.copy_out(preceding.items(order))
                 case OrderKind.SWAP_IN:
-                    host_blocks.copy_in(preceding.mail(order))
+                    host_blocks.copy_in(preceding.items(order))
                 case OrderKind.CARRY_OUT | OrderKind.CARRY_IN:
                     assert parts is not None, kind
-                    moves.move(kind, preceding.mail(order), partial(parts.carry, kind))
+                    moves.move(kind, preceding.items(order), partial(parts.carry, kind))
                     parts.done()
                 case OrderKind.IDLE_TASK:
                     stage.run_idle_task()
@@ -148,7 +148,7 @@ def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
         is_over.set()
 
 
-def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: int, span: Span) -> None:
+def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: int, span: TraceSpan) -> None:
     """Run parts of a step, and send it to the next stage."""
     preceding, following, width, count = (
         links.preceding,

@@ -22,7 +22,7 @@ from quintet.executor.ragged import Int
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import Rows, SlotTables
-from quintet.process.runtime import Span, no_span
+from quintet.process.runtime import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 
 
@@ -40,7 +40,7 @@ class InFlightStep:
 class Pipeline:
     """All stages, seen from the first."""
 
-    def __init__(self, stage: Stage, config: EngineConfig, links: Links, span: Span = no_span) -> None:
+    def __init__(self, stage: Stage, config: EngineConfig, links: Links, span: TraceSpan = no_span) -> None:
         self._stage, self._links, self._span = stage, links, span
         self.depth = config.executor.pipeline_parallel_size
         """Maximum number of steps with outstanding logits."""

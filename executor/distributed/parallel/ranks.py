@@ -127,9 +127,9 @@ class Ranks:
         order.kind, order.begin, order.end, order.length = OrderKind.RUN, begin, end, length
         self.library.send(self.handle, ctypes.byref(order), step)
 
-    def send_mail(self, kind: OrderKind, mail: bytes, item_bytes: int) -> None:
-        """Send an order with mail: items of one size, split into as many orders as needed."""
-        for part in self._parts(mail, item_bytes):
+    def send_items(self, kind: OrderKind, items: bytes, item_bytes: int) -> None:
+        """Send an order with items of one size, split into as many orders as needed."""
+        for part in self._parts(items, item_bytes):
             self._send_part(kind, part)
 
     def move_blocks(self, kind: OrderKind, pairs: bytes, move: Callable[[bytes], None]) -> None:
@@ -146,14 +146,14 @@ class Ranks:
         if not self.share.stripe.is_alone:
             self.barrier()
 
-    def _parts(self, mail: bytes, item_bytes: int) -> Iterator[bytes]:
-        most = self.library.mail_ints * 4 // item_bytes * item_bytes
+    def _parts(self, items: bytes, item_bytes: int) -> Iterator[bytes]:
+        most = self.library.item_ints * 4 // item_bytes * item_bytes
         assert most, item_bytes
-        return (mail[begin : begin + most] for begin in range(0, len(mail), most))
+        return (items[begin : begin + most] for begin in range(0, len(items), most))
 
     def _send_part(self, kind: OrderKind, part: bytes) -> None:
-        self.make_room()  # the mail's memory may still be read
-        ctypes.memmove(self.library.mail(self.handle), part, len(part))
+        self.make_room()  # the memory of earlier items may still be read
+        ctypes.memmove(self.library.items(self.handle), part, len(part))
         self._send(kind, len(part))
 
     def send_done(self, outputs: int) -> None:
@@ -179,9 +179,9 @@ class Ranks:
         self.library.receive(self.handle, ctypes.byref(self._order), step)
         return self._order
 
-    def mail(self, order: COrder) -> bytes:
-        """Return the mail of an order."""
-        return ctypes.string_at(self.library.mail(self.handle), order.end)
+    def items(self, order: COrder) -> bytes:
+        """Return the items of an order."""
+        return ctypes.string_at(self.library.items(self.handle), order.end)
 
     def done_with(self, orders: int) -> None:
         """Report ``orders`` orders as finished."""
@@ -197,7 +197,7 @@ class Ranks:
 
 
 def vector_records(width: int, dtype: torch.dtype) -> np.dtype[np.void]:
-    """Return the record type of `OrderKind.EMBEDS` mail: index of a token in the step, and its vector's bytes."""
+    """Return the record type of `OrderKind.EMBEDS` items: index of a token in the step, and its vector's bytes."""
     return np.dtype([("token", np.int32), ("vector", np.uint8, (width * dtype.itemsize,))])
 
 

@@ -1,8 +1,7 @@
 """Whole KV blocks with parts in several processes, as the leader sees them. KV transfer uses them without regard to ranks.
 
     loop        take_into: order to all ──▶ [ rows in flight ]
-    any thread                                   wait ──▶ all ranks have copied ──▶ whole rows ──▶ memory; rows are
-    free
+    any thread                                   wait ──▶ all ranks have copied ──▶ whole rows ──▶ memory; rows free
 
 The loop blocks only if all rows are in flight; started steps continue meanwhile.
 
@@ -31,13 +30,13 @@ class Moves:
     """Moves blocks on all ranks at the same time: on this stage and on the following ones."""
 
     def __init__(self, group: Ranks | None, following: Ranks | None = None) -> None:
-        """group: the ranks of this stage, if there are several; behind: the link to the next stage."""
+        """group: the ranks of this stage, if there are several; following: the link to the next stage."""
         self._group, self._following = group, following
 
     def move(self, kind: OrderKind, pairs: bytes, own: Callable[[bytes], None]) -> None:
         """Send the order to the other ranks; ``own`` executes it on this rank."""
         if self._following is not None:
-            self._following.send_mail(kind, pairs, PAIR_BYTES)
+            self._following.send_items(kind, pairs, PAIR_BYTES)
         if self._group is None:
             own(pairs)
         else:

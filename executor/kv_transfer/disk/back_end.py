@@ -85,7 +85,7 @@ class DiskBackEnd(BackEnd):
     def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
         """See `BackEnd.store_tasks`. Places are freed first."""
         for place, key in zip(unpack_i32(requests.drops), requests.drop_keys, strict=True):
-            yield Task("store", requests.tables, partial(self._drop, place, key))
+            yield Task("store", requests.tables_epoch, partial(self._drop, place, key))
         for store in requests.stores:
             num_free = MAX_WAITING_BYTES // self._file.block_bytes - len(self.queues["store"])
             numbers = np.frombuffer(store.blocks, np.int32)[: max(0, num_free)]
@@ -94,7 +94,7 @@ class DiskBackEnd(BackEnd):
             self._refused += store.keys[len(taken) :]
             for place, key, block in zip(unpack_i32(store.places), store.keys, taken, strict=False):
                 run = partial(self._store, place, key, block, wait)
-                yield Task("store", requests.tables, run, len(block))
+                yield Task("store", requests.tables_epoch, run, len(block))
 
     def tasks(self, requests: KvTierRequests) -> Iterator[Task]:
         """See `BackEnd.tasks`."""
@@ -107,13 +107,13 @@ class DiskBackEnd(BackEnd):
         for fetch in requests.fetches:
             columns = zip(unpack_i32(fetch.positions), unpack_i32(fetch.host_blocks), fetch.keys, strict=True)
             for place, host_block, key in columns:
-                yield Task("fetch", requests.tables, partial(self._fetch, place, host_block, key))
+                yield Task("fetch", requests.tables_epoch, partial(self._fetch, place, host_block, key))
         for file in requests.files:
             if file.verb == "import":
                 for place in unpack_i32(file.places):
                     self._stored.pop(place, None)
             job = _Job(self._steps(file), FileResult(file.task_id))
-            yield Task("idle", requests.tables, partial(self._step, job))
+            yield Task("idle", requests.tables_epoch, partial(self._step, job))
 
     def cancel(self) -> None:
         """See `BackEnd.cancel`. Stores too: their places may get other contents. Places are still freed."""
@@ -160,7 +160,7 @@ class DiskBackEnd(BackEnd):
 
     def _step(self, job: _Job, task: Task) -> None:
         """Execute the next step of a job and report its end. A job of earlier tables is dropped."""
-        if task.tables != self.tables:
+        if task.tables_epoch != self.tables_epoch:
             return
         result, step = job.result, None
         try:
@@ -176,7 +176,7 @@ class DiskBackEnd(BackEnd):
         with self.changed:
             if step is not None:
                 self.queues["idle"].appendleft(task)
-            elif task.tables == self.tables:
+            elif task.tables_epoch == self.tables_epoch:
                 self.results.files.append(result)
                 self.report()
 
@@ -186,7 +186,7 @@ class DiskBackEnd(BackEnd):
                 self._stored[place] = key
             else:
                 result.keys.append(key)
-            if task.tables == self.tables:
+            if task.tables_epoch == self.tables_epoch:
                 results = self.results
                 (results.stored if is_stored else results.unstored).append(key)
                 if len(results.stored) + len(results.unstored) >= MAX_UNREPORTED["store"]:

@@ -23,7 +23,7 @@ from quintet.executor.kv_transfer.back_end import BackEnd, Task, copy_out
 from quintet.executor.kv_transfer.block_bytes import Bytes, Wait, WholeBlocks
 from quintet.executor.kv_transfer.kv_identity import parts_of, whole_of
 from quintet.executor.kv_transfer.store.chunk_format import ChunkFormat
-from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, KvConnector, open_connector
+from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, ObjectStore, open_connector
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.kv_tiers import Fetch, KvTierRequests, Search, SearchResult, Store, TierCapacity
@@ -38,7 +38,7 @@ LOG_INTERVAL_S = 60.0
 
 
 class StoreBackEnd(BackEnd):
-    """See `quintet.executor.kv_transfer.back_end`."""
+    """Stores KV blocks in a shared object store (`quintet.executor.kv_transfer.store.connector`)."""
 
     tier = "store"
     num_threads = 8
@@ -47,7 +47,7 @@ class StoreBackEnd(BackEnd):
     def __init__(
         self,
         blocks: WholeBlocks,
-        connector: KvConnector,
+        connector: ObjectStore,
         identity: bytes,
         num_staging_blocks: int,
         first_host_block: int,
@@ -80,7 +80,7 @@ class StoreBackEnd(BackEnd):
             content, blocks = self.format.new(len(store.keys))
             wait = copy_out(self.blocks, np.frombuffer(store.blocks, np.int32), blocks)
             run = partial(self._store, store, content, blocks, wait)
-            yield Task("store", requests.tables, run, len(content))
+            yield Task("store", requests.tables_epoch, run, len(content))
 
     def trim_stores(self) -> None:
         """See `BackEnd.trim_stores`: the new core counts only its own copies."""
@@ -103,7 +103,7 @@ class StoreBackEnd(BackEnd):
         begun_ns = time.monotonic_ns()
         counts = [self._num_present([self.format.name_of(key) for key in chain]) for chain in search.chains]
         with self.changed:
-            if task.tables != self.tables:
+            if task.tables_epoch != self.tables_epoch:
                 return
             found = SearchResult(search.request_id, pack_i32(count or 0 for count in counts))
             self.results.found.append(found)

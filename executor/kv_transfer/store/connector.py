@@ -24,7 +24,7 @@ MAX_DAMAGED = 4096
 """Maximum number of remembered damaged objects that could not be removed; forgotten ones are detected again."""
 
 
-class KvConnector(Protocol):
+class ObjectStore(Protocol):
     """A store of objects."""
 
     def count(self, names: Sequence[str]) -> int:
@@ -43,10 +43,10 @@ class KvConnector(Protocol):
         """Close connections and files."""
 
 
-def open_connector(config: KvStoreConfig) -> KvConnector:
+def open_connector(config: KvStoreConfig) -> ObjectStore:
     """Return the connector of a store. Raises `ConfigError` for an invalid configuration, not for an unreachable store."""
     module, _, name = connector_path(config.url).partition(":")
-    opener: Callable[[KvStoreConfig], KvConnector] = getattr(importlib.import_module(module), name)
+    opener: Callable[[KvStoreConfig], ObjectStore] = getattr(importlib.import_module(module), name)
     return opener(config)
 
 

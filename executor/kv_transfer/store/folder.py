@@ -47,7 +47,7 @@ def open_folder(config: KvStoreConfig) -> FolderStore:
 
 
 class FolderStore:
-    """See `quintet.executor.kv_transfer.store.connector.KvConnector`."""
+    """See `quintet.executor.kv_transfer.store.connector.ObjectStore`."""
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         """Raises `OSError` if the folder belongs to another user, or is not writable."""
@@ -63,12 +63,12 @@ class FolderStore:
     # --- the connector ---
 
     def count(self, names: Sequence[str]) -> int:
-        """See `KvConnector.count`."""
+        """See `ObjectStore.count`."""
         existing = itertools.takewhile(lambda name: self._size_of(name) is not None, names)
         return sum(1 for _ in existing)
 
     def put(self, name: str, content: memoryview) -> bool:
-        """See `KvConnector.put`. Raises `OSError`."""
+        """See `ObjectStore.put`. Raises `OSError`."""
         if self._size_of(name) == len(content):
             self._use(name)
             return True
@@ -90,7 +90,7 @@ class FolderStore:
         return is_whole
 
     def get(self, name: str, into: memoryview) -> bool:
-        """See `KvConnector.get`. Raises `OSError`."""
+        """See `ObjectStore.get`. Raises `OSError`."""
         try:
             file = open_own(name, os.O_RDONLY, self._folder)
         except FileNotFoundError:
@@ -104,11 +104,11 @@ class FolderStore:
         return is_there
 
     def drop(self, name: str) -> None:
-        """See `KvConnector.drop`."""
+        """See `ObjectStore.drop`."""
         self._remove(name)
 
     def close(self) -> None:
-        """See `KvConnector.close`."""
+        """See `ObjectStore.close`."""
         os.close(self._ledger)
         os.close(self._folder)
 

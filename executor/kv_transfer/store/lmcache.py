@@ -97,7 +97,7 @@ class _Exchange:
 
 
 class LmStore:
-    """See `quintet.executor.kv_transfer.store.connector.KvConnector`. Raises `OSError`."""
+    """See `quintet.executor.kv_transfer.store.connector.ObjectStore`. Raises `OSError`."""
 
     def __init__(self, host: str, port: int, timeout_s: float = TIMEOUT_S) -> None:
         self._address = host, port
@@ -108,7 +108,7 @@ class LmStore:
         """Damaged objects, treated as missing until overwritten."""
 
     def count(self, names: Sequence[str]) -> int:
-        """See `KvConnector.count`."""
+        """See `ObjectStore.count`."""
         for first in range(0, len(names), LOOKUP_BATCH):
             batch = names[first : first + LOOKUP_BATCH]
             with self._exchange() as exchange:
@@ -120,7 +120,7 @@ class LmStore:
         return len(names)
 
     def put(self, name: str, content: memoryview) -> bool:
-        """See `KvConnector.put`."""
+        """See `ObjectStore.put`."""
         if self.count([name]):
             return True
         with self._exchange() as exchange:
@@ -133,7 +133,7 @@ class LmStore:
         return is_there
 
     def get(self, name: str, into: memoryview) -> bool:
-        """See `KvConnector.get`."""
+        """See `ObjectStore.get`."""
         if name in self._damaged:
             return False
         with self._exchange() as exchange:
@@ -152,13 +152,13 @@ class LmStore:
             return False
 
     def drop(self, name: str) -> None:
-        """See `KvConnector.drop`."""
+        """See `ObjectStore.drop`."""
         if len(self._damaged) >= MAX_DAMAGED:
             self._damaged.pop()
         self._damaged.add(name)
 
     def close(self) -> None:
-        """See `KvConnector.close`."""
+        """See `ObjectStore.close`."""
         while (connection := self._take_idle()) is not None:
             connection.close()
 

@@ -94,7 +94,7 @@ def open_nixl(config: KvStoreConfig) -> NixlStore:
 
 
 class NixlStore:
-    """See `quintet.executor.kv_transfer.store.connector.KvConnector`. Raises NIXL's errors."""
+    """See `quintet.executor.kv_transfer.store.connector.ObjectStore`. Raises NIXL's errors."""
 
     def __init__(self, agent: Agent, prefix: str) -> None:
         """prefix: path before the names of all objects."""
@@ -110,7 +110,7 @@ class NixlStore:
         """Damaged objects, treated as missing until overwritten: NIXL cannot remove objects."""
 
     def count(self, names: Sequence[str]) -> int:
-        """See `KvConnector.count`."""
+        """See `ObjectStore.count`."""
         objects = [(0, 0, 0, self._path(name)) for name in names]
         with self._lock:
             known = self._agent.query_memory(objects, PLUGIN, mem_type=OBJECTS)
@@ -120,27 +120,27 @@ class NixlStore:
         return sum(1 for _ in remote)
 
     def put(self, name: str, content: memoryview) -> bool:
-        """See `KvConnector.put`."""
+        """See `ObjectStore.put`."""
         if not self.count([name]):
             self._move("WRITE", name, content)
             self._damaged.discard(name)
         return True
 
     def get(self, name: str, into: memoryview) -> bool:
-        """See `KvConnector.get`. A shorter object leaves the end of ``into`` undefined; the block hashes detect that."""
+        """See `ObjectStore.get`. A shorter object leaves the end of ``into`` undefined; the block hashes detect that."""
         if not self.count([name]):
             return False
         self._move("READ", name, into)
         return True
 
     def drop(self, name: str) -> None:
-        """See `KvConnector.drop`."""
+        """See `ObjectStore.drop`."""
         if len(self._damaged) >= MAX_DAMAGED:
             self._damaged.pop()
         self._damaged.add(name)
 
     def close(self) -> None:
-        """See `KvConnector.close`: the agent is released with its last reference."""
+        """See `ObjectStore.close`: the agent is released with its last reference."""
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name

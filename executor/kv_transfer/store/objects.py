@@ -61,7 +61,7 @@ def open_objects(config: KvStoreConfig) -> ObjectStore:
 
 
 class ObjectStore:
-    """See `quintet.executor.kv_transfer.store.connector.KvConnector`. Raises fsspec's errors."""
+    """See `quintet.executor.kv_transfer.store.connector.ObjectStore`. Raises fsspec's errors."""
 
     def __init__(self, files: FileSystem, path: str) -> None:
         """path: prefix of all objects."""
@@ -69,7 +69,7 @@ class ObjectStore:
         self._path = path.rstrip("/")
 
     def count(self, names: Sequence[str]) -> int:
-        """See `KvConnector.count`. Assumes that all objects before an existing one exist."""
+        """See `ObjectStore.count`. Assumes that all objects before an existing one exist."""
         return count_first(len(names), lambda indexes: self._exist([names[each] for each in indexes]))
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
@@ -99,7 +99,7 @@ class ObjectStore:
             return None
 
     def put(self, name: str, content: memoryview) -> bool:
-        """See `KvConnector.put`."""
+        """See `ObjectStore.put`."""
         if self._size_of(name) == len(content):
             return True
         path = f"{self._path}/{name}"
@@ -118,7 +118,7 @@ class ObjectStore:
                 self._files.mkdir("/".join([self._path, *folders[:depth]]), create_parents=False)
 
     def get(self, name: str, into: memoryview) -> bool:
-        """See `KvConnector.get`."""
+        """See `ObjectStore.get`."""
         try:
             content = self._files.cat_file(f"{self._path}/{name}")
         except FileNotFoundError:
@@ -129,12 +129,12 @@ class ObjectStore:
         return True
 
     def drop(self, name: str) -> None:
-        """See `KvConnector.drop`."""
+        """See `ObjectStore.drop`."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(f"{self._path}/{name}")
 
     def close(self) -> None:
-        """See `KvConnector.close`: connections close with the process."""
+        """See `ObjectStore.close`: connections close with the process."""
 
 
 def count_first(number: int, exist: Callable[[Sequence[int]], Sequence[bool]]) -> int:

@@ -137,7 +137,7 @@ class AttentionLayer:
         return Heads(self.num_heads, self.num_kv_heads, self.head_dim, self.value_width)
 
     @property
-    def sight(self) -> AttentionWindow:
+    def attention_window(self) -> AttentionWindow:
         """The visible range of a token."""
         return AttentionWindow(self.window, self.chunk)
 

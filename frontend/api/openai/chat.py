@@ -42,7 +42,7 @@ from quintet.frontend.resume.stream_state import FROM_START, Answer, StreamCurso
 from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
 from quintet.frontend.streams import OutputDelta
-from quintet.wire.channels import Span
+from quintet.wire.channels import TextSpan
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import Started
 from quintet.wire.request import RequestSpec
@@ -78,9 +78,9 @@ async def chat_completions(service: Service, http_request: HttpRequest) -> None:
     reject_unsupported(body)
     session = session_of(http_request, body.user)
     if body.use_beam_search:
-        prompts, gives_way = [prompt], parse.chat_max_tokens(body) is None
+        prompts, clamps_max_tokens = [prompt], parse.chat_max_tokens(body) is None
         request = BeamRequest(
-            prompts, body, params, "messages", gives_way, options, deadline_ns, session, parsing
+            prompts, body, params, "messages", clamps_max_tokens, options, deadline_ns, session, parsing
         )
         if body.stream:
             shape = chat_shape(answer.role, prefix, channels)
@@ -181,7 +181,7 @@ def _response_json(outputs: list[Output], submissions: Submissions, how: ChatAns
     return answer
 
 
-def message_of(index: int, text: str, spans: Sequence[Span], how: ChatAnswer) -> dict[str, object]:
+def message_of(index: int, text: str, spans: Sequence[TextSpan], how: ChatAnswer) -> dict[str, object]:
     """Return the message of an unstreamed choice."""
     if how.channels is None:
         return {"role": how.role, "content": how.prefix + text, "refusal": None}

@@ -76,11 +76,13 @@ class FakeBackEnd:
         host: MutableMapping[int, Content],
     ) -> None:
         """Apply requests at once, answer later. device, host: contents of their blocks."""
-        assert requests.tables == capacity.tables and requests.tier == self.tier
+        assert requests.tables_epoch == capacity.tables_epoch and requests.tier == self.tier
         first = capacity.num_host_blocks
         for each in takewhile(lambda each: each.tier != self.tier, capacity.tiers):
             first += each.num_staging_blocks
-        results = KvTierResults(capacity.executor_epoch, requests.tables, self.tier, fetch_ns=1, search_ns=1)
+        results = KvTierResults(
+            capacity.executor_epoch, requests.tables_epoch, self.tier, fetch_ns=1, search_ns=1
+        )
         for place, key in zip(codec.unpack_i32(requests.drops), requests.drop_keys, strict=True):
             self.drop(place, key)
         for store in requests.stores:
@@ -184,7 +186,7 @@ class FakeDisk(FakeBackEnd):
         self.answers.clear()
         places = sorted(self.contents)
         keys = [self.contents[place][0] for place in places]
-        kept = StoredBlocks(capacity.executor_epoch, capacity.tables, codec.pack_i32(places), keys)
+        kept = StoredBlocks(capacity.executor_epoch, capacity.tables_epoch, codec.pack_i32(places), keys)
         engine.tier_client.add_stored(kept)
 
     def drop(self, place: int, key: bytes) -> None:

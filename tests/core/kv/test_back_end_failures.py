@@ -164,7 +164,7 @@ def test_slow_back_end_is_limited_by_total_timeout(case: Case) -> None:
         case.world.apply(case.world.engine.expire(case.world.now))
         one = pack_i32([blocks.pop()]) if len(blocks) > 9 * case.num_blocks - 3 else b""
         case.world.engine.kv_results(
-            KvTierResults(whole.executor_epoch, whole.tables, case.tier, fetched=one)
+            KvTierResults(whole.executor_epoch, whole.tables_epoch, case.tier, fetched=one)
         )
         case.world.plan()
     assert FETCH_TIMEOUT_NS < case.world.now - start_ns <= MAX_FETCH_NS + FETCH_TIMEOUT_NS
@@ -209,7 +209,7 @@ def test_results_of_another_back_end_are_ignored(case: Case) -> None:
     case.begin_fetch(2)
     real = case.back_end.answers[0]
     other: TierName = "disk" if case.tier != "disk" else "peer"
-    lie = KvTierResults(real.executor_epoch, real.tables, other, [b"k" * 32], fetched=real.fetched)
+    lie = KvTierResults(real.executor_epoch, real.tables_epoch, other, [b"k" * 32], fetched=real.fetched)
     case.world.engine.kv_results(lie)
     assert case.world.plan() is None, "the request still waits"
     case.world.run()
@@ -221,7 +221,7 @@ def test_unexpected_results_are_ignored(case: Case) -> None:
     capacity, first = case.world.executor.capacity, case.world.executor.capacity.num_host_blocks
     numbers = pack_i32(range(first, first + 8))
     lie = KvTierResults(
-        *(capacity.executor_epoch, capacity.tables, case.tier, [b"k" * 32], [b"l" * 32]),
+        *(capacity.executor_epoch, capacity.tables_epoch, case.tier, [b"k" * 32], [b"l" * 32]),
         fetched=numbers,
         missed=numbers,
         lost=[b"m" * 32],

@@ -50,7 +50,7 @@ class Group:
         self.ranks = [
             Ranks(memories[rank * count // size], Share(rank, size), shape, spins=0) for rank in range(size)
         ]
-        self.meetings = [
+        self.collectives = [
             HostCollectives(library, memory, shape, executor, host, self.rung.set)
             for host, memory in enumerate(memories)
         ]
@@ -63,14 +63,14 @@ class Group:
         """Do the work of a hub and members after a wakeup."""
         self.rung.wait(0.05)
         self.rung.clear()
-        for each in self.meetings:
+        for each in self.collectives:
             for other, frames in each.newly_completed():
                 message = self._decoder.decode(frames[0])
                 self.carried.append((other, message))
                 if isinstance(message, CollectiveRows):
-                    self.meetings[other].take_rows(message, memoryview(bytes(frames[1])))
+                    self.collectives[other].take_rows(message, memoryview(bytes(frames[1])))
                 else:
-                    self.meetings[other].take_done(message)
+                    self.collectives[other].take_done(message)
 
     def run(self, work: Callable[[Ranks], None]) -> None:
         """Run a function on each rank, and carry messages until all end."""
@@ -169,10 +169,10 @@ def test_invalid_rows_are_rejected(changes: dict[str, int], size: int, programs:
     group = Group(2, 2)
     group.run(lambda mine: leave(programs, mine))
     right = next(message for to, message in group.carried if to == 0 and isinstance(message, CollectiveRows))
-    group.meetings[0].take_rows(right, memoryview(bytes(2 * right.row_bytes)))
+    group.collectives[0].take_rows(right, memoryview(bytes(2 * right.row_bytes)))
     right = msgspec.structs.replace(right, row_bytes=16, stride=16)
     with pytest.raises(InvalidMessage, match="sent rows"):
-        group.meetings[0].take_rows(msgspec.structs.replace(right, **changes), memoryview(bytes(size)))
+        group.collectives[0].take_rows(msgspec.structs.replace(right, **changes), memoryview(bytes(size)))
 
 
 def test_orders_reach_ranks_on_both_hosts_and_wait_for_all() -> None:
@@ -193,9 +193,9 @@ def test_orders_reach_ranks_on_both_hosts_and_wait_for_all() -> None:
 
     def send_all() -> None:
         first.wait_for_all()
-        for kind, mail in orders:
-            if mail:
-                first.send_mail(kind, mail, len(mail))
+        for kind, items in orders:
+            if items:
+                first.send_items(kind, items, len(items))
             else:
                 first.send_idle_task()
             first.wait_for_all()
@@ -206,7 +206,7 @@ def test_orders_reach_ranks_on_both_hosts_and_wait_for_all() -> None:
         mine.done()
         for kind, _ in orders:
             order = mine.receive(step)
-            received[rank].append((order.kind, mine.mail(order) if kind is not OrderKind.IDLE_TASK else b""))
+            received[rank].append((order.kind, mine.items(order) if kind is not OrderKind.IDLE_TASK else b""))
             mine.done()
 
     threads = [threading.Thread(target=send_all, daemon=True)]
@@ -232,7 +232,7 @@ def test_orders_reach_ranks_on_both_hosts_and_wait_for_all() -> None:
 
 def test_a_skipped_collective_is_rejected() -> None:
     group = Group(2, 2)
-    group.meetings[0].take_done(CollectivesDone(1, 0, 1))
-    for meetings in (1, 3, -1):
-        with pytest.raises(InvalidMessage, match=f"reports collective {meetings} after 1"):
-            group.meetings[0].take_done(CollectivesDone(1, 0, meetings))
+    group.collectives[0].take_done(CollectivesDone(1, 0, 1))
+    for collectives in (1, 3, -1):
+        with pytest.raises(InvalidMessage, match=f"reports collective {collectives} after 1"):
+            group.collectives[0].take_done(CollectivesDone(1, 0, collectives))

@@ -141,7 +141,7 @@ def test_orders_in_flight_are_limited_as_on_one_host() -> None:
     def send_all() -> None:
         bridge.sending_rank.wait_for_all()
         for each in pairs:
-            bridge.sending_rank.send_mail(OrderKind.COPY_BLOCKS, each, 8)
+            bridge.sending_rank.send_items(OrderKind.COPY_BLOCKS, each, 8)
         bridge.sending_rank.wait_for_all()
 
     sending_rank = in_background(send_all)
@@ -150,12 +150,12 @@ def test_orders_in_flight_are_limited_as_on_one_host() -> None:
         while bridge.carry() is None:
             pass
         order = bridge.receiving_rank.receive(step.address)
-        assert bridge.receiving_rank.mail(order) == pairs[count]
+        assert bridge.receiving_rank.items(order) == pairs[count]
     assert bridge.receiver.take() is None, "a third order exceeds the depth"
     bridge.receiving_rank.done()
     while bridge.carry() is None:
         pass
-    assert bridge.receiving_rank.mail(bridge.receiving_rank.receive(step.address)) == pairs[2]
+    assert bridge.receiving_rank.items(bridge.receiving_rank.receive(step.address)) == pairs[2]
     bridge.receiving_rank.done()
     while sending_rank.is_alive():
         bridge.wakeup.wait(0.05)
@@ -223,7 +223,7 @@ def test_invalid_orders_are_rejected() -> None:
         ("no part of a step", order(begin=2), content, payload),
         ("an order of ranks within a stage", order(kind=OrderKind.EMBEDS), content, payload),
         ("half a pair", order(kind=OrderKind.COPY_BLOCKS, end=4), b"\0" * 4, b""),
-        ("more mail than it says", order(kind=OrderKind.COPY_BLOCKS, end=8), b"\0" * 16, b""),
+        ("more items than it says", order(kind=OrderKind.COPY_BLOCKS, end=8), b"\0" * 16, b""),
     ):
         with pytest.raises(InvalidMessage, match="link 0"):
             bridge.sender.send_order(sent, memoryview(arrays), memoryview(states))

@@ -124,22 +124,22 @@ def test_every_rank_adds_all_sums_in_the_order_of_the_ranks(dtype: torch.dtype) 
         assert torch.equal(results[:, rank], expected), rank
 
 
-def test_orders_with_mail_are_sent_without_waiting_up_to_the_depth() -> None:
+def test_orders_with_items_are_sent_without_waiting_up_to_the_depth() -> None:
     """Blocks are copied and swapped while the pipeline stays full."""
     sender, receiver = ranks_of(2, depth=2)
     receiver.done()  # is ready
-    mails = (bytes(range(8)), bytes(range(8, 24)))
+    sent = (bytes(range(8)), bytes(range(8, 24)))
 
     def send_all() -> None:
-        for mail in mails:
-            sender.send_mail(OrderKind.COPY_BLOCKS, mail, 8)
+        for items in sent:
+            sender.send_items(OrderKind.COPY_BLOCKS, items, 8)
 
     thread = threading.Thread(target=send_all, daemon=True)
     thread.start()
     thread.join(DEADLINE_S)
     assert not thread.is_alive(), "the sender waits for an order that was not received"
-    for mail in mails:
-        assert receiver.mail(receiver.receive(ctypes.byref(CStep()))) == mail
+    for items in sent:
+        assert receiver.items(receiver.receive(ctypes.byref(CStep()))) == items
         receiver.done()
 
 
@@ -183,7 +183,7 @@ def test_barriers_continue_after_their_counter_wraps(spins: int) -> None:
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_shared_memory_is_counted_as_mapped(experts: bool, tmp_path: Path) -> None:
-    """Except mail, step arrays and tables, which are no larger than the mail."""
+    """Except items, step arrays and tables, which are no larger than the items."""
     library = open_library()
     assert library is not None
     routed = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6, "num_experts_per_tok": 2}
@@ -196,9 +196,9 @@ def test_shared_memory_is_counted_as_mapped(experts: bool, tmp_path: Path) -> No
     config = resolve(options, tmp_path).config
     shape = shape_of(config)
     ranks = RanksLibrary(library)
-    mail_bytes = 4 * ranks.mail_ints
+    item_bytes = 4 * ranks.item_ints
     rest = ranks.num_bytes(ctypes.byref(shape)) - config.executor.shared_bytes
-    assert mail_bytes <= rest < 2 * mail_bytes
+    assert item_bytes <= rest < 2 * item_bytes
 
 
 def test_each_order_is_received_with_its_step() -> None:

@@ -25,7 +25,7 @@ from quintet.executor.kv_transfer.peers import kv_server
 from quintet.executor.kv_transfer.peers.back_end import PeerBackEnd
 from quintet.executor.kv_transfer.peers.kv_server import OfferedBlocks
 from quintet.executor.kv_transfer.store.back_end import StoreBackEnd
-from quintet.executor.kv_transfer.store.connector import KvConnector, open_connector
+from quintet.executor.kv_transfer.store.connector import ObjectStore, open_connector
 from quintet.executor.kv_transfer.store.folder import FolderStore
 from quintet.executor.kv_transfer.store.nixl import NixlStore
 from quintet.executor.kv_transfer.store.objects import ObjectStore
@@ -125,7 +125,7 @@ class Rig:
         fetched, missed = list[int](), list[int]()
         while len(fetched) + len(missed) < 2:
             results = self.results()
-            assert (results.tier, results.tables) == (self.tier, tables)
+            assert (results.tier, results.tables_epoch) == (self.tier, tables)
             fetched += unpack_i32(results.fetched)
             missed += unpack_i32(results.missed)
         return sorted(fetched), sorted(missed)
@@ -194,26 +194,26 @@ class StoreRig(Rig):
         self.monkeypatch.setattr(connector, "get", self.fault.wrap(connector.get))
         return StoreBackEnd(BlockBytes(self.layers), connector, identity, 4, FIRST, 1 << 20)
 
-    def connector(self) -> KvConnector:
+    def connector(self) -> ObjectStore:
         """Return a connector to the store."""
         return FolderStore(self.folder / "store", 1 << 20)
 
 
 class FsspecRig(StoreRig):
-    def connector(self) -> KvConnector:
+    def connector(self) -> ObjectStore:
         (self.folder / "objects").mkdir(exist_ok=True)
         return ObjectStore(fsspec.filesystem("local"), str(self.folder / "objects"))
 
 
 class LmCacheRig(StoreRig):
-    def connector(self) -> KvConnector:
+    def connector(self) -> ObjectStore:
         if not hasattr(self, "server"):
             self.server = self.closed.enter_context(stub_server())
         return open_connector(KvStoreConfig(url=self.server.url, waiting_bytes=1, staging_bytes=1))
 
 
 class NixlRig(StoreRig):
-    def connector(self) -> KvConnector:
+    def connector(self) -> ObjectStore:
         if not hasattr(self, "agent"):
             self.agent = StubAgent()
         return NixlStore(self.agent, "prefix")

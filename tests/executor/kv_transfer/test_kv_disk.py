@@ -123,7 +123,7 @@ def test_stores_beyond_the_disk_speed_are_dropped(tmp_path: Path, monkeypatch: p
 def test_results_belong_to_the_current_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
     bench.disk.order(stores(0, 2, 5))
-    assert bench.answers().tables == 0
+    assert bench.answers().tables_epoch == 0
     gate = Gate(bench.file, monkeypatch)
     bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
     gate.wait()  # it is being written when the tables are reset
@@ -131,7 +131,7 @@ def test_results_belong_to_the_current_tables(tmp_path: Path, monkeypatch: pytes
     bench.disk.order(stores(1, 4, 7, keys=KEYS[2:3]))
     gate.open()
     answers = bench.answers()
-    assert (answers.tables, answers.stored, answers.unstored) == (1, KEYS[2:3], [])
+    assert (answers.tables_epoch, answers.stored, answers.unstored) == (1, KEYS[2:3], [])
     assert bench.disk.stored() == [(5, KEYS[0]), (6, KEYS[1]), (7, KEYS[2])]
     bench.disk.close()
 

@@ -17,7 +17,7 @@ from quintet.executor.kv_transfer.block_bytes import BlockBytes
 from quintet.executor.kv_transfer.store import back_end
 from quintet.executor.kv_transfer.store.back_end import StoreBackEnd
 from quintet.executor.kv_transfer.store.chunk_format import ChunkFormat
-from quintet.executor.kv_transfer.store.connector import KvConnector, open_connector
+from quintet.executor.kv_transfer.store.connector import ObjectStore, open_connector
 from quintet.executor.kv_transfer.store.folder import FolderStore
 from quintet.executor.kv_transfer.store.objects import ObjectStore
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -33,7 +33,7 @@ class Bench:
     """Two layers of KV memory with a store, and the loop that waits for its results."""
 
     def __init__(
-        self, connector: KvConnector, identity: bytes = IDENTITY, waiting_bytes: int = 1 << 20
+        self, connector: ObjectStore, identity: bytes = IDENTITY, waiting_bytes: int = 1 << 20
     ) -> None:
         self.layers = [
             torch.arange(NUM_BLOCKS * LAYER_BYTES).reshape(NUM_BLOCKS, -1).to(torch.uint8) + layer
@@ -78,7 +78,7 @@ def get(name: bytes, num_blocks: int, *wanted: tuple[int, int, bytes], tables: i
 class Gate:
     """A connector with operations that block until the event is set, or that raise an error."""
 
-    def __init__(self, inner: KvConnector, held: str = "", error: Exception | None = None) -> None:
+    def __init__(self, inner: ObjectStore, held: str = "", error: Exception | None = None) -> None:
         self.inner, self.held, self.error = inner, held, error
         self.reached, self.opened = threading.Event(), threading.Event()
         self.calls: list[str] = []
@@ -120,18 +120,18 @@ def of_fsspec(path: Path) -> ObjectStore:
     return ObjectStore(fsspec.filesystem("local"), str(path / "objects"))
 
 
-def of_lmcache(server: StubServer) -> KvConnector:
+def of_lmcache(server: StubServer) -> ObjectStore:
     return open_connector(KvStoreConfig(url=server.url, waiting_bytes=1, staging_bytes=1))
 
 
 @pytest.fixture(params=[folder, of_fsspec])
-def in_files(request: pytest.FixtureRequest, tmp_path: Path) -> KvConnector:
-    made: Callable[[Path], KvConnector] = request.param
+def in_files(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    made: Callable[[Path], ObjectStore] = request.param
     return made(tmp_path)
 
 
 @pytest.fixture(params=[folder, of_fsspec, None])
-def connector(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KvConnector]:
+def connector(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
     if request.param is not None:
         yield request.param(tmp_path)
         return
@@ -141,7 +141,7 @@ def connector(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KvConn
         opened.close()
 
 
-def test_another_server_reads_blocks_as_they_were_when_stored(connector: KvConnector) -> None:
+def test_another_server_reads_blocks_as_they_were_when_stored(connector: ObjectStore) -> None:
     bench, other = Bench(connector), Bench(connector)
     before = [layer.clone() for layer in bench.layers]
     bench.store.order(store([2, 3], KEYS[:2]))
@@ -164,7 +164,7 @@ def test_another_server_reads_blocks_as_they_were_when_stored(connector: KvConne
 
 
 @pytest.mark.parametrize("wrong", ["key", "position", "length", "identity"])
-def test_foreign_content_is_a_miss(wrong: str, connector: KvConnector) -> None:
+def test_foreign_content_is_a_miss(wrong: str, connector: ObjectStore) -> None:
     bench = Bench(connector)
     assert bench.put([2, 3], KEYS[:2])
     reader = Bench(connector, b"v" * 32 if wrong == "identity" else IDENTITY)
@@ -176,7 +176,7 @@ def test_foreign_content_is_a_miss(wrong: str, connector: KvConnector) -> None:
 
 
 def test_a_damaged_chunk_is_a_miss_and_stored_again(
-    tmp_path: Path, in_files: KvConnector, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, in_files: ObjectStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = Bench(in_files)
     assert bench.put([2, 3], KEYS[:2])

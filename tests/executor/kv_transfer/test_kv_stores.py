@@ -17,7 +17,7 @@ import fsspec
 import pytest
 
 from quintet.executor.kv_transfer.store import connector as connector_module
-from quintet.executor.kv_transfer.store.connector import KvConnector, open_connector
+from quintet.executor.kv_transfer.store.connector import ObjectStore, open_connector
 from quintet.executor.kv_transfer.store.folder import SUBFOLDER, FolderStore
 from quintet.executor.kv_transfer.store.objects import NUM_PARALLEL_LOOKUPS, ObjectStore, count_first
 from quintet.wire.config import KvStoreConfig
@@ -31,11 +31,11 @@ def config(url: str, size_bytes: int = 0) -> KvStoreConfig:
     return KvStoreConfig(url=url, size_bytes=size_bytes, waiting_bytes=1, staging_bytes=1)
 
 
-def put(store: KvConnector, number: int) -> bool:
+def put(store: ObjectStore, number: int) -> bool:
     return store.put(NAMES[number], memoryview(CONTENT[number]))
 
 
-def has(store: KvConnector, number: int) -> bool:
+def has(store: ObjectStore, number: int) -> bool:
     into = bytearray(1000)
     return store.get(NAMES[number], memoryview(into)) and bytes(into) == CONTENT[number]
 
@@ -199,7 +199,7 @@ def test_an_installed_package_can_provide_a_connector(
     opened.close()
 
 
-def plugin(config: KvStoreConfig) -> KvConnector:
+def plugin(config: KvStoreConfig) -> ObjectStore:
     """A connector that a package would provide."""
     return FolderStore(Path(config.url.removeprefix("plugin://")), 10_000)
 

@@ -33,19 +33,19 @@ def forced(drawer: Drawer) -> int | None:
     bound = drawer.params.thinking_bound
     assert bound is not None
     outputs = drawer.outputs
-    found = [(at, i) for i, way in enumerate(bound.ways) if (at := place(outputs, way.opens)) is not None]
+    found = [(at, i) for i, way in enumerate(bound.formats) if (at := place(outputs, way.opens)) is not None]
     at, way = min(found, default=(None, 0))
-    if bound.open_way is not None:
-        way, begin = bound.open_way, len(bound.ways[min(found)[1]].opens) if at == 0 else 0
+    if bound.open_format is not None:
+        way, begin = bound.open_format, len(bound.formats[min(found)[1]].opens) if at == 0 else 0
     elif at is None:
         return None
     else:
-        begin = at + len(bound.ways[way].opens)
+        begin = at + len(bound.formats[way].opens)
     thought = outputs[: begin + bound.max_tokens]
     if any(place(thought, close, begin) is not None for close in bound.closes):
         return None
     number = len(outputs) - begin - bound.max_tokens
-    return bound.ways[way].forced[number] if 0 <= number < len(bound.ways[way].forced) else None
+    return bound.formats[way].forced[number] if 0 <= number < len(bound.formats[way].forced) else None
 
 
 def test_the_end_is_forced_when_the_budget_is_used() -> None:

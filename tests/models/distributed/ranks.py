@@ -84,7 +84,11 @@ def in_ranks(
     gc.collect()  # ranks of other tests lie in cycles, each with descriptors of its memory and of its checkpoint
     requested = (folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space)
     config = change(config_of(*requested, experts=experts, **switches))
-    memories = [range(stages * (size > 1)), range(stages * (stages > 1)), range(config.cache.leaves)]
+    memories = [
+        range(stages * (size > 1)),
+        range(stages * (stages > 1)),
+        range(config.cache.has_remote_tiers),
+    ]
     memory = RankMemory(*(tuple(os.memfd_create("ranks") for _ in each) for each in memories))
     is_over = threading.Event()
 

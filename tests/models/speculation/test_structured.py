@@ -28,7 +28,7 @@ OPENS, CLOSES = [11, 12], [13]
 
 def budget(most: int, *, is_open: bool) -> ThinkingBound:
     ways = [Thinking(OPENS, [7, 8, *CLOSES])]
-    return ThinkingBound(most, ways, [CLOSES], open_way=0 if is_open else None)
+    return ThinkingBound(most, ways, [CLOSES], open_format=0 if is_open else None)
 
 
 def reasoned(pattern: str) -> StructuredOutputsParams:

@@ -36,7 +36,7 @@ from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadSca
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class OpRange:
     """Range of program operations that one recorded operation emits: one, or two with quantized weights."""
 
     name: str
@@ -48,7 +48,7 @@ class Span:
 class RecordedGraph:
     """Offsets into the program."""
 
-    spans: list[Span]
+    spans: list[OpRange]
     """One per operation that remains after fusion, in order."""
     parts: list[int]
     """Index of the first operation of each marked part."""
@@ -467,7 +467,7 @@ class GraphBuilder:
             if operation is not None:
                 planner.assign(number, operation)
                 operation.emit()
-                spans.append(Span(operation.name, begin, self._library.size(self.handle)))
+                spans.append(OpRange(operation.name, begin, self._library.size(self.handle)))
         self.memory = planner.memory
         return RecordedGraph(spans, parts)
 

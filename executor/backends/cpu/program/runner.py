@@ -18,7 +18,7 @@ from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import Rows, SlotTables
-from quintet.process.runtime import Span, no_span
+from quintet.process.runtime import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 
 
@@ -43,7 +43,7 @@ class OpBalance:
 class ProgramRunner:
     """A model's program, its KV memory, and the current step."""
 
-    def __init__(self, stage: Stage, config: EngineConfig, span: Span = no_span) -> None:
+    def __init__(self, stage: Stage, config: EngineConfig, span: TraceSpan = no_span) -> None:
         """stage: with all layers. In a tensor-parallel model only rank 0 has a runner; the others execute its orders.
 
         The caller fills ``stage.received_hidden`` before each step if there is one (a draft head).

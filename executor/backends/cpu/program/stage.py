@@ -141,10 +141,10 @@ class Stage:
         if self._balancer is not None:
             self._balancer.run_idle_task()
 
-    def move_ordered(self, mail: bytes) -> None:
+    def move_ordered(self, items: bytes) -> None:
         """Take part in an expert copy that rank 0 ordered."""
         assert self._copies is not None, "an expert copy was ordered, but this stage has no slots for copies"
-        self._copies.move_ordered(mail)
+        self._copies.move_ordered(items)
 
     def _copied(self) -> tuple[int, int]:
         return (0, 0) if self._balancer is None else (self._balancer.num_copies, self._balancer.bytes_moved)
@@ -156,7 +156,7 @@ class Stage:
         if self._ranks is not None:
             records = np.zeros(len(embeds.tokens), vector_records(self._embedded.shape[1], self.dtype))
             records["token"], records["vector"] = embeds.tokens, embeds.vectors.contiguous().view(torch.uint8)
-            self._ranks.send_mail(OrderKind.EMBEDS, records.tobytes(), records.itemsize)
+            self._ranks.send_items(OrderKind.EMBEDS, records.tobytes(), records.itemsize)
         embeds.put(self._embedded)
 
     def wait_for_ranks(self) -> None:
@@ -170,9 +170,9 @@ class Stage:
         self.rotations.reach(length)
         self.library.run(self.program, step, begin, end)
 
-    def put_ordered(self, mail: bytes) -> None:
+    def put_ordered(self, items: bytes) -> None:
         """Replace rows of the embedding, as rank 0 does."""
         assert self._embedded is not None, "another stage has the embedding"
-        records = np.frombuffer(mail, vector_records(self._embedded.shape[1], self.dtype))
+        records = np.frombuffer(items, vector_records(self._embedded.shape[1], self.dtype))
         vectors = torch.from_numpy(records["vector"].copy()).view(self.dtype)
         StepEmbeds(torch.from_numpy(records["token"].astype(np.int64)), vectors).put(self._embedded)

@@ -41,7 +41,7 @@ class AttentionPlans:
                 fixed_splits=config.executor.batch_invariant,
                 value_dim=heads.value_width,
                 attention_windows=tuple(
-                    dict.fromkeys(layer.sight for layer in layers if layer.heads == heads)
+                    dict.fromkeys(layer.attention_window for layer in layers if layer.heads == heads)
                 ),
             )
             for heads in dict.fromkeys(layer.heads for layer in layers)

@@ -116,7 +116,9 @@ class RankBroadcaster:
 
     def _send(self, order: Order) -> None:
         encoded = msgspec.msgpack.encode(order)
-        self._ranks.send_mail(OrderKind.ON_DEVICE, len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded, 1)
+        self._ranks.send_items(
+            OrderKind.ON_DEVICE, len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded, 1
+        )
 
 
 class RankReceiver:
@@ -139,6 +141,6 @@ class RankReceiver:
     def _part(self) -> bytes:
         order = self._ranks.receive(ctypes.byref(self._no_step))
         assert order.kind == OrderKind.ON_DEVICE, order.kind
-        part = self._ranks.mail(order)
+        part = self._ranks.items(order)
         self._ranks.done()
         return part

@@ -14,7 +14,7 @@ from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import Rows, SlotTables
-from quintet.process.runtime import Span, no_span
+from quintet.process.runtime import TraceSpan, no_span
 from quintet.wire.config import SchedulerConfig
 
 MAX_OUTPUTS = 256
@@ -31,7 +31,7 @@ class HostRunner:
         model: TransformersModel,
         kv: KvMemory,
         limits: SchedulerConfig,
-        span: Span = no_span,
+        span: TraceSpan = no_span,
     ) -> None:
         """Raises ConfigError if the kernels do not support the layers' heads or the block size."""
         self._span = span
