@@ -1,7 +1,8 @@
 """Admission control: limits on live requests and on their pending tokens, from the end of start-up until drain.
 
-Overload is rejected here; the core rejects requests that would miss their deadline, that are too long, or that crashed executors. After admission, sends never
-block. A worker under replacement is no reason to reject: the request waits for it.
+Overload is rejected here; the core rejects requests that would miss their deadline, that are too long, or that crashed
+executors. After admission, sends never block. A worker under replacement is no reason to reject: the request waits for
+it.
 """
 
 from __future__ import annotations

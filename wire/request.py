@@ -68,8 +68,9 @@ class KvTransfer(msgspec.Struct, array_like=True):
 
 
 class RequestSpec(msgspec.Struct, array_like=True):
-    """Inside `Submit` and `Admit`: all of a request except prompt and routing. The tokenizer replaces ``params`` (grammar, thinking budget, stop ids).
+    """Inside `Submit` and `Admit`: all of a request except prompt and routing.
 
+    The tokenizer replaces ``params`` (grammar, thinking budget, stop ids).
     Fields of the attempt (``choice`` … ``attempt``, ``topology``) change between attempts: see `Submit`.
     """
 

@@ -36,7 +36,7 @@ class PacedChunks:
     Computing it per prompt would take quadratic time.
     """
 
-    __slots__ = ("_unused_budget", "_step")
+    __slots__ = ("_step", "_unused_budget")
 
     def __init__(self) -> None:
         self._step: int | None = None

@@ -40,7 +40,7 @@ class FileSystem(Protocol):
         """Create a folder, if the storage has folders."""
 
 
-def open_objects(config: KvStoreConfig) -> ObjectStore:
+def open_objects(config: KvStoreConfig) -> FsspecStore:
     """See `quintet.executor.kv_transfer.store.connector.open_connector`."""
     scheme = config.url.partition(":")[0]
     try:
@@ -57,10 +57,10 @@ def open_objects(config: KvStoreConfig) -> ObjectStore:
             f"--kv-store {config.url}: the package for {scheme} failed to start ({type(error).__name__}): check the account and"
             " credentials in the environment or in its files"
         ) from None
-    return ObjectStore(files, path)
+    return FsspecStore(files, path)
 
 
-class ObjectStore:
+class FsspecStore:
     """See `quintet.executor.kv_transfer.store.connector.ObjectStore`. Raises fsspec's errors."""
 
     def __init__(self, files: FileSystem, path: str) -> None:

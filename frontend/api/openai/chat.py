@@ -78,9 +78,9 @@ async def chat_completions(service: Service, http_request: HttpRequest) -> None:
     reject_unsupported(body)
     session = session_of(http_request, body.user)
     if body.use_beam_search:
-        prompts, clamps_max_tokens = [prompt], parse.chat_max_tokens(body) is None
+        prompts, is_clamped = [prompt], parse.chat_max_tokens(body) is None
         request = BeamRequest(
-            prompts, body, params, "messages", clamps_max_tokens, options, deadline_ns, session, parsing
+            prompts, body, params, "messages", is_clamped, options, deadline_ns, session, parsing
         )
         if body.stream:
             shape = chat_shape(answer.role, prefix, channels)

@@ -74,10 +74,8 @@ async def completions(service: Service, http_request: HttpRequest) -> None:
     kv_transfer = take_kv_transfer(body, len(prompts), config) if body.kv_transfer_params else None
     parse.reject_unsupported(body)
     if body.use_beam_search:
-        clamps_max_tokens = body.max_tokens is None
-        request = BeamRequest(
-            prompts, body, params, "prompt", clamps_max_tokens, options, deadline_ns, session
-        )
+        is_clamped = body.max_tokens is None
+        request = BeamRequest(prompts, body, params, "prompt", is_clamped, options, deadline_ns, session)
         if body.stream:
             await stream_beams(service, http_request, request, partial(ChunkWriter, SHAPE))
             return

@@ -28,7 +28,7 @@ from quintet.executor.kv_transfer.store.back_end import StoreBackEnd
 from quintet.executor.kv_transfer.store.connector import ObjectStore, open_connector
 from quintet.executor.kv_transfer.store.folder import FolderStore
 from quintet.executor.kv_transfer.store.nixl import NixlStore
-from quintet.executor.kv_transfer.store.objects import ObjectStore
+from quintet.executor.kv_transfer.store.objects import FsspecStore
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.kv_tiers import Fetch, KvTierRequests, KvTierResults, Store, TierName
@@ -202,7 +202,7 @@ class StoreRig(Rig):
 class FsspecRig(StoreRig):
     def connector(self) -> ObjectStore:
         (self.folder / "objects").mkdir(exist_ok=True)
-        return ObjectStore(fsspec.filesystem("local"), str(self.folder / "objects"))
+        return FsspecStore(fsspec.filesystem("local"), str(self.folder / "objects"))
 
 
 class LmCacheRig(StoreRig):

@@ -19,7 +19,7 @@ from quintet.executor.kv_transfer.store.back_end import StoreBackEnd
 from quintet.executor.kv_transfer.store.chunk_format import ChunkFormat
 from quintet.executor.kv_transfer.store.connector import ObjectStore, open_connector
 from quintet.executor.kv_transfer.store.folder import FolderStore
-from quintet.executor.kv_transfer.store.objects import ObjectStore
+from quintet.executor.kv_transfer.store.objects import FsspecStore
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.kv_tiers import Fetch, KvTierRequests, KvTierResults, Search, Store
@@ -117,7 +117,7 @@ def folder(path: Path) -> FolderStore:
 
 def of_fsspec(path: Path) -> ObjectStore:
     (path / "objects").mkdir()
-    return ObjectStore(fsspec.filesystem("local"), str(path / "objects"))
+    return FsspecStore(fsspec.filesystem("local"), str(path / "objects"))
 
 
 def of_lmcache(server: StubServer) -> ObjectStore:

@@ -19,7 +19,7 @@ import pytest
 from quintet.executor.kv_transfer.store import connector as connector_module
 from quintet.executor.kv_transfer.store.connector import ObjectStore, open_connector
 from quintet.executor.kv_transfer.store.folder import SUBFOLDER, FolderStore
-from quintet.executor.kv_transfer.store.objects import NUM_PARALLEL_LOOKUPS, ObjectStore, count_first
+from quintet.executor.kv_transfer.store.objects import NUM_PARALLEL_LOOKUPS, FsspecStore, count_first
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
@@ -223,7 +223,7 @@ def test_fsspec_storage_is_a_store() -> None:
 
 def test_an_error_in_a_search_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = fsspec.filesystem("local", skip_instance_cache=True)
-    store = ObjectStore(files, str(tmp_path))
+    store = FsspecStore(files, str(tmp_path))
     assert put(store, 1)
 
     def closed(path: str) -> None:
@@ -237,7 +237,7 @@ def test_an_error_in_a_search_is_raised(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_missing_bucket_is_not_created(tmp_path: Path) -> None:
     files = fsspec.filesystem("local", skip_instance_cache=True)
     with pytest.raises(FileNotFoundError):
-        put(ObjectStore(files, str(tmp_path / "mistyped" / "prefix")), 1)
+        put(FsspecStore(files, str(tmp_path / "mistyped" / "prefix")), 1)
     assert not (tmp_path / "mistyped").exists()
 
 
