@@ -158,7 +158,7 @@ def test_capacity_and_results_and_core_replacement(start: Callable[..., Simulate
     simulated.expect(simulated.supervisor, Heartbeat, lambda beat: beat.progress == 1 and beat.pending == 0)
 
     second = simulated.core(epoch=2)
-    assert simulated.expect(second, Capacity).tables == 1
+    assert simulated.expect(second, Capacity).tables_epoch == 1
     simulated.peers.send(Role.EXECUTOR, 0, plan)  # a plan of the first core, with stale tables
     simulated.peers.send(Role.EXECUTOR, 0, replace(plan, step=2, tables_epoch=1))
     result = simulated.expect(second, StepResult)

@@ -210,7 +210,7 @@ def plugin(config: KvStoreConfig) -> ObjectStore:
 def test_fsspec_storage_is_a_store() -> None:
     url = f"memory://{uuid.uuid4().hex}/prefix/"
     one, other = open_connector(config(url)), open_connector(config(url))
-    assert isinstance(one, ObjectStore)
+    assert isinstance(one, FsspecStore)
     assert put(one, 1) and put(one, 1) and has(other, 1) and not has(other, 2)
     assert not other.get(NAMES[1], memoryview(bytearray(999)))
     assert other.count(NAMES[1:]) == 1 and other.count(NAMES) == 0
