@@ -226,7 +226,7 @@ def test_an_executor_exits_after_repeated_failures(start: Callable[..., Simulate
             Role.EXECUTOR, 0, replace(good if number else bad, step=number, tables_epoch=number)
         )
         if number + 1 < MAX_FAILURES_ALONE:
-            assert simulated.expect(core, Capacity).tables == number + 1
+            assert simulated.expect(core, Capacity).tables_epoch == number + 1
     assert simulated.child.wait(DEADLINE_S) == 1
     assert "RuntimeError: the device is missing" in error_file(simulated.run_dir, EXECUTOR_ID).read_text()
     core.close()

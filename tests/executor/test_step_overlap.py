@@ -353,7 +353,7 @@ def test_a_new_core_receives_no_results_of_earlier_plans(loop: LoopBench) -> Non
     loop.send_plan(1)
     loop.send_plan(2)
     loop.run_until_started(2)
-    assert loop.follow_new_core().tables == 1
+    assert loop.follow_new_core().tables_epoch == 1
     assert loop.executor.account()[1] == 0
     for held in loop.device.started:
         held.end()
