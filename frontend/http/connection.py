@@ -1,4 +1,4 @@
-"""HTTP/1 connection over uvicorn's protocol: header and write timeouts, buffer limits, upgrade offers, HTTP/1.0.
+"""HTTP/1 connection over uvicorn's protocol: idle, header and write timeouts, size limits, upgrade offers, HTTP/1.0.
 
 Body timeouts are in `quintet.frontend.http.bodies`, those of streams in `quintet.frontend.http.stream_timers`.
 """
@@ -19,9 +19,9 @@ from quintet.frontend.http.http_request import CONNECTION
 from quintet.wire.errors import ErrorCode, RequestError
 
 IDLE_S = 75
-"""Keep-alive timeout, also before the first request."""
+"""Keep-alive timeout, also before the first request, and for the rest of a body after an early response."""
 MAX_HEADER_BYTES = 64 << 10
-"""Maximum bytes of the request line and headers; uvicorn sets no limit."""
+"""Maximum bytes of the request line and headers, and of the trailers; uvicorn sets no limit."""
 UPGRADE = b"upgrade"
 SEND_BUFFER_BYTES = 64 << 10
 """SO_SNDBUF of client sockets. Linux doubles it; its own default grows to 4 MiB."""
@@ -44,7 +44,10 @@ class Protocol(HttpToolsProtocol):
         self._header_timeout_s = header_timeout_s
         self._unread_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
-        self._num_head_bytes = 0
+        self._is_in_body = False
+        """True between the head and the end of a message."""
+        self._num_framing_bytes = 0
+        """Bytes of an incomplete head, or since the last piece of a body."""
         self._half_open: HalfOpen | None = None
         self._callbacks: dict[str, Callable[[], None]] = {}
         """Callbacks between the connection and the application for this request."""
@@ -94,22 +97,25 @@ class Protocol(HttpToolsProtocol):
     # --- slow senders -----------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse data, and enforce the size limit of an incomplete head."""
-        self._unset_keepalive_if_required()
+        """Parse data, and enforce the size limit of an incomplete head and of trailers.
+
+        The idle timeout continues until a message begins: neither blank lines nor the rest of a body extend it.
+        """
+        self._num_framing_bytes += len(data)
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
             self._reject(_not_http(error, self.parser.get_method()))
             return
-        if self._head_timer is not None:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEADER_BYTES:
-                self._reject(
-                    RequestError(
-                        ErrorCode.HEAD_TOO_LARGE,
-                        f"The request's headers exceed {MAX_HEADER_BYTES} bytes; send fewer or shorter headers.",
-                    )
+        is_in_head = self._head_timer is not None
+        if (is_in_head or self._is_in_body) and self._num_framing_bytes > MAX_HEADER_BYTES:
+            what = "headers" if is_in_head else "trailers or chunk extensions"
+            self._reject(
+                RequestError(
+                    ErrorCode.HEAD_TOO_LARGE,
+                    f"The request's {what} exceed {MAX_HEADER_BYTES} bytes; send fewer or shorter ones.",
                 )
+            )
 
     def _parse(self, data: bytes) -> None:
         """Parse data and ignore upgrade offers (RFC 9110, section 7.8). Raises `httptools.HttpParserError`.
@@ -144,12 +150,17 @@ class Protocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
-        """Start the header timeout; add the connection's callbacks to the request's scope."""
+        """Replace the idle timeout by the header timeout; add the connection's callbacks to the request's scope."""
+        self._unset_keepalive_if_required()
         super().on_message_begin()
         self._callbacks = {"abort": self.transport.abort}
         self.scope["extensions"] = {CONNECTION: cast(dict[object, object], self._callbacks)}
-        self._num_head_bytes = 0
         self._head_timer = self.loop.call_later(self._header_timeout_s, self._give_up_on_head)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header of the head. Trailers are ignored (RFC 9110, section 6.5.1)."""
+        if self._head_timer is not None:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Stop the header timeout; start the request, unless its head is parsed again (`_parse`)."""
@@ -157,13 +168,32 @@ class Protocol(HttpToolsProtocol):
         if self._offers_upgrade():
             return
         super().on_headers_complete()
+        self._is_in_body, self._num_framing_bytes = True, 0
         if self.scope["http_version"] == "1.0":
             close_delimited(self.cycle)
 
+    def on_body(self, body: bytes) -> None:
+        """Add a piece to the body of the request."""
+        self._num_framing_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """Note the end of a body, unless the parser only stopped at an upgrade offer."""
-        if not self._offers_upgrade():
-            super().on_message_complete()
+        if self._offers_upgrade():
+            return
+        super().on_message_complete()
+        self._is_in_body, self._num_framing_bytes = False, 0
+        if self.cycle.response_complete:  # an early response
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_response_complete(self) -> None:
+        """Start the next pipelined request or the idle timeout, unless the next head is being received."""
+        super().on_response_complete()
+        if self._head_timer is not None:
+            self._unset_keepalive_if_required()
 
     def _give_up_on_head(self) -> None:
         self._reject(
@@ -175,13 +205,15 @@ class Protocol(HttpToolsProtocol):
         )
 
     def _reject(self, error: RequestError) -> None:
-        """Reject an incomplete request and close. If a response is in progress, only close."""
-        cycle, is_body = self.cycle, self._head_timer is None
+        """Reject an incomplete request and close. If it has a response, or one is in progress, only close."""
+        cycle, is_body = self.cycle, self._is_in_body
         self._end_head()
         if self.transport.is_closing():
             return
-        is_first = cycle is None or cycle.response_complete
-        if is_first or (is_body and not cycle.response_started and not self.pipeline):
+        is_answered = cycle is None or cycle.response_complete
+        if is_answered and is_body:
+            self.transport.close()
+        elif is_answered or (is_body and not cycle.response_started and not self.pipeline):
             self.transport.write(bare_response(error, self._errors))
             self.transport.close()
         else:
