@@ -22,6 +22,8 @@ IDLE_S = 75
 """Keep-alive timeout, also before the first request, and for the rest of a body after an early response."""
 MAX_HEADER_BYTES = 64 << 10
 """Maximum bytes of the request line and headers, and of the trailers; uvicorn sets no limit."""
+MAX_PIPELINED = 64
+"""Maximum requests that wait for the response before them; a connection with more is reset."""
 UPGRADE = b"upgrade"
 SEND_BUFFER_BYTES = 64 << 10
 """SO_SNDBUF of client sockets. Linux doubles it; its own default grows to 4 MiB."""
@@ -44,6 +46,8 @@ class Protocol(HttpToolsProtocol):
         self._header_timeout_s = header_timeout_s
         self._unread_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
+        """The request being answered; ``cycle`` is the newest one."""
         self._is_in_body = False
         """True between the head and the end of a message."""
         self._num_framing_bytes = 0
@@ -58,8 +62,11 @@ class Protocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(IDLE_S, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop every timer."""
+        """Stop every timer, and disconnect the running request. Uvicorn disconnects only the newest request."""
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         self._unset_keepalive_if_required()
         self._stop_watching()
         self._end_head()
@@ -169,6 +176,12 @@ class Protocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._is_in_body, self._num_framing_bytes = True, 0
+        if not self.pipeline:
+            self._running = self.cycle
+        elif len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # otherwise a disconnect is not detected
+        else:
+            self.transport.abort()
         if self.scope["http_version"] == "1.0":
             close_delimited(self.cycle)
 
@@ -191,6 +204,8 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Start the next pipelined request or the idle timeout, unless the next head is being received."""
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]
         super().on_response_complete()
         if self._head_timer is not None:
             self._unset_keepalive_if_required()

@@ -69,6 +69,8 @@ async def connected(app: Any, idle_s: float = 20.0) -> AsyncIterator[Client]:
     finally:
         writer.transport.abort()
         server.close()
+        for task in made[0].tasks:
+            task.cancel()
         await asyncio.gather(*made[0].tasks, return_exceptions=True)
 
 
@@ -225,5 +227,55 @@ def test_a_head_received_during_a_response_is_not_idle() -> None:
             assert await client.response() == (200, b"")
             await client.send(GET[-2:])
             assert await client.response() == (200, b"")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("parts", [[GET + GET], [GET, GET]], ids=["one read", "two reads"])
+def test_a_disconnect_reaches_the_running_one_of_pipelined_requests(parts: list[bytes]) -> None:
+    received: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive())["type"] != "http.disconnect":
+            received.append(message["type"])
+        received.append(message["type"])
+
+    async def scenario() -> None:
+        async with connected(app) as client:
+            for part in parts:
+                await client.send(part)
+                while not received:
+                    await asyncio.sleep(0)
+            while not client.protocol.pipeline:
+                await asyncio.sleep(0)
+            client.writer.transport.abort()
+            while received != ["http.request", "http.disconnect"]:
+                await asyncio.sleep(0)
+
+    run(scenario)
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await respond(send, 200, scope["raw_path"])
+
+    async def scenario() -> None:
+        async with connected(app) as client:
+            await client.send(
+                b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % number for number in range(50))
+            )
+            assert [await client.response() for _ in range(50)] == [(200, b"/%d" % n) for n in range(50)]
+
+    run(scenario)
+
+
+def test_the_number_of_pipelined_requests_is_bounded() -> None:
+    async def scenario() -> None:
+        async with connected(refusing) as client:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                for _ in range(1000):
+                    await client.send(GET * 100)
+                    await client.response()
+                raise AssertionError("all requests were read and queued")
 
     run(scenario)
