@@ -109,7 +109,9 @@ class PipelineWorker:
         self._pending: deque[PipelinedStep] = deque()
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, torch.device("cpu"))
-        grammars = Grammars(max_num_seqs, model)
+        limits = config.scheduler
+        max_drafts = 0 if limits.speculative is None else limits.speculative.num_speculative_tokens
+        grammars = Grammars(max_num_seqs, model, max_drafts=max_drafts)
         ops = sampling_ops_of("cpu")
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
         assert context.kv is not None, "the back end has reserved KV memory"
@@ -123,7 +125,7 @@ class PipelineWorker:
         blocks = partial(open_whole_blocks, config, gather, layers, pipeline.share, moves)
         self.kv = KvConnector(blocks, config, ProgramRunner.__name__, host_blocks)
         self.swap_bytes_per_s = own.measure()
-        self._speculation, limits = None, config.scheduler
+        self._speculation = None
         if limits.speculative is not None:
             drafter = DRAFTERS[limits.speculative.method](limits.speculative, self.tables)
             self._speculation = Speculation(

@@ -7,10 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.models import byte_vocabulary
 from tests.models.distributed.ranks import config_of, in_ranks
 from tests.models.equality import few_blocks, with_blocks
 from tests.models.small_models import prompts_of
 from tests.models.speculation.test_bits import DRAFTS, PARAMS, Oracle, Recorder, run
+from tests.models.speculation.test_structured import prompt_of
+from tests.models.speculation.test_structured import run as run_requests
 from tests.models.test_engine import changed
 from tests.models.test_equal import ROWS, made
 
@@ -27,13 +30,15 @@ def with_drafts(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 
-def foresee(worker: Worker | PipelineWorker, plain: Recorder) -> None:
+PROMPTS = {10 * index + 10: prompt for index, prompt in enumerate(prompts_of((1, 8, 29, 50)))}
+"""Prompts of `run`, by request id."""
+
+
+def foresee(worker: Worker | PipelineWorker, prompts: dict[int, list[int]], plain: Recorder) -> None:
     """Propose the tokens of an earlier run without choices, as many as allowed."""
     speculation = worker._speculation
     assert speculation is not None
-    sequences = [
-        prompt + plain.outputs[10 * index + 10] for index, prompt in enumerate(prompts_of((1, 8, 29, 50)))
-    ]
+    sequences = [prompt + plain.outputs[key] for key, prompt in prompts.items()]
     speculation._drafter = Oracle(worker, sequences)
     speculation._lengths.choose = lambda slots, most, *_: most  # type: ignore[method-assign]
 
@@ -52,7 +57,7 @@ def test_ranks_have_the_outputs_without_drafts(
         worker = loaded.worker
         assert isinstance(worker, Worker)
         plain = run(changed(loaded.config, speculative=None), worker, PARAMS[params])
-        foresee(worker, plain)
+        foresee(worker, PROMPTS, plain)
         config = changed(loaded.config)
         for each in (config, with_blocks(config, few_blocks(config))):
             driver = run(each, worker, PARAMS[params])
@@ -72,13 +77,34 @@ def test_stages_have_the_outputs_without_drafts(
         worker: Any = loaded.worker
         assert isinstance(worker, PipelineWorker)
         plain = run(changed(loaded.config, speculative=None), worker, PARAMS[params])
-        foresee(worker, plain)
+        foresee(worker, PROMPTS, plain)
         config = changed(loaded.config)
         for each in (config, with_blocks(config, few_blocks(config))):
             driver = run(each, worker, PARAMS[params])
             assert driver.outputs == plain.outputs and driver.logprobs == plain.logprobs
             assert driver.engine.state is not None
             assert driver.engine.state.counters.num_accepted_tokens > 5
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_have_the_structured_outputs_without_drafts(stages: int, tmp_path: Path) -> None:
+    """Several formats, so that a step has masks for several draws of several slots."""
+    made(ROWS["llama"], tmp_path)
+
+    def change(config: EngineConfig) -> EngineConfig:
+        return byte_vocabulary.with_vocabulary(with_drafts(config), tmp_path)
+
+    with in_ranks(tmp_path, 1, stages=stages, change=change) as loaded:
+        worker: Any = loaded.worker
+        requests = byte_vocabulary.requested()
+        plain = run_requests(changed(loaded.config, speculative=None), worker, requests)
+        byte_vocabulary.check({number: plain.outputs[10 * number + 10] for number in range(len(requests))})
+        foresee(worker, {key: prompt_of(key // 10 - 1) for key in plain.outputs}, plain)
+        driver = run_requests(changed(loaded.config), worker, requests)
+        assert driver.outputs == plain.outputs and driver.endings == plain.endings
+        assert driver.logprobs == plain.logprobs
+        assert driver.engine.state is not None
+        assert driver.engine.state.counters.num_accepted_tokens > 5
 
 
 def test_stages_with_recurrent_states_are_refused(tmp_path: Path) -> None:
