@@ -37,6 +37,7 @@ from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import Rows, SlotTables, TablesDiffer, check_tables
 from quintet.executor.speculation.drafters import DRAFTERS
+from quintet.executor.speculation.output_cache import OutputCache
 from quintet.executor.speculation.verify import DraftedStep, Speculation
 from quintet.executor.worker import STEPS_PER_IDLE_TASK
 from quintet.wire.step import StepPlan, StepResult
@@ -94,7 +95,6 @@ class PipelineWorker:
     """The first stage, with the tables and the sampler for all stages."""
 
     num_split = 0
-    output_cache = None
 
     def __init__(self, context: WorkerContext, pipeline: Pipeline, links: Links) -> None:
         """Build the worker of the first stage."""
@@ -125,6 +125,8 @@ class PipelineWorker:
         blocks = partial(open_whole_blocks, config, gather, layers, pipeline.share, moves)
         self.kv = KvConnector(blocks, config, ProgramRunner.__name__, host_blocks)
         self.swap_bytes_per_s = own.measure()
+        if self.num_host_blocks:
+            self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._speculation = None
         if limits.speculative is not None:
             drafter = DRAFTERS[limits.speculative.method](limits.speculative, self.tables)
@@ -141,6 +143,11 @@ class PipelineWorker:
     def seconds(self) -> float:
         """Time spent in the first stage's program so far."""
         return self._pipeline.seconds
+
+    @property
+    def output_cache(self) -> OutputCache | None:
+        """Cached outputs of suffix decoding; None if it is not used."""
+        return None if self._speculation is None else self._speculation.output_cache
 
     @property
     def num_active_slots(self) -> int:
@@ -190,6 +197,8 @@ class PipelineWorker:
             self.run_idle_task()
         while self.waits_for(plan):
             self._finish(self._pending[0])
+        if self._speculation is not None:
+            self._speculation.end_requests(plan.freed)
         self.tables.apply(plan)
         check_tables(plan, self.tables)
         for row in plan.new_rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests.models import byte_vocabulary
 from tests.models.distributed.ranks import config_of, in_ranks
 from tests.models.equality import few_blocks, with_blocks
 from tests.models.small_models import prompts_of
-from tests.models.speculation.test_bits import DRAFTS, PARAMS, Oracle, Recorder, run
+from tests.models.speculation.test_bits import DRAFTS, PARAMS, Oracle, Recorder, run, send
 from tests.models.speculation.test_structured import prompt_of
 from tests.models.speculation.test_structured import run as run_requests
 from tests.models.test_engine import changed
@@ -21,12 +22,12 @@ from quintet.executor.backends.registry import make_worker
 from quintet.executor.context import RankMemory
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.worker import Worker
-from quintet.wire.config import EngineConfig
+from quintet.wire.config import EngineConfig, SpeculativeConfig
 from quintet.wire.errors import ConfigError
 
 
-def with_drafts(config: EngineConfig) -> EngineConfig:
-    scheduler = msgspec.structs.replace(config.scheduler, speculative=DRAFTS)
+def with_drafts(config: EngineConfig, drafts: SpeculativeConfig = DRAFTS) -> EngineConfig:
+    scheduler = msgspec.structs.replace(config.scheduler, speculative=drafts)
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 
@@ -105,6 +106,23 @@ def test_stages_have_the_structured_outputs_without_drafts(stages: int, tmp_path
         assert driver.logprobs == plain.logprobs
         assert driver.engine.state is not None
         assert driver.engine.state.counters.num_accepted_tokens > 5
+
+
+def test_stages_draft_the_outputs_of_earlier_requests(tmp_path: Path) -> None:
+    """Suffix decoding: a request that is sent again verifies its earlier output."""
+    made(ROWS["llama"], tmp_path)
+    suffix = SpeculativeConfig(method="suffix", num_speculative_tokens=6, suffix_decoding_corpus_tokens=1024)
+    with in_ranks(tmp_path, 1, stages=2, change=partial(with_drafts, drafts=suffix)) as loaded:
+        worker: Any = loaded.worker
+        plain = run(changed(loaded.config, speculative=None), worker, PARAMS["sampled"])
+        worker._speculation._lengths.choose = lambda slots, most, *_: most
+        driver = Recorder(changed(loaded.config), worker)
+        for first in (0, 100):
+            send(driver, PARAMS["sampled"], first)
+            assert {key: driver.outputs[first + key] for key in plain.outputs} == plain.outputs
+        assert worker.output_cache.num_requests >= len(plain.outputs)
+        assert driver.engine.state is not None
+        assert driver.engine.state.counters.num_accepted_tokens > 20
 
 
 def test_stages_with_recurrent_states_are_refused(tmp_path: Path) -> None:
