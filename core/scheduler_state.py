@@ -68,10 +68,12 @@ class InFlightPlan:
     rows: list[Request]
     generations: list[int]
     ends: list[int]
-    """Per row: end of the computed positions (exclusive)."""
+    """Per row: end of the computed positions (exclusive). With drafts in flight it is a lower bound."""
     samples: bytes
     drafts: bytes
     """Per row: 1 + drafts that it may verify; empty without drafts."""
+    num_unverified_drafts: list[int]
+    """Per row: largest error of its end, from drafts of this step and of earlier ones; empty without drafts."""
     num_tokens: int
     num_active_slots: int
     """Occupied slots after the plan."""

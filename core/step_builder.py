@@ -123,13 +123,15 @@ class StepBuilder:
         samples = bytes(self.samples)
         for attach in state.attaching:
             attach(state, self)
+        drafts = self.columns.get("drafts", b"")
         flight = InFlightPlan(
             step=state.step,
             rows=rows,
             generations=[request.generation for request in rows],
             ends=[request.planned for request in rows],
             samples=samples,
-            drafts=self.columns.get("drafts", b""),
+            drafts=drafts,
+            num_unverified_drafts=[request.num_unverified_drafts for request in rows] if drafts else [],
             num_tokens=sum(counts),
             num_active_slots=len(state.running),
             planned_ns=now_ns,

@@ -21,7 +21,8 @@ Proof depends on the kind of failure:
   mark, which takes a few steps. A false result needs three outside kills in a row within those steps (`DEATHS_ALONE`).
 
 A suspect is cleared once it passes its mark: it has then repeated all work of the lost step. The mark is one token
-beyond that step, because recomputation uses larger chunks and must also survive a decode step.
+beyond that step, because recomputation uses larger chunks and must also survive a decode step. Drafts of the lost steps
+count as accepted.
 """
 
 from __future__ import annotations
@@ -164,6 +165,10 @@ def _thresholds_of(flights: Iterable[InFlightPlan]) -> ClearThresholds:
     """Return the requests of these steps, with the mark of each."""
     marks: ClearThresholds = {}
     for flight in flights:
-        for request, end in zip(flight.rows, flight.ends, strict=True):
+        most_ends = flight.ends
+        if flight.drafts:
+            columns = zip(flight.ends, flight.num_unverified_drafts, strict=True)
+            most_ends = [end + num_drafts for end, num_drafts in columns]
+        for request, end in zip(flight.rows, most_ends, strict=True):
             marks[request.request_id] = max(marks.get(request.request_id, 0), end + 1)
     return marks

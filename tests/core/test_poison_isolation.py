@@ -14,6 +14,7 @@ from quintet.core.poison_isolation.suspects import DEATHS_ALONE
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire import codec
+from quintet.wire.config import SpeculativeConfig
 from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams, seed_of_choice
@@ -75,6 +76,18 @@ def test_poison_is_found_by_bisection(guilty: int, dies: bool, depth: int) -> No
     assert_alone(world, [r for r in range(1, NUM_SUSPECTS + 1) if r != guilty])
     assert world.num_losses <= log2(NUM_SUSPECTS) + (DEATHS_ALONE if dies else 1)
     world.assert_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("output", range(2, 11))
+def test_poison_among_accepted_drafts_is_found(output: int, depth: int) -> None:
+    """The end of a lost step is known only up to its drafts; a suspect must not be cleared before it."""
+    drafts = SpeculativeConfig(num_speculative_tokens=8)
+    world = crowd(fails_at(output, True, 3), size=4, max_steps_in_flight=depth, speculative=drafts)
+    world.run()
+    assert list(world.failed) == [3]
+    assert_alone(world, [1, 2, 4])
+    assert world.num_losses <= 2 + DEATHS_ALONE
 
 
 @pytest.mark.parametrize("dies", [False, True])
