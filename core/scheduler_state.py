@@ -46,7 +46,7 @@ class Limits:
     audit: bool
     """Send a checksum of the block tables with each plan."""
     block_bytes: int
-    """Size of a block's keys and values, in all layers of all ranks."""
+    """Size of a block's keys and values, in all layers of all ranks, without the draft model's."""
     block_copy_ns: int
     """Time of one block copy between device and host; ranks copy in parallel."""
     groups: Groups

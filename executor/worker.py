@@ -76,7 +76,7 @@ class Worker:
         share, moves = context.share, Moves(ranks)
         assert context.kv is not None, "the back end has reserved KV memory"
         self._kv, self._moves, layers = context.kv, moves, context.kv.blocks
-        own = HostBlocks(layers, model.kv.num_blocks(config.cache.swap_bytes), share.stripe)
+        own = HostBlocks(layers, model.kv.num_offloaded_blocks(config.cache.swap_bytes), share.stripe)
         self._host_blocks = own if ranks is None else HostBlocksOfAllRanks(own, moves)
         self.num_host_blocks = self._host_blocks.num_blocks
         self.swap_bytes_per_s = self._host_blocks.measure()

@@ -118,8 +118,16 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def bytes_per_block(self) -> int:
-        """Memory of one block, in all stages together, and of the draft model's block."""
-        return (self.layers_per_block + self.num_repeated) * self.layer_bytes + self.draft_bytes
+        """KV memory of one block, in all stages together, and of the draft model's block."""
+        return self.offloaded_bytes_per_block + self.draft_bytes
+
+    @property
+    def offloaded_bytes_per_block(self) -> int:
+        """Bytes of one block outside KV memory: in host memory, on disk, in a store and on the network.
+
+        Keys and values of the draft model are computed again instead.
+        """
+        return (self.layers_per_block + self.num_repeated) * self.layer_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -128,8 +136,12 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return num_full * self.bytes_per_block // self.block_size
 
     def num_blocks(self, memory_bytes: int) -> int:
-        """Return the number of blocks that fit into this memory."""
+        """Return the number of blocks that fit into this KV memory."""
         return memory_bytes // self.bytes_per_block
+
+    def num_offloaded_blocks(self, size_bytes: int) -> int:
+        """Return the number of blocks that fit into this host memory or disk space."""
+        return size_bytes // self.offloaded_bytes_per_block
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """Return the maximum number of blocks that a request of this length holds at once, in all groups."""

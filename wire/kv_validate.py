@@ -50,7 +50,7 @@ FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 def max_tier_blocks(config: EngineConfig) -> tuple[int, int]:
     """Return the maximum number of blocks in host memory, and on disk."""
-    num_blocks, cache = config.model.kv.num_blocks, config.cache
+    num_blocks, cache = config.model.kv.num_offloaded_blocks, config.cache
     num_host_blocks = num_blocks(cache.swap_bytes)
     for section in (cache.disk, cache.peers, cache.store):
         num_host_blocks += 0 if section is None else num_blocks(section.staging_bytes)

@@ -296,7 +296,7 @@ def resolve_limits(
     num_parts: int = 1,
 ) -> Limits:
     """Return the limits on which the configuration and the executor's capacity agree."""
-    step_tokens, part_bytes = config.max_num_batched_tokens, kv.bytes_per_block
+    step_tokens, part_bytes = config.max_num_batched_tokens, kv.offloaded_bytes_per_block
     return Limits(
         num_blocks=num_blocks,
         block_size=kv.block_size,

@@ -30,7 +30,7 @@ def disk_plan(config: EngineConfig) -> KvDiskPlan | None:
     disk = config.cache.disk
     if disk is None:
         return None
-    num_blocks = config.model.kv.num_blocks(disk.size_bytes)
+    num_blocks = config.model.kv.num_offloaded_blocks(disk.size_bytes)
     free = free_bytes(Path(disk.folder))
     parts = config.cache.num_parts
     return KvDiskPlan(disk.folder, disk.size_bytes * parts, num_blocks, disk.staging_bytes * parts, free)

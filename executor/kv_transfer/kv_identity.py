@@ -80,7 +80,9 @@ def _content_of(config: EngineConfig, runner: str) -> dict[str, object]:
         "sum_leaves": config.executor.sum_leaves,
         **_layout_of(config),
         "kv_dtype": config.cache.dtype,
-        "kv": msgspec.to_builtins(model.kv),
+        "kv": msgspec.to_builtins(
+            msgspec.structs.replace(model.kv, draft_bytes=0)
+        ),  # of the served model only
         "max_model_len": model.max_model_len,
         "runner": runner,
         "instruction_set": "" if library is None else instruction_set(library),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from quintet.wire.kv_spec import Kind, KvGroup, KvSpec, LayerKv, full_layers, group_layers
@@ -25,6 +26,14 @@ def test_equal_layers_are_one_group() -> None:
     assert spec.most_blocks(100, 2048) == 7
     assert spec.longest(6, 1000, 2048) == 96
     assert [spec.place(layer) for layer in (0, 27)] == [(0, 0), (0, 27)]
+
+
+def test_blocks_outside_kv_memory_are_without_the_draft_models_part() -> None:
+    plain = full_layers(28, 8, 128, 2, 16)
+    spec = msgspec.structs.replace(plain, draft_bytes=1000)
+    assert spec.bytes_per_block == plain.bytes_per_block + 1000
+    assert spec.offloaded_bytes_per_block == plain.offloaded_bytes_per_block == plain.bytes_per_block
+    assert spec.num_offloaded_blocks(3 * plain.bytes_per_block) == 3
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,16 @@ def test_without_host_memory_swaps_are_invalid(tmp_path: Path) -> None:
     assert not Validator(config).accepts(plan(swaps_out=pack_i32([0, 0])))
 
 
+def test_host_blocks_are_without_the_draft_models_part(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    kv = msgspec.structs.replace(config.model.kv, draft_bytes=config.model.kv.bytes_per_block)
+    cache = msgspec.structs.replace(config.cache, swap_bytes=2 * config.model.kv.bytes_per_block)
+    model = msgspec.structs.replace(config.model, kv=kv)
+    validator = Validator(msgspec.structs.replace(config, model=model, cache=cache))
+    assert validator.accepts(plan(swaps_out=pack_i32([0, 1])))
+    assert not validator.accepts(plan(swaps_out=pack_i32([0, 2])))
+
+
 def test_gpu_block_numbers_are_not_bounded(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     cache = msgspec.structs.replace(config.cache, memory_bytes=0)

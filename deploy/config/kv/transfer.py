@@ -131,12 +131,14 @@ class KvSource:
     @property
     def request_bytes(self) -> int:
         """Bytes of a request of full length, per KV memory."""
-        return self.kv.most_blocks(self.max_model_len, self.step_tokens) * self.kv.bytes_per_block
+        return self.kv.most_blocks(self.max_model_len, self.step_tokens) * self.kv.offloaded_bytes_per_block
 
     @property
     def staging_bytes(self) -> int:
         """Host memory for fetches, per KV memory: for one request, at least for one block."""
-        return max(self.kv.bytes_per_block, min(MAX_STAGING_BYTES // self.parts, self.request_bytes))
+        return max(
+            self.kv.offloaded_bytes_per_block, min(MAX_STAGING_BYTES // self.parts, self.request_bytes)
+        )
 
     def size_bytes(self, value: int | str, flag: str) -> int:
         """Return a size over all KV memories. Raises `ConfigError` if one request does not fit."""

@@ -88,7 +88,7 @@ class DeviceSteps:
         if not config.executor.enforce_eager:
             agree = None if ranks is None else ranks.all_agree
             self.graphs = DecodeGraphs(scheduler.max_num_seqs, runner.capture_decode, agree)
-        num_host_blocks = config.model.kv.num_blocks(config.cache.swap_bytes)
+        num_host_blocks = config.model.kv.num_offloaded_blocks(config.cache.swap_bytes)
         self.host_pool = HostPool(self._device, runner.pool, num_host_blocks) if num_host_blocks else None
 
     def buffer_for(self, num_words: int) -> PlanBuffer:

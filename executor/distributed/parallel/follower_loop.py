@@ -185,7 +185,7 @@ def _step_of(stage: Stage, config: EngineConfig) -> Step:
 
 def _host_blocks(stage: Stage, config: EngineConfig) -> HostBlocks:
     return HostBlocks(
-        stage.kv.blocks, config.model.kv.num_blocks(config.cache.swap_bytes), stage.share.stripe
+        stage.kv.blocks, config.model.kv.num_offloaded_blocks(config.cache.swap_bytes), stage.share.stripe
     )
 
 

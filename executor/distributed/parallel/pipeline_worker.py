@@ -116,7 +116,9 @@ class PipelineWorker:
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
         assert context.kv is not None, "the back end has reserved KV memory"
         self._kv, layers = context.kv, context.kv.blocks
-        own = HostBlocks(layers, model.kv.num_blocks(config.cache.swap_bytes), pipeline.share.stripe)
+        own = HostBlocks(
+            layers, model.kv.num_offloaded_blocks(config.cache.swap_bytes), pipeline.share.stripe
+        )
         self._moves = moves = Moves(context.ranks, links.following)
         host_blocks = HostBlocksOfAllRanks(own, moves)
         self._host_blocks = host_blocks

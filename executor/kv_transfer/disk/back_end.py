@@ -200,7 +200,7 @@ def open_disk(
     disk = config.cache.disk
     if disk is None:
         return None
-    num_blocks = config.model.kv.num_blocks
+    num_blocks = config.model.kv.num_offloaded_blocks
     folder = Path(disk.folder)
     file = BlockFile(folder, identity_of(config, runner), blocks.block_bytes, num_blocks(disk.size_bytes))
     log.info("KV on disk: %d of %d blocks in %s", len(file.kept()), file.num_places, folder)

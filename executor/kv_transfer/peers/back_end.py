@@ -185,7 +185,7 @@ def open_peers(
     peers = config.cache.peers
     if peers is None:
         return None
-    num_blocks = config.model.kv.num_blocks
+    num_blocks = config.model.kv.num_offloaded_blocks
     parts = parts_of(config, runner)
     opened = PeerBackEnd(
         blocks,

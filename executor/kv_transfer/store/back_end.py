@@ -205,7 +205,7 @@ def open_store(
         blocks,
         open_connector(store),
         identity,
-        config.model.kv.num_blocks(store.staging_bytes),
+        config.model.kv.num_offloaded_blocks(store.staging_bytes),
         first_host_block,
         store.waiting_bytes,
     )

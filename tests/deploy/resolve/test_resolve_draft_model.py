@@ -14,6 +14,7 @@ from quintet.deploy.cli.main import main
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.embedded import draft_model_path
+from quintet.deploy.tools.kv_plan import disk_plan
 from quintet.wire.config import EngineConfig, SpeculativeConfig
 from quintet.wire.errors import ConfigError
 
@@ -54,6 +55,17 @@ def test_kv_memory_holds_equally_many_blocks_of_both_models(folder: Path) -> Non
     own, theirs = 2 * 2 * 2 * 16 * 2 * 16, 2 * 2 * 16 * 2 * 16
     assert (config.model.kv.bytes_per_block, found.model.kv.bytes_per_block) == (own + theirs, theirs)
     assert config.model.kv.num_blocks(config.cache.memory_bytes) == (1 << 20) // (own + theirs)
+
+
+def test_disk_holds_as_many_blocks_as_without_a_draft_model(folder: Path) -> None:
+    """Keys and values of the draft model are not written."""
+    draft = write_model(folder / "draft")
+    options = {"kv_disk": str(folder / "kv"), "kv_disk_size": "1MiB", "max_model_len": 64}
+    plans = [
+        disk_plan(config_of(folder, **options, **more)) for more in ({}, {"speculative_config": flag(draft)})
+    ]
+    sizes = [None if plan is None else (plan.num_blocks, plan.staging_bytes) for plan in plans]
+    assert sizes[0] is not None and sizes[1] == sizes[0]
 
 
 def test_draft_model_uses_the_blocks_of_full_attention(folder: Path) -> None:

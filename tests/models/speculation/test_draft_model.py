@@ -21,10 +21,11 @@ from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.embedded import default_model_path, draft_model_path
 from quintet.executor.backends.registry import make_worker
+from quintet.executor.kv_transfer.kv_identity import identity_of
 from quintet.executor.slots import Rows
 from quintet.executor.speculation.draft_model import DraftModel
 from quintet.executor.worker import Worker
-from quintet.wire.config import DraftModelConfig, EngineConfig, SpeculativeConfig
+from quintet.wire.config import DraftModelConfig, EngineConfig, KvDiskConfig, SpeculativeConfig
 from quintet.wire.params import SamplingParams
 
 BLOCK_SIZE = 16
@@ -124,6 +125,26 @@ def test_every_draft_of_the_served_model_itself_is_accepted(name: str, serve: Ca
         counters = driver.engine.state.counters
         assert counters.num_draft_tokens == counters.num_accepted_tokens > 100, variant
         assert (counters.preemptions > 0) == variant.startswith("preemption")
+
+
+@pytest.mark.parametrize("serve", [BLOCK_SIZE], ids=["compiled"], indirect=True)
+def test_blocks_in_host_memory_and_on_disk_are_those_of_the_served_model(
+    draft: EngineConfig, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Also their identity: a draft model may be added or removed while blocks are kept."""
+    served = serve(FAMILIES["qwen3"](), max_model_len=96)
+    size = 20 * served.config.model.kv.bytes_per_block
+    disk = KvDiskConfig(folder=str(tmp_path), size_bytes=size, staging_bytes=size)
+    cache = msgspec.structs.replace(served.config.cache, swap_bytes=size, disk=disk)
+    config = msgspec.structs.replace(served.config, cache=cache)
+    drafting = with_draft(config, draft)
+    worker = drafting_worker(drafting)
+    assert worker.kv is not None
+    (back_end,) = worker.kv.back_ends
+    tier = back_end.capacity
+    assert (worker.num_host_blocks, tier.num_places, tier.num_staging_blocks) == (20, 20, 20)
+    assert identity_of(drafting, "runner") == identity_of(config, "runner")
+    worker.kv.close()
 
 
 @pytest.mark.parametrize("serve", [BLOCK_SIZE], ids=["compiled"], indirect=True)
