@@ -3,14 +3,16 @@
 The model reads the tokens, blocks and sampling settings of the slots. Its draw at a position uses the random number of
 the served model's draw there. So the two draws are likely to be equal, at every temperature.
 
-A block id names the same tokens in the KV memories of both models. Prefix hits and forks need no work here: a flag per block
-says whether the draft model has computed it. Keys and values that are missing are computed before drafts are drawn:
+A block id names the same tokens in the KV memories of both models. Prefix hits and forks need no work here: a number per
+block says how many of its tokens the draft model has computed. Keys and values that are missing are computed before drafts are
+drawn:
 
     tokens           t0 … t31    t32 … t40 t41      t41 is the newest token
     KV of the model  computed    (missing)          the first step computes t32 … t41 and draws d42
                                                     further steps compute d42, d43, … and draw one draft each
 
-Missing tokens are computed in steps of limited size. A row gets drafts once none is missing.
+Missing tokens are computed in steps of limited size. A row gets drafts once none is missing. Rows with a common prefix may
+lack the same block: one of them computes it, the others wait for the next step.
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ class DraftModel:
         """Leading tokens of each slot with keys and values, without drafts."""
         self._computed_drafts: Tokens = np.full((num_slots, MAX_DRAFTS), -1, np.int32)
         """Drafts with keys and values after those tokens; -1 after the last one."""
-        self._is_computed: NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
-        """True where the block has keys and values of all its tokens."""
+        self._block_tokens: Int = np.zeros(num_blocks, np.int64)
+        """Leading tokens of each block with keys and values, without drafts."""
         self._time = StepTime()
 
     @property
@@ -93,9 +95,9 @@ class DraftModel:
             entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 4)
             entries = entries[entries[:, 1] == self._group]
             is_filled = (entries[:, 2] + 1) * self._block_size > begins[entries[:, 0]]
-            self._is_computed[entries[is_filled, 3]] = False
-        self._is_computed[np.frombuffer(plan.swaps_in, np.int32)[::2]] = False
-        self._is_computed[np.frombuffer(plan.copies, np.int32)[1::2]] = False
+            self._block_tokens[entries[is_filled, 3]] = 0
+        self._block_tokens[np.frombuffer(plan.swaps_in, np.int32)[::2]] = 0
+        self._block_tokens[np.frombuffer(plan.copies, np.int32)[1::2]] = 0
 
     def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
         """See `Drafter.note_computed`."""
@@ -111,9 +113,11 @@ class DraftModel:
         room = np.empty_like(missing)
         room[order] = self._max_tokens - (np.cumsum(missing[order]) - missing[order])
         computed = np.clip(room, 0, missing)
+        self._leave_to_others(slots, known, begins, computed, order)
         is_ready = (computed == missing) & (computed > 0)
         self._step(slots, begins, computed, is_ready)
-        self._note_computed(slots, known, begins + computed)
+        used = computed > 0
+        self._note_computed(slots[used], known[used], (begins + computed)[used])
         counts[~is_ready] = 0
         for depth in range(1, int(counts.max(initial=0))):
             is_drafting = counts > depth
@@ -131,14 +135,36 @@ class DraftModel:
         return drafts[: unknown[0]] if len(unknown) else drafts
 
     def _known(self, slots: Int, ends: Int) -> Int:
-        """Return the number of leading tokens with keys and values; of a new request, those of its prefix."""
+        """Return the number of leading tokens with keys and values, of this request or of others with its prefix.
+
+        The newest token is never among them.
+        """
+        size = self._block_size
         known = self._num_computed[slots]
-        for row in np.flatnonzero(known == _UNKNOWN).tolist():
-            blocks = self._block_table[slots[row], : (ends[row] - 1) // self._block_size]
-            missing = np.flatnonzero(~self._is_computed[blocks])
-            known[row] = self._block_size * (missing[0] if len(missing) else len(blocks))
+        first = np.maximum(known, 0) // size
+        in_first = self._block_tokens[self._block_table[slots, first]]
+        is_stale = (known == _UNKNOWN) | (first * size + in_first > known)
+        for row in np.flatnonzero(is_stale).tolist():
+            blocks = self._block_table[slots[row], first[row] : (ends[row] - 2) // size + 1]
+            computed = self._block_tokens[blocks]
+            num_whole = int(np.argmin(np.append(computed, 0) == size))
+            found = size * (first[row] + num_whole) + int(computed[num_whole : num_whole + 1].sum())
+            known[row] = min(found, ends[row] - 1)
             self._computed_drafts[slots[row]] = -1
         return known
+
+    def _leave_to_others(self, slots: Int, known: Int, begins: Int, counts: Int, order: Int) -> None:
+        """Lower ``counts`` so that no two rows compute tokens of one block; the first row in this order keeps it."""
+        first = known // self._block_size
+        last = (begins + counts - 1) // self._block_size
+        num_blocks = np.where(counts > 0, last + 1 - first, 0)
+        which, positions = ranges(first[order], num_blocks[order])
+        rows = order[which]
+        _, kept = np.unique(self._block_table[slots[rows], positions], return_index=True)
+        is_taken = np.ones(len(rows), np.bool_)
+        is_taken[kept] = False
+        most = np.maximum(0, positions * self._block_size - begins[rows])
+        np.minimum.at(counts, rows[is_taken], most[is_taken])
 
     def _num_matching(self, slots: Int, known: Int, ends: Int) -> Int:
         """Return the number of drafts with keys and values that became tokens. The newest token is never among them."""
@@ -159,9 +185,10 @@ class DraftModel:
         """Note that the tokens ``[known, ends)`` of each row have keys and values."""
         self._num_computed[slots] = ends
         self._computed_drafts[slots] = -1
-        first = known // self._block_size
-        rows, positions = ranges(first, ends // self._block_size - first)
-        self._is_computed[self._block_table[slots[rows], positions]] = True
+        size, first = self._block_size, known // self._block_size
+        rows, positions = ranges(first, (ends - 1) // size + 1 - first)
+        blocks = self._block_table[slots[rows], positions]
+        self._block_tokens[blocks] = np.minimum(ends[rows] - positions * size, size)
 
     def _step(self, slots: Int, starts: Int, counts: Int, draws: NDArray[np.bool_]) -> None:
         """Compute ``counts`` tokens of each row. Where ``draws``, write the next token into the token table."""

@@ -128,6 +128,28 @@ def test_every_draft_of_the_served_model_itself_is_accepted(name: str, serve: Ca
 
 
 @pytest.mark.parametrize("serve", [BLOCK_SIZE], ids=["compiled"], indirect=True)
+@pytest.mark.parametrize("step_tokens", [24, 57, 90, 150])
+def test_requests_with_the_same_prompt_compute_each_block_once(
+    step_tokens: int, serve: Callable[..., Any]
+) -> None:
+    """The draft model is the served model: a value that another request cleared would reject a draft."""
+    served = serve(FAMILIES["qwen3"](), max_model_len=96)
+    config = with_draft(served.config, served.config)
+    worker = drafting_worker(config)
+    drafter_of(worker)._max_tokens = step_tokens
+    counts = num_computed(worker)
+    driver = CoreAndWorker(config, worker)
+    (prompt,) = prompts_of((70,))
+    for request_id in range(1, 5):
+        driver.admit(request_id, prompt, SamplingParams(temperature=1.0, max_tokens=20, seed=request_id))
+    driver.run()
+    assert driver.engine.state is not None
+    counters = driver.engine.state.counters
+    assert counters.num_draft_tokens == counters.num_accepted_tokens > 20
+    assert max(counts) <= step_tokens and sum(counts) < 200, "each block was computed once"
+
+
+@pytest.mark.parametrize("serve", [BLOCK_SIZE], ids=["compiled"], indirect=True)
 def test_blocks_in_host_memory_and_on_disk_are_those_of_the_served_model(
     draft: EngineConfig, serve: Callable[..., Any], tmp_path: Path
 ) -> None:
