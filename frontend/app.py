@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass
 from functools import partial
 from urllib.parse import quote
@@ -29,7 +30,7 @@ from quintet.frontend.routes import ROUTES
 from quintet.frontend.service import Service
 from quintet.process.os_tuning import TRIM_MIN_BYTES, trim_memory
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.params import MAX_SHOWN
+from quintet.wire.params import MAX_SHOWN, shown
 
 TRIM_DELAY_S = 1.0
 """Delay after a large request: the connection may still hold its response."""
@@ -44,6 +45,8 @@ def schedule_trim(num_bytes: int) -> None:
 
 ALIAS, ALIASED = "/openai", "/openai/v1/"
 """Azure's path prefix, and the paths on which it is removed."""
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+"""Control characters; no route matches a path with one. A route's ``$`` alone also matches before a final newline."""
 
 
 @dataclass(slots=True)
@@ -53,10 +56,12 @@ class Endpoint:
     row: RouteSpec
     service: Service
     methods: tuple[str, ...]
+    keys: Keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http_request: HttpRequest = scope["http_request"]
         row = self.row
+        self.keys.admit(row.path, http_request.header)
         http_request.route = row.path
         http_request.path_params = scope["path_params"]
         method = "GET" if http_request.method == "HEAD" else http_request.method
@@ -87,9 +92,9 @@ class FrontendApp:
         service.on_topology = partial(resume_lost, service)
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
-            routes=[Route(row.path, Endpoint(row, service, row.methods)) for row in ROUTES],
+            routes=[Route(row.path, Endpoint(row, service, row.methods, self._keys)) for row in ROUTES],
             redirect_slashes=False,
-            default=_not_found,
+            default=self._not_found,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,8 +154,7 @@ class FrontendApp:
         if self._service.draining or self._service.is_retiring:
             http_request.headers_out.append((b"connection", b"close"))
         try:
-            self._keys.check(http_request)
-            await self._router(scope, receive, send)
+            await (self._not_found if CONTROL.search(scope["path"]) else self._router)(scope, receive, send)
         except RequestError as error:
             await http_request.respond_error(error)
         except ClientDisconnected:
@@ -165,9 +169,9 @@ class FrontendApp:
                 )
             self._log.exception("request %s %s failed", http_request.request_id, quote(http_request.path))
 
-
-async def _not_found(scope: Scope, _receive: Receive, _send: Send) -> None:
-    raise RequestError(
-        ErrorCode.NOT_FOUND,
-        f"No endpoint at {scope['path'][:MAX_SHOWN]}; /docs lists the endpoints.",
-    )
+    async def _not_found(self, scope: Scope, _receive: Receive, _send: Send) -> None:
+        self._keys.check(scope["http_request"])
+        raise RequestError(
+            ErrorCode.NOT_FOUND,
+            f"No endpoint at {shown(scope['path'])}; /docs lists the endpoints.",
+        )
