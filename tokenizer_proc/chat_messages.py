@@ -100,7 +100,7 @@ def _parts_of(content: str | list[Any] | None, where: str) -> list[Part] | None:
     return [_normal_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
 
 
-def _normal_part(part: Any, where: str) -> Part:
+def _normal_part(part: Any, where: str, *, is_nested: bool = False) -> Part:
     if isinstance(part, str):
         return text_part(part)
     kind = part.get("type") if isinstance(part, dict) else None
@@ -112,8 +112,9 @@ def _normal_part(part: Any, where: str) -> Part:
             where,
         )
     text = part.get(field)
-    if kind in THINKING_PARTS and isinstance(text, list):  # Mistral's clients nest parts
-        text = str(ContentParts(_normal_part(item, f"{where}.{field}[{i}]") for i, item in enumerate(text)))
+    if kind in THINKING_PARTS and isinstance(text, list) and not is_nested:  # Mistral's clients nest parts
+        inner = (_normal_part(item, f"{where}.{field}[{i}]", is_nested=True) for i, item in enumerate(text))
+        text = str(ContentParts(inner))
     if not isinstance(text, str):
         raise invalid(f"{where}.{field} must be a string.", f"{where}.{field}")
     return {"type": "thinking", "thinking": text} if kind in THINKING_PARTS else text_part(text)

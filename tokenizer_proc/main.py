@@ -22,6 +22,7 @@ from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
 from quintet.tokenizer_proc.inbox_checks import check_embeds, error_answer
 from quintet.tokenizer_proc.lanes import Lanes
 from quintet.tokenizer_proc.offloaded import OffloadedRequests
+from quintet.tokenizer_proc.request_errors import request_error
 from quintet.tokenizer_proc.structured import Forms
 from quintet.tokenizer_proc.thinking import Budgets
 from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i32, unpack_i64
@@ -248,27 +249,32 @@ class Tokenizer:
         self._dispatch(size, lambda: self._admission(submit), lambda result: admit(submit, result))
 
     def _admission(self, submit: Submit) -> Admit | Failed:
-        """Encode the prompt and finalize the parameters. May run in a lane's thread, so it mutates no state."""
+        """Return the admission, or the failure of the request. May run in a lane's thread, so it mutates no state."""
+        try:
+            return self._encoded(submit)
+        except BaseException as cause:  # noqa: BLE001 - one request must not end the process
+            error = request_error(cause, f"request {submit.request_id}", self._process.log)
+            return Failed(submit.request_id, error.code, error.message, error.param)
+
+    def _encoded(self, submit: Submit) -> Admit:
+        """Encode the prompt and finalize the parameters. Raises `RequestError`."""
         params, prompt = submit.spec.params, submit.prompt
         embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
-        try:
-            if embeds is not None:
-                check_embeds(submit.spec, embeds, self._process.config)
-            ids = self._encoder.prompt_ids(prompt, params, clamp_max_tokens=submit.clamp_max_tokens)
-            bad_words = self._encoder.bad_word_ids(params.bad_words) if params.bad_words else []
-            if params.structured_outputs is not None:
-                params = self._forms.enforceable(submit.spec, lambda: self._prompt_end(ids, embeds))
-            if params.thinking_token_budget is not None:
-                params = self._budgets.bounded(params, lambda: self._prompt_end(ids, embeds))
-            ends = self._encoder.ends_of(prompt)
-            if ends and not params.ignore_eos:
-                stops = [*params.stop_token_ids, *ends]
-                params = msgspec.structs.replace(params, stop_token_ids=list(dict.fromkeys(stops)))
-            spec = submit.spec
-            if params is not spec.params:
-                spec = msgspec.structs.replace(spec, params=params)
-        except RequestError as error:
-            return Failed(submit.request_id, error.code, error.message, error.param)
+        if embeds is not None:
+            check_embeds(submit.spec, embeds, self._process.config)
+        ids = self._encoder.prompt_ids(prompt, params, clamp_max_tokens=submit.clamp_max_tokens)
+        bad_words = self._encoder.bad_word_ids(params.bad_words) if params.bad_words else []
+        if params.structured_outputs is not None:
+            params = self._forms.enforceable(submit.spec, lambda: self._prompt_end(ids, embeds))
+        if params.thinking_token_budget is not None:
+            params = self._budgets.bounded(params, lambda: self._prompt_end(ids, embeds))
+        ends = self._encoder.ends_of(prompt)
+        if ends and not params.ignore_eos:
+            stops = [*params.stop_token_ids, *ends]
+            params = msgspec.structs.replace(params, stop_token_ids=list(dict.fromkeys(stops)))
+        spec = submit.spec
+        if params is not spec.params:
+            spec = msgspec.structs.replace(spec, params=params)
         spans = []
         if embeds is not None:
             spans = [msgspec.structs.replace(embeds.span, digest=digest_of(embeds.span))]
@@ -323,11 +329,12 @@ class Tokenizer:
             if query.until_ns is not None and time.monotonic_ns() > query.until_ns:
                 raise RequestError(ErrorCode.TIMEOUT, "The query timed out in the tokenizer's queue; retry.")
             ids = self._encoder.whole(query.prompt)
-        except RequestError as error:
+            strs = self._encoder.token_strs(ids) if query.return_token_strs else None
+            return Tokenized(query.query_id, pack_i32(ids), strs)
+        except BaseException as cause:  # noqa: BLE001 - one query must not end the process
+            error = request_error(cause, f"query {query.query_id}", self._process.log)
             failed = Failed(query.query_id, error.code, error.message, error.param)
             return Tokenized(query.query_id, b"", None, failed)
-        strs = self._encoder.token_strs(ids) if query.return_token_strs else None
-        return Tokenized(query.query_id, pack_i32(ids), strs)
 
     def _send_answer(self, query: TokenizeQuery, answer: Tokenized) -> None:
         try:

@@ -91,7 +91,7 @@ def _plain_contains(schema: Schema) -> None:
     least, most = schema.get("minContains", 1), schema.get("maxContains")
     lengths = [schema.get(key, 0) for key in ("minItems", "maxItems")]
     if not is_anything(schema["contains"]) or not all(
-        type(each) is int for each in (least, most or 0, *lengths)
+        type(each) is int for each in (least, 0 if most is None else most, *lengths)
     ):
         return
     schema["minItems"] = max(least, lengths[0])

@@ -19,19 +19,31 @@ MAX_SUBSETS = 128
 """Subsets enumerated for a larger set, each in the schema's order; enough for seven values."""
 MAX_BRANCHES = 64
 """Branches of a ``oneOf`` that is analyzed."""
+MAX_ANALYZED = 100_000
+"""Schemas and values that the analysis of one root schema visits; a value counts once per reference to it."""
+MAX_LEVELS = 32
+"""Nested ``anyOf`` of enumerated values, with references resolved: references may be cyclic."""
 
 
-def _resolved(schema: Any, root: Schema) -> Any:
+@dataclass(slots=True)
+class Root:
+    """A schema whose parts are rewritten, and the remaining effort. Without any, the parts stay as they are."""
+
+    schema: Schema
+    num_left: int = MAX_ANALYZED
+
+
+def _resolved(schema: Any, root: Root) -> Any:
     """Resolve a schema that has only a reference and annotations; return other schemas unchanged."""
     for _ in range(8):
         if not isinstance(schema, dict) or "$ref" not in schema or schema.keys() - ANNOTATIONS != {"$ref"}:
             return schema
         reference = schema["$ref"]
-        schema = target_of(root, reference) if isinstance(reference, str) else None
+        schema = target_of(root.schema, reference) if isinstance(reference, str) else None
     return None
 
 
-def require_discriminator(schema: Schema, root: Schema) -> None:
+def require_discriminator(schema: Schema, root: Root) -> None:
     """Add the discriminator property (OpenAPI's ``discriminator``) to ``required`` in each branch of a union.
 
     Pydantic omits it from ``required`` if it has a default. A value without it matches several branches or none.
@@ -50,7 +62,7 @@ def require_discriminator(schema: Schema, root: Schema) -> None:
             required.append(name)
 
 
-def write_out_set(schema: Schema, root: Schema, most: int) -> int:
+def write_out_set(schema: Schema, root: Root, most: int) -> int:
     """Replace an array of unique elements from few values by an enumeration; return the number of alternatives.
 
     Up to four values are enumerated in all orders. Five to seven values are enumerated only in the schema's order, which
@@ -61,7 +73,7 @@ def write_out_set(schema: Schema, root: Schema, most: int) -> int:
     if {"prefixItems", "anyOf", "additionalItems"} & schema.keys():
         return 0
     values = _values(schema.get("items"), root, is_exact=True)
-    if values is None:
+    if values is None or len(values) > MAX_SUBSETS:
         return 0
     least, longest = schema.get("minItems", 0), schema.get("maxItems", len(values))
     if type(least) is not int or type(longest) is not int:
@@ -94,13 +106,15 @@ def _arrangements(values: Sequence[Any], lengths: Iterable[int]) -> list[tuple[A
     return []
 
 
-def disjoin(schema: Schema, root: Schema) -> None:
+def disjoin(schema: Schema, root: Root) -> None:
     """Replace ``oneOf`` by ``anyOf`` if no value matches two of its branches."""
     branches = schema.get("oneOf")
     if "anyOf" in schema or not isinstance(branches, list) or not 0 < len(branches) <= MAX_BRANCHES:
         return
-    facts = [_facts_of(each, root) for each in branches]
-    if all(one.excludes(other) for one, other in itertools.combinations(facts, 2)):
+    facts = [_facts_of(each, root) for each in branches if root.num_left > 0]
+    if len(facts) == len(branches) and all(
+        one.excludes(other) for one, other in itertools.combinations(facts, 2)
+    ):
         schema["anyOf"] = schema.pop("oneOf")
 
 
@@ -126,7 +140,7 @@ class _Facts:
         )
 
 
-def _facts_of(branch: Any, root: Schema) -> _Facts:
+def _facts_of(branch: Any, root: Root) -> _Facts:
     schema = _resolved(branch, root)
     everything = frozenset(TYPES)
     if not isinstance(schema, dict):
@@ -158,8 +172,11 @@ def _json_of(value: Any) -> bytes:
     return re.sub(rb"(?<=\d)\.0\b", b"", text) if isinstance(value, float) else text
 
 
-def _values(schema: Any, root: Schema, *, is_exact: bool = False) -> list[Any] | None:
+def _values(schema: Any, root: Root, *, is_exact: bool = False, level: int = 0) -> list[Any] | None:
     """Return the values that a schema allows, or a superset unless ``is_exact``; None if they cannot be enumerated."""
+    root.num_left -= 1
+    if level > MAX_LEVELS or root.num_left < 0:
+        return None
     schema = _resolved(schema, root)
     if not isinstance(schema, dict):
         return None
@@ -171,13 +188,18 @@ def _values(schema: Any, root: Schema, *, is_exact: bool = False) -> list[Any] |
     elif isinstance(schema.get("enum"), list):
         found = schema["enum"]
     elif isinstance(schema.get("anyOf"), list) and "type" not in schema:
-        each = [_values(branch, root, is_exact=is_exact) for branch in schema["anyOf"]]
-        if any(values is None for values in each):
-            return None
-        found = [value for values in each if values is not None for value in values]
+        found = []
+        for branch in schema["anyOf"]:
+            values = _values(branch, root, is_exact=is_exact, level=level + 1)
+            if values is None:
+                return None
+            found += values
     elif schema.get("type") in ("null", "boolean"):
         found = [None] if schema["type"] == "null" else [False, True]
     else:
+        return None
+    root.num_left -= len(found)
+    if root.num_left < 0:
         return None
     if is_exact and "type" in schema and not all(_is_of(value, as_list(schema["type"])) for value in found):
         return None

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quintet.tokenizer_proc.schema_keywords import RULES, Schema, is_anything
-from quintet.tokenizer_proc.schema_unions import disjoin, require_discriminator, write_out_set
+from quintet.tokenizer_proc.schema_unions import Root, disjoin, require_discriminator, write_out_set
 
 INNER = frozenset(
     {
@@ -49,15 +49,16 @@ def plain_schema(schema: Any) -> Any:
     anchors = {"$dynamicAnchor": "$dynamicRef", "$recursiveAnchor": "$recursiveRef"}
     found = list(schemas_of(plain))
     used = set[str]().union(*found)
+    root = Root(plain)
     num_written_out = 0
     for each in found:
         for anchor, reference in anchors.items():
             if reference not in used:
                 each.pop(anchor, None)
-        require_discriminator(each, plain)
-        num_written_out += write_out_set(each, plain, MAX_WRITTEN_OUT - num_written_out)
+        require_discriminator(each, root)
+        num_written_out += write_out_set(each, root, MAX_WRITTEN_OUT - num_written_out)
     for each in found:
-        disjoin(each, plain)
+        disjoin(each, root)
     return plain
 
 

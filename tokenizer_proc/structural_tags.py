@@ -81,7 +81,7 @@ class _Writer:
     def write(self, node: Node, where: str) -> str:
         """Convert a node."""
         kind = node.get("type") if isinstance(node, Mapping) else None
-        if kind not in self.NODES:
+        if not isinstance(kind, str) or kind not in self.NODES:
             known = ", ".join(self.NODES)
             raise _bad(where, f"has the type {str(kind)[:100]!r}; it must be one of {known}")
         return self.NODES[kind](self, node, where)
@@ -143,14 +143,16 @@ class _Writer:
     def _triggered(self, node: Node, where: str) -> str:
         """Convert free text in which each trigger must begin one of the tags."""
         triggers = _list(node, "triggers", where)
+        if not all(isinstance(trigger, str) for trigger in triggers):
+            raise _bad(where, "has an invalid trigger; each one must be a string")
         choices = []
         for i, tag in enumerate(_list(node, "tags", where)):
             place = f"{where}.tags[{i}]"
             begin = _text(tag, "begin", place)
-            trigger = next((each for each in triggers if begin.startswith(str(each))), None)
+            trigger = next((each for each in triggers if begin.startswith(each)), None)
             if not trigger:
                 raise _bad(place, f"begins with {begin[:100]!r}, but must begin with one of the triggers")
-            until = self._until(self.literal(str(trigger)))
+            until = self._until(self.literal(trigger))
             rest = self.literal(begin[len(trigger) :])
             choices.append(f"{until} {rest} {self._content(tag, place)}")
         any_tag = self._rule(" | ".join(choices))

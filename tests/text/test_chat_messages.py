@@ -13,6 +13,7 @@ from quintet.tokenizer_proc.template_environment import make_environment
 from quintet.tokenizer_proc.template_syntax import traits_of
 from quintet.wire.chat import encode_messages
 from quintet.wire.config import ChatContentFormat
+from quintet.wire.errors import RequestError
 from quintet.wire.messages import ChatPrompt
 
 DUMP = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
@@ -99,6 +100,18 @@ def test_arguments_are_an_object_or_text_as_the_template_uses_them() -> None:
         render(each.replace("{}", "{{ a }}{{ a.a }}"), {"role": "assistant", "tool_calls": [twice]})
         == '{"a":1}1'
     )
+
+
+def test_thinking_parts_are_nested_once() -> None:
+    inner = {"type": "thinking", "thinking": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert json.loads(render(DUMP, {"role": "user", "content": [inner]}))["reasoning_content"] == "a\nb"
+    for levels in (1, 400):
+        part = inner
+        for _ in range(levels):
+            part = {"type": "thinking", "thinking": [part]}
+        with pytest.raises(RequestError, match="must be a string") as caught:
+            render(DUMP, {"role": "user", "content": [part]})
+        assert caught.value.param == "messages[0].content[0].thinking[0].thinking"
 
 
 @pytest.mark.parametrize("tool_calls", [[], None])

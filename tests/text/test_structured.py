@@ -198,6 +198,9 @@ def next_(i: int) -> dict[str, object]:
     return {"$ref": f"#/$defs/a{i}"} if i < 2000 else {"type": "integer"}
 
 
+CIRCLE = {"oneOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}
+
+
 DEEP: dict[str, dict[str, Any]] = {
     "references": {"json": chain(next_, 2000)},
     "anchors": {"json": chain(lambda i: {"$anchor": f"a{i - 1}", "$ref": f"#a{i % 2000}"}, 2000)},
@@ -273,6 +276,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"structural_tag": {"format": {"type": "poem"}}}, ["poem", "tags_with_separator"]),
     ({"structural_tag": {"structures": [{"begin": "<a>", "end": ""}], "triggers": ["<b"]}}, ["'<a>'", "triggers"]),
     ({"json": {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}}}, ["items"]),
+    ({"structural_tag": {"format": {"type": []}}}, ["[]", "must be one of"]),
+    ({"structural_tag": {"format": {"type": "triggered_tags", "triggers": [5], "tags": [{"begin": "5"}]}}}, ["invalid trigger"]),
+    ({"json": {"type": "array", "contains": {}, "maxContains": [], "maxItems": 5}}, ["maxContains"]),
+    ({"json": CIRCLE}, ["cannot be enforced"]),
 ]  # fmt: skip
 
 

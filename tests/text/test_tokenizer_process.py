@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from quintet.process.child import CONFIG_FILE
 from quintet.tokenizer_proc import lanes, main
+from quintet.tokenizer_proc.encode import Encoder
 from quintet.wire import messages as m
 from quintet.wire import supervision
 from quintet.wire.chat import encode_messages
@@ -107,6 +108,44 @@ def test_a_refused_request_fails_at_its_frontend_and_the_next_one_is_served(harn
     assert "999999" in failed.message and failed.param == "prompt"
     assert harness.wait(harness.frontend, m.Failed).param == "messages"
     assert harness.wait(harness.core, m.Admit).prompt_ids == pack_i32([1])
+
+
+class Panic(BaseException):
+    """Stands for a panic of a Rust library."""
+
+
+@pytest.mark.parametrize("prompt", ["small", LONG], ids=["inline", "in a lane"])
+@pytest.mark.parametrize("error", [ValueError, RecursionError, Panic])
+def test_an_unexpected_exception_ends_only_its_request(
+    harness: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    prompt: str,
+    error: type[BaseException],
+) -> None:
+    encode_long = Encoder.encode_long
+
+    def fail(self: Encoder, text: str, *rest: Any) -> Any:
+        if text == prompt:
+            raise error("a defect")
+        return encode_long(self, text, *rest)
+
+    monkeypatch.setattr(Encoder, "encode_long", fail)
+    code = ErrorCode.INVALID if error is RecursionError else ErrorCode.INTERNAL
+    ids = RequestIds(0, 1)
+    failing = ids.take()
+    harness.send(submit(failing, m.TextPrompt(prompt)))
+    failed = harness.wait(harness.frontend, m.Failed)
+    assert (failed.request_id, failed.code) == (failing, code)
+    harness.send(m.TokenizeQuery(7, 0, m.TextPrompt(prompt)))
+    answer = harness.wait(harness.frontend, m.Tokenized)
+    assert (answer.query_id, answer.error.code) == (7, code)
+    harness.send(submit(ids.take(), m.TextPrompt("next")))
+    assert harness.wait(harness.core, m.Admit).prompt_ids
+    logged = [record for record in caplog.records if record.exc_info]
+    assert [str(failing) in record.getMessage() for record in logged] == [True, False] * (
+        code is ErrorCode.INTERNAL
+    )
 
 
 def test_undecodable_messages_end_with_an_error(harness: Any) -> None:
