@@ -12,6 +12,8 @@ import msgspec
 
 from quintet.frontend.load_balancing.dispatcher import Send, too_large
 from quintet.frontend.load_balancing.load_ledger import LoadLedger, num_prompt_tokens
+from quintet.frontend.load_balancing.workers import MAX_TOKENIZER_DEATHS, poison_error
+from quintet.process.work_journal import WorkId
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
@@ -52,6 +54,8 @@ class _PendingQuery:
     slot: int | None = None
     """Required worker; None for any worker of the role."""
     epoch: int = 0
+    num_tokenizer_deaths: int = 0
+    """Deaths of tokenizers in a row, each while it encoded the query."""
 
 
 class Rpc:
@@ -78,14 +82,20 @@ class Rpc:
             pending.answer.set_exception(error)
 
     def follow(self) -> None:
-        """Send queries again that have no live worker. Call after `Workers.follow`."""
-        for pending in list(self._waiting.values()):
+        """Send queries again that have no live worker; fail those that ended tokenizers. Call after `Workers.follow`."""
+        for query_id, pending in list(self._waiting.items()):
             if pending.role is Role.SUPERVISOR or pending.answer.done():
                 continue
             index = pending.index
             if index is None or self._workers.epoch(pending.role, index) != pending.epoch:
+                was_encoded = WorkId(1 + self._me.index, query_id) in self._workers.work_lost
+                if index is not None:
+                    pending.num_tokenizer_deaths = pending.num_tokenizer_deaths + 1 if was_encoded else 0
                 self._withdraw(pending)
-                self._send_query(pending)
+                if pending.num_tokenizer_deaths >= MAX_TOKENIZER_DEATHS:
+                    pending.answer.set_exception(poison_error(query_id))
+                else:
+                    self._send_query(pending)
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, token_strs: bool = False) -> Tokenized:
         """Encode a prompt. Raises `RequestError`."""

@@ -17,7 +17,7 @@ import msgspec
 from quintet.frontend.deadlines import DeadlineTimer, expired, is_expired_by_core
 from quintet.frontend.load_balancing.dispatcher import UNENCODABLE, Dispatcher, Send, not_encodable
 from quintet.frontend.load_balancing.load_ledger import LoadLedger
-from quintet.frontend.load_balancing.workers import Workers
+from quintet.frontend.load_balancing.workers import Workers, poison_error
 from quintet.frontend.reconcile import (
     MAX_RESENDS,
     Report,
@@ -68,7 +68,7 @@ class Sessions:
         self._span = span
         metrics = metrics if metrics is not None else Metrics()
         self.metrics = SessionMetrics(metrics)
-        self.workers = Workers(me)
+        self.workers = Workers(me, config.run_dir)
         self.ledger = LoadLedger(self.workers, config)
         self._dispatcher = Dispatcher(self.ledger, send, config, metrics)
         self._deadlines = DeadlineTimer(self._expire)
@@ -377,7 +377,10 @@ class Sessions:
     def follow(self, topology: Topology) -> None:
         """Apply a topology: re-dispatch the requests of lost workers with the output received so far."""
         for stream in self._dispatcher.follow(topology, self._streams.values()):
-            self._abort_locally(stream)
+            if stream.is_cancelled:
+                self._abort_locally(stream)
+            else:
+                self._fail(stream, poison_error(stream.request_id))
         self._place_parked()
 
     def _place_parked(self) -> None:

@@ -210,6 +210,8 @@ class Stream:
         """Restarts so far: its core or detokenizer was lost, or the engine lost the request."""
         self.num_resends = 0
         """Times that the engine did not know the request."""
+        self.num_tokenizer_deaths = 0
+        """Deaths of tokenizers in a row, each while it encoded the request."""
         self.choice: EngineChoice | None = None
         """Last dispatch decision and its reason."""
         self.pinned_core: int | None = None

@@ -6,10 +6,9 @@ become errors of the request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
@@ -22,14 +21,11 @@ from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
 from quintet.tokenizer_proc.template_values import ContentParts, PartsText, text_part
 from quintet.wire.chat import Message, decode_messages
 from quintet.wire.codec import UNREADABLE
-from quintet.wire.config import ChatContentFormat, ModelConfig
+from quintet.wire.config import ChatContentFormat
 from quintet.wire.errors import ConfigError, RequestError
 from quintet.wire.messages import ChatPrompt
 from quintet.wire.params import shown
 
-SPECIAL_TOKEN_NAMES = (
-    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
-)  # fmt: skip
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 MAX_COMPILED = 64
 Decoded = TypeVar("Decoded")
@@ -273,38 +269,3 @@ def _decode(encoded: bytes, decode: Callable[[bytes], Decoded], field: str) -> D
         return decode(encoded)
     except UNREADABLE as error:
         raise invalid(f"{field} cannot be decoded: {error}.", field) from error
-
-
-def load_templates(model: ModelConfig) -> ChatTemplates:
-    """Compile the configured templates, with the special tokens of the tokenizer's folder.
-
-    Raises `ConfigError` for an unreadable file or invalid Jinja.
-    """
-    folder = Path(model.tokenizer_path)
-    config = _read_object(folder / "tokenizer_config.json")
-    special = special_tokens([_read_object(folder / "special_tokens_map.json"), config])
-    loaded = ChatTemplates(model.chat_templates, special, model.chat_template_content_format)
-    loaded.compile()
-    return loaded
-
-
-def special_tokens(sources: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the special tokens available to templates. Later sources override earlier ones."""
-    found: dict[str, str] = {}
-    for source in sources:
-        for name in SPECIAL_TOKEN_NAMES:
-            token = source.get(name)
-            if isinstance(token, dict):
-                token = token.get("content")
-            if isinstance(token, str):
-                found[name] = token
-    return found
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is not a JSON object: {error}") from error

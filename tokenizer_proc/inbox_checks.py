@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from quintet.wire.codec import pack_i64
 from quintet.wire.config import EngineConfig
+from quintet.wire.dropped import Dropped
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.ids import Role, frontend_of
 from quintet.wire.messages import Cancel, Failed, Submit, Tokenized, TokenizeQuery, Unknown
 from quintet.wire.request import Echo, RequestSpec
 
@@ -23,6 +25,18 @@ def error_answer(message: object) -> Failed | Tokenized | Unknown | None:
             return Tokenized(message.query_id, b"", None, failed)
         case _:
             return None
+
+
+def dropped_answers(dropped: Dropped) -> list[tuple[int, int | None, Failed | Tokenized]]:
+    """Return the error answers to the query and the requests of a dropped message, with frontend and epoch tag."""
+    error = dropped.error(Role.TOKENIZER)
+    answers: list[tuple[int, int | None, Failed | Tokenized]] = []
+    if dropped.query_id is not None and dropped.frontend is not None:
+        failed = Failed(dropped.query_id, error.code, error.message)
+        answers.append((dropped.frontend, None, Tokenized(dropped.query_id, b"", None, failed)))
+    for request_id in dropped.request_ids:
+        answers.append((*frontend_of(request_id), Failed(request_id, error.code, error.message)))
+    return answers
 
 
 def check_embeds(spec: RequestSpec, embeds: EmbedsPrompt, config: EngineConfig) -> None:

@@ -18,8 +18,9 @@ import uvloop
 from quintet.process.child import child_main
 from quintet.process.pending_topology import PendingTopology
 from quintet.process.runtime import Process
+from quintet.process.work_journal import REQUEST, WorkId, open_journal
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
-from quintet.tokenizer_proc.inbox_checks import check_embeds, error_answer
+from quintet.tokenizer_proc.inbox_checks import check_embeds, dropped_answers, error_answer
 from quintet.tokenizer_proc.lanes import Lanes
 from quintet.tokenizer_proc.offloaded import OffloadedRequests
 from quintet.tokenizer_proc.request_errors import request_error
@@ -71,6 +72,7 @@ class Tokenizer:
         )
         self._lanes = Lanes(loop)
         self._offloaded = OffloadedRequests()
+        self._journal = open_journal(process.config.run_dir, process.me)
         process.account = self._report_progress
         self._is_retiring = False
         self._queued: PendingTopology[tuple[int, int | None], msgspec.Struct] = PendingTopology(
@@ -103,7 +105,8 @@ class Tokenizer:
             self._check_drained()
             return
         if isinstance(message, Dropped):
-            self._fail_dropped(message)
+            self._queued_errors += dropped_answers(message)
+            self._send_queued_errors()
             return
         sender = sender_of(message)
         if sender is None:
@@ -122,19 +125,6 @@ class Tokenizer:
             self._keep(index, tag, message)
         else:
             self._handle(message)
-
-    def _fail_dropped(self, dropped: Dropped) -> None:
-        """Fail the query and the requests of a dropped message."""
-        error = dropped.error(Role.TOKENIZER)
-        if dropped.query_id is not None and dropped.frontend is not None:
-            failed = Failed(dropped.query_id, error.code, error.message)
-            self._queued_errors.append(
-                (dropped.frontend, None, Tokenized(dropped.query_id, b"", None, failed))
-            )
-        for request_id in dropped.request_ids:
-            failed = Failed(request_id, error.code, error.message)
-            self._queued_errors.append((*frontend_of(request_id), failed))
-        self._send_queued_errors()
 
     def _forward_report(self, report: InFlightReport) -> None:
         """Forward the report to the core without the requests that are still in lanes."""
@@ -250,11 +240,22 @@ class Tokenizer:
 
     def _admission(self, submit: Submit) -> Admit | Failed:
         """Return the admission, or the failure of the request. May run in a lane's thread, so it mutates no state."""
+        result = self._isolated(WorkId(REQUEST, submit.request_id), lambda: self._encoded(submit))
+        if isinstance(result, RequestError):
+            return Failed(submit.request_id, result.code, result.message, result.param)
+        return result
+
+    def _isolated(self, work: WorkId, encode: Callable[[], Result]) -> Result | RequestError:
+        """Run ``encode`` with an entry in the journal; convert any exception to the error of its request."""
+        entry = self._journal.pop()
+        entry[0], entry[1] = work
         try:
-            return self._encoded(submit)
-        except BaseException as cause:  # noqa: BLE001 - one request must not end the process
-            error = request_error(cause, f"request {submit.request_id}", self._process.log)
-            return Failed(submit.request_id, error.code, error.message, error.param)
+            return encode()
+        except BaseException as error:  # noqa: BLE001 - one request must not end the process
+            return request_error(error, str(work), self._process.log)
+        finally:
+            entry[1] = 0
+            self._journal.append(entry)
 
     def _encoded(self, submit: Submit) -> Admit:
         """Encode the prompt and finalize the parameters. Raises `RequestError`."""
@@ -325,16 +326,18 @@ class Tokenizer:
             self._process.peers.send(Role.CORE, cancel.core, rest)
 
     def _answer(self, query: TokenizeQuery) -> Tokenized:
-        try:
-            if query.until_ns is not None and time.monotonic_ns() > query.until_ns:
-                raise RequestError(ErrorCode.TIMEOUT, "The query timed out in the tokenizer's queue; retry.")
-            ids = self._encoder.whole(query.prompt)
-            strs = self._encoder.token_strs(ids) if query.return_token_strs else None
-            return Tokenized(query.query_id, pack_i32(ids), strs)
-        except BaseException as cause:  # noqa: BLE001 - one query must not end the process
-            error = request_error(cause, f"query {query.query_id}", self._process.log)
-            failed = Failed(query.query_id, error.code, error.message, error.param)
+        result = self._isolated(WorkId(1 + query.frontend, query.query_id), lambda: self._tokenized(query))
+        if isinstance(result, RequestError):
+            failed = Failed(query.query_id, result.code, result.message, result.param)
             return Tokenized(query.query_id, b"", None, failed)
+        return result
+
+    def _tokenized(self, query: TokenizeQuery) -> Tokenized:
+        if query.until_ns is not None and time.monotonic_ns() > query.until_ns:
+            raise RequestError(ErrorCode.TIMEOUT, "The query timed out in the tokenizer's queue; retry.")
+        ids = self._encoder.whole(query.prompt)
+        strs = self._encoder.token_strs(ids) if query.return_token_strs else None
+        return Tokenized(query.query_id, pack_i32(ids), strs)
 
     def _send_answer(self, query: TokenizeQuery, answer: Tokenized) -> None:
         try:

@@ -27,7 +27,7 @@ MAX_LEVELS = 32
 
 @dataclass(slots=True)
 class Root:
-    """A schema whose parts are rewritten, and the remaining effort. Without any, the parts stay as they are."""
+    """The root of a schema, and the remaining effort of their analysis."""
 
     schema: Schema
     num_left: int = MAX_ANALYZED

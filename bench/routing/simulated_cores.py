@@ -94,7 +94,7 @@ class Play:
     def __init__(self, seed: int, order: int) -> None:
         self._prompts, self._noise = prompts_of(seed), random.Random(1000 * seed + order)
         self._cores = [SimulatedEngine(CPU, 1) for _ in range(NUM_ENGINES)]
-        slots = Workers(ME)
+        slots = Workers(ME, "/nowhere")
         roles = (Role.CORE, Role.EXECUTOR)
         workers = [ME, *(WorkerId(role, index, 1) for role in roles for index in range(NUM_ENGINES))]
         slots.follow(Topology(1, [ProcessSlot(worker, "", 1, SlotState.READY) for worker in workers]))

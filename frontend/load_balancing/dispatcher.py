@@ -14,7 +14,9 @@ import msgspec
 
 from quintet.frontend.load_balancing.engine_selector import EngineSelector
 from quintet.frontend.load_balancing.load_ledger import LoadLedger
+from quintet.frontend.load_balancing.workers import MAX_TOKENIZER_DEATHS
 from quintet.frontend.streams import Stream
+from quintet.process.work_journal import REQUEST, WorkId
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
@@ -126,7 +128,9 @@ class Dispatcher:
         return lost is not None and epoch <= lost
 
     def follow(self, topology: Topology, streams: Iterable[Stream]) -> list[Stream]:
-        """Re-dispatch requests of lost workers. Returns cancelled requests that no worker will end."""
+        """Re-dispatch requests of lost workers. Returns the requests to end: cancelled ones, which no worker will end, and
+        poison requests (`MAX_TOKENIZER_DEATHS`).
+        """
         unended: list[Stream] = []
         lost = self._workers.follow(topology)
         for worker in lost:
@@ -172,7 +176,7 @@ class Dispatcher:
         )
 
     def _handle_loss(self, stream: Stream, lost: list[WorkerId], retiring: frozenset[int]) -> bool:
-        """Handle the loss of a request's worker. Returns whether no worker will end the request."""
+        """Handle the loss of a request's worker. Returns whether the request ends here, because no worker will end it."""
         submit = stream.submit
         for worker in lost:
             match worker.role:
@@ -224,8 +228,17 @@ class Dispatcher:
         return False
 
     def _lose_tokenizer(self, stream: Stream) -> bool:
-        """Resend to another tokenizer a request that the lost one may not have forwarded. The core drops a duplicate attempt."""
+        """Resend to another tokenizer a request that the lost one may not have forwarded. The core drops a duplicate attempt.
+
+        Returns whether the request ends here.
+        """
         was_passed_on = stream.attempt == 0 and stream.started is not None
+        was_encoded = any(
+            WorkId(REQUEST, choice.request_id) in self._workers.work_lost for choice in stream.choices
+        )
+        stream.num_tokenizer_deaths = stream.num_tokenizer_deaths + 1 if was_encoded else 0
+        if stream.num_tokenizer_deaths >= MAX_TOKENIZER_DEATHS and not stream.is_cancelled:
+            return True
         if not was_passed_on and not stream.is_cancelled:
             self._resumed[Role.TOKENIZER].inc()
             stream.pinned_core = stream.submit.core  # the core may have it already

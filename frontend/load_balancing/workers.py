@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
+from quintet.process.work_journal import WorkId, work_at_death
+from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 
@@ -9,11 +13,31 @@ SERVING_ROLES = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
 """Roles that must all be ready to answer a request."""
 
 
+MAX_TOKENIZER_DEATHS = 3
+"""Deaths of tokenizers in a row, each while it encoded the same request, after which the request is rejected."""
+
+
+def poison_error(request_id: int) -> RequestError:
+    """Build the error for a request that ended tokenizers, and log it."""
+    logging.getLogger("quintet").warning(
+        "request %d rejected: it ended %d tokenizers", request_id, MAX_TOKENIZER_DEATHS
+    )
+    return RequestError(
+        ErrorCode.UNPROCESSABLE,
+        f"The tokenizer process died {MAX_TOKENIZER_DEATHS} times in a row while it encoded this request. Change the prompt "
+        "or the parameters; report it with the server's log.",
+    )
+
+
 class Workers:
     """The newest topology."""
 
-    def __init__(self, me: WorkerId) -> None:
+    def __init__(self, me: WorkerId, run_dir: str) -> None:
+        """``run_dir``: folder with the journals of lost processes (`quintet.process.work_journal`)."""
         self.me = me
+        self._run_dir = run_dir
+        self.work_lost: frozenset[WorkId] = frozenset()
+        """Requests and queries that tokenizers were encoding when they died, in the newest topology."""
         self._alive: dict[tuple[Role, int], WorkerId] = {}
         self.topology = Topology(0, [])
         self._engines: list[int] = []
@@ -36,6 +60,8 @@ class Workers:
             if slot.state is not SlotState.DOWN
         }
         lost = [worker for key, worker in self._alive.items() if alive.get(key) != worker]
+        dead = [work_at_death(self._run_dir, worker) for worker in lost if worker.role is Role.TOKENIZER]
+        self.work_lost = frozenset[WorkId]().union(*dead)
         self._alive = alive
         self._engines = self._usable_engines()
         self.num_frontends = sum(

@@ -73,7 +73,7 @@ INNER = {
         *(f"{CHECKPOINTS}.{module}" for module in ("weights.files", "weights.header", "quant.formats")),
         *(f"{CHECKPOINTS}.gguf.{module}" for module in ("card", "header", "parts")),
         *("executor.backends.platforms.cores", "executor.kv_transfer.store.connector"),
-        *("detokenizer_proc.parsers", "tokenizer_proc.chat_template", "tokenizer_proc.template_environment"),
+        *("detokenizer_proc.parsers", "tokenizer_proc.template_files", "tokenizer_proc.template_environment"),
     },
     "deploy/router": {"deploy.router", "deploy.http_client", "frontend", "wire"},
     "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.config.memory", "process", "wire"},

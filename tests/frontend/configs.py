@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
+from quintet.process.work_journal import ENTRY, WorkId
 from quintet.wire.config import (
     CacheConfig,
     EngineConfig,
@@ -16,6 +18,7 @@ from quintet.wire.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from quintet.wire.ids import WorkerId
 from quintet.wire.kv_spec import full_layers
 
 Policy = Literal["fcfs", "priority"]
@@ -59,3 +62,8 @@ def make_config(
         frontend=FrontendConfig(**frontend),
         processes=ProcessesConfig(heartbeat_s=heartbeat_s),
     )
+
+
+def leave_work(run_dir: Path, worker: WorkerId, *work: WorkId) -> None:
+    """Write the journal of a process that died during this work."""
+    (run_dir / f"{worker}.work").write_bytes(b"".join(ENTRY.pack(*each) for each in work))

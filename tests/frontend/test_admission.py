@@ -24,7 +24,9 @@ from tests.frontend.configs import make_config
 def make_ledger() -> LoadLedger:
     config = make_config()
     model = msgspec.structs.replace(config.model, max_model_len=1000)
-    return LoadLedger(Workers(WorkerId(Role.FRONTEND, 0, 1)), msgspec.structs.replace(config, model=model))
+    return LoadLedger(
+        Workers(WorkerId(Role.FRONTEND, 0, 1), "/nowhere"), msgspec.structs.replace(config, model=model)
+    )
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,20 +12,21 @@ import pytest
 from quintet.frontend.load_balancing.load_ledger import LoadLedger
 from quintet.frontend.load_balancing.workers import Workers
 from quintet.frontend.rpc import Rpc
+from quintet.process.work_journal import WorkId
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Detokenized, Failed, TextPrompt, Tokenized
 from quintet.wire.supervision import ProcessSlot, SlotState, Topology
-from tests.frontend.configs import make_config
+from tests.frontend.configs import leave_work, make_config
 
 ME = WorkerId(Role.FRONTEND, 0, 1)
 
 
 class World:
-    def __init__(self, timeout_s: float = 10.0) -> None:
+    def __init__(self, timeout_s: float = 10.0, run_dir: str = "/nowhere") -> None:
         self.sent: list[tuple[Role, int, Any]] = []
-        self.ledger = LoadLedger(Workers(ME), make_config())
+        self.ledger = LoadLedger(Workers(ME, run_dir), make_config())
         self.workers = self.ledger.workers
         self.workers.follow(
             Topology(1, [ProcessSlot(WorkerId(Role.TOKENIZER, i, 1), "", 1, SlotState.READY) for i in (0, 1)])
@@ -108,6 +110,29 @@ def test_query_without_a_worker() -> None:
             await world.queries.detokenize([1])
         assert caught.value.code is ErrorCode.UNAVAILABLE
         assert world.sent == []
+
+    run(scenario())
+
+
+def test_query_that_ends_tokenizers_fails(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(run_dir=str(tmp_path))
+        query = asyncio.ensure_future(world.queries.tokenize(TextPrompt("a")))
+        await asyncio.sleep(0)
+        for epoch in range(2, 5):
+            for index in (0, 1):
+                query_id = world.sent[0][2].query_id
+                leave_work(
+                    tmp_path, WorkerId(Role.TOKENIZER, index, epoch - 1), WorkId(1 + ME.index, query_id)
+                )
+            slots = [ProcessSlot(WorkerId(Role.TOKENIZER, i, epoch), "", 1, SlotState.READY) for i in (0, 1)]
+            world.workers.follow(Topology(epoch, slots))
+            world.queries.follow()
+            world.queries.follow()
+        with pytest.raises(RequestError, match="died 3 times in a row"):
+            await query
+        assert len(world.sent) == 3
+        assert [world.ledger.at(Role.TOKENIZER, i) for i in (0, 1)] == [0, 0]
 
     run(scenario())
 

@@ -43,12 +43,13 @@ PROMPT = TextPrompt("hello")
 class World:
     """Sessions, their sent messages, and the live workers."""
 
+    run_dir: str = "/nowhere"
     sent: list[tuple[Role, int, msgspec.Struct]] = field(default_factory=list)
     unreachable: bool = False
     version: int = 0
 
     def __post_init__(self) -> None:
-        self.sessions = Sessions(WorkerId(Role.FRONTEND, 0, 1), self.send, make_config())
+        self.sessions = Sessions(WorkerId(Role.FRONTEND, 0, 1), self.send, make_config(self.run_dir))
         self.slots = {(role, 0): (1, SlotState.READY) for role in Role if role is not Role.SUPERVISOR}
 
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:

@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
+from quintet.tokenizer_proc.chat_template import ChatTemplates
+from quintet.tokenizer_proc.template_files import load_templates
 from quintet.wire.chat import encode_messages
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError

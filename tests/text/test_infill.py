@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from quintet.tokenizer_proc.chat_template import load_templates
 from quintet.tokenizer_proc.encode import Encoder
 from quintet.tokenizer_proc.infill import ENDS, FORMATS, Infill, InfillPart, open_infill
+from quintet.tokenizer_proc.template_files import load_templates
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import TextPrompt

@@ -20,6 +20,7 @@ from tests.wire.respec import changed
 from tokenizers import Tokenizer
 
 from quintet.process.child import CONFIG_FILE
+from quintet.process.work_journal import REQUEST, WorkId, work_at_death
 from quintet.tokenizer_proc import lanes, main
 from quintet.tokenizer_proc.encode import Encoder
 from quintet.wire import messages as m
@@ -146,6 +147,27 @@ def test_an_unexpected_exception_ends_only_its_request(
     assert [str(failing) in record.getMessage() for record in logged] == [True, False] * (
         code is ErrorCode.INTERNAL
     )
+
+
+@pytest.mark.parametrize("prompt", ["small", LONG], ids=["inline", "in a lane"])
+def test_the_journal_has_the_work_in_progress(
+    harness: Any, monkeypatch: pytest.MonkeyPatch, prompt: str
+) -> None:
+    encode_long = Encoder.encode_long
+    work: list[frozenset[WorkId]] = []
+
+    def note(self: Encoder, *arguments: Any) -> Any:
+        work.append(work_at_death(harness.config.run_dir, harness.worker))
+        return encode_long(self, *arguments)
+
+    monkeypatch.setattr(Encoder, "encode_long", note)
+    request_id = RequestIds(0, 1).take()
+    harness.send(submit(request_id, m.TextPrompt(prompt)))
+    harness.wait(harness.core, m.Admit)
+    harness.send(m.TokenizeQuery(8, 0, m.TextPrompt(prompt)))
+    harness.wait(harness.frontend, m.Tokenized)
+    assert work == [{WorkId(REQUEST, request_id)}, {WorkId(1, 8)}]
+    assert work_at_death(harness.config.run_dir, harness.worker) == frozenset()
 
 
 def test_undecodable_messages_end_with_an_error(harness: Any) -> None:

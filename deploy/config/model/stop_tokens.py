@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from quintet.deploy.config.model.chat_templates import DEFAULT
-from quintet.tokenizer_proc.chat_template import special_tokens
 from quintet.tokenizer_proc.template_environment import make_environment
+from quintet.tokenizer_proc.template_files import special_tokens
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import Json, read_json
 

@@ -16,7 +16,8 @@ from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.chat_templates import read_chat_templates
 from quintet.deploy.config.model.source import locate_model
-from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
+from quintet.tokenizer_proc.chat_template import ChatTemplates
+from quintet.tokenizer_proc.template_files import load_templates
 from quintet.wire.chat import encode_messages
 from quintet.wire.errors import ConfigError, RequestError
 from quintet.wire.messages import ChatPrompt
