@@ -81,6 +81,12 @@ class Admission:
 
     def check_resumed(self, num_requests: int) -> None:
         """Check resumed requests. The token limit does not apply: part of their tokens was computed."""
+        self.check_number(num_requests)
+        self._check_open()
+        self._check_requests(num_requests)
+
+    def check_number(self, num_requests: int) -> None:
+        """Raise `RequestError` for more requests than the server ever accepts. Cheap: call before building prompts."""
         if num_requests > self._max_requests:
             raise RequestError(
                 ErrorCode.INVALID,
@@ -88,8 +94,6 @@ class Admission:
                 "concurrent requests. Send fewer, or raise --max-queued-requests.",
                 "n",
             )
-        self._check_open()
-        self._check_requests(num_requests)
 
     def _check_open(self) -> None:
         if self.draining:

@@ -21,6 +21,7 @@ from quintet.frontend.api.anthropic.types import (
     ToolChoice,
     Turn,
 )
+from quintet.frontend.api.merged_messages import MergedMessages
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.offered_tools import OfferedTool, SentTool, Translation, offered_tools
@@ -118,12 +119,10 @@ def messages_of(
     if not turns:
         raise parse.invalid("messages is []; it must hold at least one message.", "messages")
     reader = _Reader({tool.name: tool for tool in tools})
-    found: list[Message] = []
-    places: list[str] = []
+    found = MergedMessages()
     text = without_billing_header(_text(system, "system", reader)) if system else ""
     if text:
-        found.append({"role": "system", "content": text})
-        places.append("system")
+        found.add({"role": "system", "content": text}, "system")
     for index, turn in enumerate(turns):
         where = f"messages[{index}]"
         if turn.role not in ROLES:
@@ -131,15 +130,16 @@ def messages_of(
                 f"{where}.role is {shown(turn.role)}; it must be one of {', '.join(ROLES)}.", "messages"
             )
         for message in _messages_of(turn, where, reader):
-            parse.add_message(found, places, message, where)
-    last = found[-1]
+            found.add(message, where)
+    messages = found.merged()
+    last = messages[-1]
     if last["role"] == "assistant" and ("tool_calls" in last or not last["content"]):
         raise parse.invalid(
             "messages ends with an assistant message without text; append the result of each tool_use as a "
             "tool_result block of a user message.",
             "messages",
         )
-    return found, places
+    return messages, found.places
 
 
 def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:

@@ -65,7 +65,7 @@ async def completions(service: Service, http_request: HttpRequest) -> None:
     body = await parse.read_body(service, http_request, _decoder)
     parse.check_combinations(body, config)
     parse.check_logprob_token_ids(body, has_logprobs=body.logprobs is not None)
-    prompts = await _prompts(body, config)
+    prompts = await _prompts(service, body)
     params = completion_params(body, config)
     options = options_of("cmpl", body, params, http_request, config)
     answer = CompletionAnswer(len(prompts), params.n, body.stream_interval or 1, options)
@@ -121,8 +121,12 @@ async def completions(service: Service, http_request: HttpRequest) -> None:
         await http_request.respond_json(with_params(whole, submissions.streams, config))
 
 
-async def _prompts(body: CompletionBody, config: EngineConfig) -> list[Prompt]:
+async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
     """Return the prompts: embeddings first. With embeddings, ``prompt`` may be empty."""
+    config = service.config
+    if isinstance(body.prompt, list) and not isinstance(body.prompt[0] if body.prompt else 0, int):
+        num_choices = 1 if body.use_beam_search else body.n or 1
+        service.admission.check_number(len(body.prompt) * num_choices)
     prompts: list[Prompt] = [*await embeds_prompts(body, config)]
     if not prompts or body.prompt:
         others = parse_prompts(body, config.model)

@@ -272,22 +272,6 @@ def _check_request_id(name: str, param: str | None, given: str) -> None:
         )
 
 
-def add_message(
-    messages: list[dict[str, Any]], places: list[str], message: dict[str, Any], place: str
-) -> None:
-    """Append a chat message and its location, or merge it into one of the same role before it."""
-    if not messages or not messages[-1]["role"] == message["role"] in ("user", "assistant"):
-        messages.append(message)
-        places.append(place)
-        return
-    last = messages[-1]
-    for key in ("content", "reasoning_content"):
-        if key in message:
-            last[key] = "\n".join(filter(None, (last.get(key), message[key])))
-    if "tool_calls" in message:
-        last["tool_calls"] = last.get("tool_calls", []) + message["tool_calls"]
-
-
 def chat_max_tokens(body: ChatBody) -> int | None:
     """Return the output limit of a chat request; the newer field takes precedence."""
     return body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from quintet.frontend.api.merged_messages import MergedMessages
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.offered_tools import (
@@ -86,20 +87,15 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[l
     Item references were resolved before. Adjacent messages of one role are merged, except system messages, which
     templates treat differently.
     """
-    found: list[Message] = []
-    places: list[str] = []
+    found = MergedMessages()
     if instructions:
-        found.append({"role": "system", "content": instructions})
-        places.append("instructions")
+        found.add({"role": "system", "content": instructions}, "instructions")
     names: dict[str, str] = {}
-    for index, item in enumerate(items):
-        if index < _num_leading(items):
-            continue
-        for message in _messages_of(item, f"input[{index}]", names):
-            if message == EMPTY_REASONING:
-                continue
-            parse.add_message(found, places, message, f"input[{index}]")
-    return found, places
+    for index in range(_num_leading(items), len(items)):
+        for message in _messages_of(items[index], f"input[{index}]", names):
+            if message != EMPTY_REASONING:
+                found.add(message, f"input[{index}]")
+    return found.merged(), found.places
 
 
 def leading_tools(items: Sequence[InputItem]) -> list[OfferedTool]:

@@ -1,0 +1,45 @@
+"""Merging of adjacent chat messages of one role, in linear time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+MERGED_ROLES = ("user", "assistant")
+"""Roles with merged messages. Templates treat the others differently."""
+TEXTS = ("content", "reasoning_content")
+
+Message = dict[str, Any]
+
+
+class MergedMessages:
+    """Chat messages and their locations in the body."""
+
+    def __init__(self) -> None:
+        self.places: list[str] = []
+        """Location of the first message of each group."""
+        self._groups: list[list[Message]] = []
+
+    def add(self, message: Message, place: str) -> None:
+        """Add a message; it belongs to the group before it if both have the same role."""
+        role = message["role"]
+        if self._groups and role in MERGED_ROLES and self._groups[-1][0]["role"] == role:
+            self._groups[-1].append(message)
+        else:
+            self._groups.append([message])
+            self.places.append(place)
+
+    def merged(self) -> list[Message]:
+        """Return one message per group, with texts joined by line breaks."""
+        return [_merged(group) for group in self._groups]
+
+
+def _merged(group: Sequence[Message]) -> Message:
+    first, *others = group
+    merged = dict(first)
+    for key in TEXTS:
+        if any(key in message for message in others):
+            merged[key] = "\n".join(filter(None, (message.get(key) for message in group)))
+    if any("tool_calls" in message for message in others):
+        merged["tool_calls"] = [call for message in group for call in message.get("tool_calls", ())]
+    return merged
