@@ -176,7 +176,10 @@ class HttpRequest:
                             what = f"has more than {bodies.max_bytes} bytes when decompressed"
                             raise _too_large(what, bodies.max_bytes)
                         chunks.append(chunk)
+                        bodies.enforce_limit()
                         await asyncio.sleep(0)
+                        if body.is_given_up:
+                            raise self._given_up(bodies)
                 if not message.get("more_body", False):
                     break
                 bodies.enforce_limit()
@@ -200,11 +203,7 @@ class HttpRequest:
                 return await self._receive()
         except TimeoutError:
             if body.is_given_up:
-                raise self._unread(
-                    ErrorCode.UNAVAILABLE,
-                    f"Unfinished request bodies exceed {bodies.max_open_bytes} bytes, and this one has been idle longest; "
-                    "retry later.",
-                ) from None
+                raise self._given_up(bodies) from None
             if is_slow:
                 raise self._unread(
                     ErrorCode.TIMEOUT,
@@ -218,6 +217,13 @@ class HttpRequest:
             ) from None
         finally:
             body.waiting = None
+
+    def _given_up(self, bodies: BodyBuffers) -> RequestError:
+        return self._unread(
+            ErrorCode.UNAVAILABLE,
+            f"Unfinished request bodies exceed {bodies.max_open_bytes} bytes, and this one has been idle longest; "
+            "retry later.",
+        )
 
     def _unread(self, code: ErrorCode, message: str) -> RequestError:
         """Build the error for a body that was not read to its end, and close the connection after it."""
