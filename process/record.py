@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import struct
 import threading
 import time
@@ -163,13 +164,21 @@ class _WatchedOutbox:
         self._outbox.close(drop=drop)
 
 
+def without_secrets(config: EngineConfig) -> EngineConfig:
+    """Return a configuration without keys, and without the credentials in URLs."""
+    replace, store = msgspec.structs.replace, config.cache.store
+    if store is not None:
+        store = replace(store, url=re.sub(r"(?<=//)[^/]*@", "", store.url))
+    frontend = replace(config.frontend, api_keys=[], admin_key="")
+    return replace(config, frontend=frontend, cache=replace(config.cache, store=store))
+
+
 class _Ring:
     """Segments of one slot, and the thread that writes them. The oldest are deleted, those of earlier epochs first."""
 
     def __init__(self, me: WorkerId, config: EngineConfig, folder: Path) -> None:
         self._me = me
-        frontend = msgspec.structs.replace(config.frontend, api_keys=[])
-        self._config = msgspec.structs.replace(config, frontend=frontend)
+        self._config = without_secrets(config)
         self._folder = folder
         self._max_bytes = config.record_bytes
         self._segment = 0

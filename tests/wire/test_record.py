@@ -14,6 +14,7 @@ from quintet.wire.config import (
     EngineConfig,
     ExecutorConfig,
     FrontendConfig,
+    KvStoreConfig,
     ModelConfig,
     ProcessesConfig,
     SchedulerConfig,
@@ -32,10 +33,13 @@ def config_of(folder: Path, max_bytes: int = 4 << 20) -> EngineConfig:
             path="/nowhere", tokenizer_path="/nowhere", served_names=["fake"], architecture="Fake", dtype="bfloat16",
             vocab_size=8, max_model_len=64, eos_token_ids=[1], kv=full_layers(1, 1, 8, 2, 16),
         ),
-        cache=CacheConfig(memory_bytes=1 << 20),
+        cache=CacheConfig(
+            memory_bytes=1 << 20,
+            store=KvStoreConfig(url="redis://user:secret-3@host/0", waiting_bytes=0, staging_bytes=0),
+        ),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
         executor=ExecutorConfig(kind="mock"),
-        frontend=FrontendConfig(api_keys=["sk-secret"]),
+        frontend=FrontendConfig(api_keys=["secret-1"], admin_key="secret-2"),
         processes=ProcessesConfig(),
         record=str(folder / "recording"),
         record_bytes=max_bytes,
@@ -92,7 +96,7 @@ def test_recording_is_private_and_holds_no_keys(tmp_path: Path) -> None:
     (segment,) = folder.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(segment.stat().st_mode) == 0o600
-    assert b"sk-secret" not in segment.read_bytes()
+    assert b"secret" not in segment.read_bytes()
 
 
 def test_ring_buffer_keeps_the_newest_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
