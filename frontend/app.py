@@ -57,11 +57,14 @@ class Endpoint:
     service: Service
     methods: tuple[str, ...]
     keys: Keys
+    load: LoadReport
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http_request: HttpRequest = scope["http_request"]
         row = self.row
         self.keys.admit(row.path, http_request.header)
+        if (format_name := http_request.header(FORMAT_HEADER)) is not None and http_request.method == "POST":
+            http_request.before_start = partial(self.load.headers, format_name)
         http_request.route = row.path
         http_request.path_params = scope["path_params"]
         method = "GET" if http_request.method == "HEAD" else http_request.method
@@ -88,11 +91,11 @@ class FrontendApp:
         """By path, before routing: a request without a valid key is also rejected in the error format of its API."""
         self._root_path = service.config.frontend.root_path.rstrip("/")
         self._log = logging.getLogger("quintet")
-        self._load = LoadReport(service)
+        load = LoadReport(service)
         service.on_topology = partial(resume_lost, service)
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
-            routes=[Route(row.path, Endpoint(row, service, row.methods, self._keys)) for row in ROUTES],
+            routes=[Route(row.path, Endpoint(row, service, row.methods, self._keys, load)) for row in ROUTES],
             redirect_slashes=False,
             default=self._not_found,
         )
@@ -109,8 +112,6 @@ class FrontendApp:
         http_request = HttpRequest(scope, receive, send, openai_errors.ERRORS)
         http_request.errors = self._errors_of(http_request.path)
         scope["http_request"] = http_request
-        if (format_name := http_request.header(FORMAT_HEADER)) is not None and http_request.method == "POST":
-            http_request.before_start = partial(self._load.headers, format_name)
         service.num_exchanges += 1
         try:
             await self._answer(http_request, scope, receive, send)

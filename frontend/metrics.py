@@ -7,6 +7,7 @@ former processes, and remains when a slot is retired: it never decreases while t
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import defaultdict
@@ -216,6 +217,8 @@ class LoadReport:
         self._service = service
         self._gauges: dict[str, float] = {}
         self._read_s = float("-inf")
+        self._reading: asyncio.Task[bool] | None = None
+        """Read in progress, shared by the requests that need it."""
 
     async def headers(self, format_name: str) -> list[Header]:
         """Return the header in the requested format; empty for another format or without metrics."""
@@ -223,16 +226,24 @@ class LoadReport:
         if kind not in {"TEXT", "JSON"}:
             return []
         if time.monotonic() - self._read_s > LOAD_AGE_S:
-            try:
-                self._gauges = await self._read()
-            except RequestError:
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.get_running_loop().create_task(self._refresh())
+            if not await asyncio.shield(self._reading):
                 return []
-            self._read_s = time.monotonic()
         if kind == "JSON":
             values = json.dumps({"named_metrics": self._gauges})
         else:
             values = ", ".join(f"named_metrics.{name}={value}" for name, value in self._gauges.items())
         return [(LOAD_HEADER, f"{kind} {values}".encode())]
+
+    async def _refresh(self) -> bool:
+        """Read the load; return whether the supervisor answered."""
+        try:
+            self._gauges = await self._read()
+        except RequestError:
+            return False
+        self._read_s = time.monotonic()
+        return True
 
     async def _read(self) -> dict[str, float]:
         report = await self._service.queries.metrics(LOAD_WAIT_S, self._service.metrics.encoded())

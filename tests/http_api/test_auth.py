@@ -31,7 +31,10 @@ def test_every_route_but_liveness_needs_a_key(serve: Callable[..., Any]) -> None
     for path in GUARDED:
         for method in ("GET", "POST"):
             for headers in ({}, {"authorization": "Bearer third"}, {"x-api-key": ""}):
-                refused = server.ask(method, path, headers=headers)
+                refused = server.ask(
+                    method, path, headers={**headers, "endpoint-load-metrics-format": "JSON"}
+                )
+                assert "endpoint-load-metrics" not in refused.headers
                 assert refused.status == 401, path
                 kind = "authentication_error" if path.startswith("/v1/messages") else "AuthenticationError"
                 assert refused.json["error"]["type"] == kind

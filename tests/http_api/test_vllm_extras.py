@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +14,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quintet.frontend.http.server import wrap_middleware
+from quintet.frontend.metrics import LoadReport
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import SpeculativeConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.messages import Submit, TokenPrompt
+from quintet.wire.metrics import Metrics
 from quintet.wire.step import DraftCounts
+from quintet.wire.supervision import MetricsReport
 
 C, H = "/v1/completions", "/v1/chat/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -120,6 +125,29 @@ def test_an_answer_does_not_wait_for_missing_load_metrics(serve: Callable[..., A
     server.engine.is_supervisor_silent = True
     answer = server.ask("POST", H, BODIES[H], {"endpoint-load-metrics-format": "TEXT"})
     assert answer.status == 200 and "endpoint-load-metrics" not in answer.headers
+
+
+def test_parallel_answers_share_one_read_of_the_load() -> None:
+    async def scenario() -> None:
+        read = asyncio.Event()
+        reads: list[float] = []
+
+        async def metrics(timeout_s: float, own: bytes) -> MetricsReport:
+            reads.append(timeout_s)
+            await read.wait()
+            return MetricsReport(1, [])
+
+        service: Any = SimpleNamespace(queries=SimpleNamespace(metrics=metrics), metrics=Metrics())
+        report = LoadReport(service)
+        answers = [asyncio.ensure_future(report.headers("TEXT")) for _ in range(5)]
+        await asyncio.sleep(0)
+        answers.pop().cancel()
+        await asyncio.sleep(0)
+        read.set()
+        assert len({name for ((name, _),) in await asyncio.gather(*answers)}) == 1
+        assert len(reads) == 1
+
+    asyncio.run(scenario())
 
 
 # --- middleware -------------------------------------------------------------------------------------------------------
