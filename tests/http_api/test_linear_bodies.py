@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from quintet.frontend.api.anthropic import parse as anthropic
-from quintet.frontend.api.anthropic.types import Turn
+from quintet.frontend.api.anthropic.types import Block, Turn
+from quintet.frontend.api.openai.offered_tools import SentTool, offered_tools
 from quintet.frontend.api.responses import items
 from quintet.frontend.api.responses.types import InputItem
+from quintet.wire.errors import ErrorCode, RequestError
 
 NUM_PARTS = 20_000
 TEXT = "x" * 200
@@ -40,6 +42,17 @@ def test_many_parts_take_linear_time(translate: Callable[[], list[dict[str, Any]
     (message,) = translate()
     assert time.process_time() - began_s < 1.0  # takes a tenth of this; quadratic time took several seconds
     assert message["role"] == "user" and message["content"].startswith(TEXT)
+
+
+def test_repeated_tool_references_have_a_limit() -> None:
+    tool = SentTool(name="t", description="x" * 100_000, defer_loading=True)
+    tools = offered_tools([tool])
+    reference = Block(type="tool_reference", tool_name="t")
+    (message,), _ = anthropic.messages_of(None, [Turn(role="user", content=[reference] * 3)], tools)
+    assert message["content"].count("x" * 100_000) == 3
+    with pytest.raises(RequestError, match="definitions of more than") as caught:
+        anthropic.messages_of(None, [Turn(role="user", content=[reference] * 1000)], tools)
+    assert caught.value.code is ErrorCode.INVALID
 
 
 def test_too_many_prompts_are_rejected_before_they_are_built(shared: Any) -> None:

@@ -64,6 +64,9 @@ class _OutputFormat(msgspec.Struct, kw_only=True):
 _source = msgspec.json.Decoder(_TextSource)
 _output_format = msgspec.json.Decoder(_OutputFormat)
 
+MAX_DEFINITION_CHARS = 4 << 20
+"""Characters of the definitions at references to deferred tools: a reference is short, and repeats a whole definition."""
+
 
 @dataclass(slots=True)
 class _Reader:
@@ -72,6 +75,8 @@ class _Reader:
     tools: Mapping[str, OfferedTool]
     names: dict[str, str] = field(default_factory=dict)
     """Names of called tools, by call id."""
+    num_definition_chars: int = 0
+    """Characters of the definitions at references to deferred tools."""
 
 
 def chat_body(body: ConversationBody) -> tuple[ChatBody, Translation]:
@@ -245,7 +250,17 @@ def _text_of(block: Block, where: str, reader: _Reader) -> list[str]:
 def _reference(name: str, reader: _Reader) -> str:
     """Return the text that announces a tool: its definition, if the template does not show it."""
     tool = reader.tools.get(name)
-    return f"Tool available: {name if tool is None or not tool.is_deferred else tool.definition()}"
+    if tool is None or not tool.is_deferred:
+        return f"Tool available: {name}"
+    definition = tool.definition()
+    reader.num_definition_chars += len(definition)
+    if reader.num_definition_chars > MAX_DEFINITION_CHARS:
+        raise parse.invalid(
+            f"messages refers to deferred tools with definitions of more than {MAX_DEFINITION_CHARS} characters in total; "
+            "refer to each tool once.",
+            "messages",
+        )
+    return f"Tool available: {definition}"
 
 
 def _document(block: Block, where: str) -> str:
