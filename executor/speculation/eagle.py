@@ -7,9 +7,12 @@ The head computes token ``t[i]`` from its embedding and features of the token be
     first step of the head      … (t8, f7) (t9, f8)        draws d10, with hidden state h9
     second step                 (d10, h9)                  draws d11, and so on
 
-Features of the newest tokens are kept per slot; keys and values of their tokens are computed when drafts are needed, or when
-there are many. The last features of each block are kept too, for requests that start after a cached prefix. The first token has
-features of zeros. Keys and values of a block are not restored by swaps: then the drafts are worse.
+Features of the newest tokens are kept per slot; keys and values of their tokens are computed when drafts are needed, when there
+are many, or at the end of a block. The first token has features of zeros.
+
+A block id names the same tokens in the KV memories of both models. The newest features of each block are kept, for requests that
+start after them. A copy of a block copies all. A block that was restored from host memory, disk or another server has no keys and
+values of the head: a request gets no drafts if one of its full blocks lacks them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import time
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.cpu.program.stage import Stage
@@ -63,12 +67,21 @@ class EagleDrafter:
         self._features = lazy_zeros((num_slots, NUM_FEATURES, width), dtype, cpu)
         """Features of the newest tokens of each slot, at their position modulo `NUM_FEATURES`."""
         self._block_features = lazy_zeros((num_blocks, width), dtype, cpu)
-        """Features of the last token of each block."""
+        """Features of one token of each block: the newest one."""
+        self._featured: Int = np.zeros(num_blocks, np.int64)
+        """Number of tokens in each block up to that token; 0: none."""
+        self._block_tokens: Int = np.zeros(num_blocks, np.int64)
+        """Leading tokens of each block with keys and values of the head."""
         self._num_computed: Int = np.zeros(num_slots, np.int64)
-        """Leading tokens of each slot with keys and values of the head."""
+        """Leading tokens of each slot with keys and values of the head, except after a gap."""
+        self._has_gap: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        """True where keys and values of a cached prefix are missing."""
         self._num_known: Int = np.zeros(num_slots, np.int64)
-        """Leading tokens of each slot with features."""
-        self._new_slots: list[int] = []
+        """Leading tokens of each slot that the served model has computed."""
+        self._first_featured: Int = np.zeros(num_slots, np.int64)
+        """First token of each slot with kept features, if it is among the newest; -1: that before the first token."""
+        self._keeps_tails = tables.kv.has_states
+        """A request may continue in the partly filled block of an ended one."""
         self._token_map: Tokens | None = (
             None if head.token_map is None else head.token_map.numpy().astype(np.int32)
         )
@@ -82,12 +95,25 @@ class EagleDrafter:
         return self._time.fit()
 
     def end(self, slot: int, num_tokens: int) -> None:
-        """See `Drafter.end`."""
+        """See `Drafter.end`. Compute the newest tokens for a request that continues after them."""
+        begin, known = int(self._num_computed[slot]), int(self._num_known[slot])
+        if self._keeps_tails and begin < known and not self._has_gap[slot]:
+            before = np.arange(begin - 1, known - 1)
+            self._compute(slot, begin, self._features_of(np.full(len(before), slot), before))
 
     def note(self, plan: StepPlan) -> None:
         """See `Drafter.note`."""
-        self._new_slots = [row.slot for row in plan.new_rows]
-        self._num_known[self._new_slots] = _UNKNOWN
+        self._num_known[[row.slot for row in plan.new_rows]] = _UNKNOWN
+        restored = np.frombuffer(plan.swaps_in, np.int32)[::2]
+        self._block_tokens[restored] = self._featured[restored] = 0
+        if plan.copies:
+            self._stage.kv.copy(plan.copies)
+            sources, targets = np.frombuffer(plan.copies, np.int32).reshape(-1, 2).T.astype(np.int64)
+            self._block_tokens[targets], self._featured[targets] = (
+                self._block_tokens[sources],
+                self._featured[sources],
+            )
+            self._block_features[torch.from_numpy(targets)] = self._block_features[torch.from_numpy(sources)]
 
     def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
         """See `Drafter.note_computed`. Keep the features of the rows' tokens; compute long rows."""
@@ -96,15 +122,23 @@ class EagleDrafter:
         tokens = torch.from_numpy(offsets[rows] + positions - starts[rows])
         joined = torch.cat([hidden.index_select(0, tokens) for hidden in self._target.aux_hidden], dim=1)
         features = self._head.fused(joined)
-        self._keep_block_features(slots[rows], positions, features)
-        for row in np.flatnonzero(np.isin(slots, self._new_slots)).tolist():
-            self._begin(int(slots[row]), int(starts[row]))
-        self._new_slots = [slot for slot in self._new_slots if slot not in slots]
         ends = starts + num_valid
+        begins = (
+            starts > self._num_known[slots]
+        )  # a new request, or one that continues after blocks of another
+        computed = np.where(begins, starts, self._num_computed[slots])
+        self._reset_blocks(slots[rows], positions, positions >= computed[rows])
+        self._keep_block_features(slots[rows], positions, features, positions == ends[rows] - 1)
         firsts = np.cumsum(num_valid) - num_valid
-        for row in np.flatnonzero(ends - self._num_computed[slots] > MAX_PENDING).tolist():
-            own = features[firsts[row] : firsts[row] + num_valid[row]]
-            self._compute_row(int(slots[row]), int(starts[row]), own)
+        must_compute = self._must_compute(computed, ends)
+        for row in np.flatnonzero(
+            begins | must_compute
+        ).tolist():  # later rows may share blocks of earlier ones
+            slot, start, end = int(slots[row]), int(starts[row]), int(ends[row])
+            if begins[row]:
+                self._begin(slot, start)
+            if not self._has_gap[slot] and self._must_compute(self._num_computed[slot], end):
+                self._compute_row(slot, start, features[firsts[row] : firsts[row] + num_valid[row]])
         newest = positions >= ends[rows] - NUM_FEATURES
         places = torch.from_numpy(slots[rows][newest]), torch.from_numpy(positions[newest] % NUM_FEATURES)
         self._features[places] = features[torch.from_numpy(newest)]
@@ -114,7 +148,7 @@ class EagleDrafter:
         """See `Drafter.propose`."""
         slots, ends = rows.slots, rows.num_tokens
         begins = self._num_computed[slots]
-        is_known = self._num_known[slots] == ends - 1
+        is_known = (self._num_known[slots] == ends - 1) & ~self._has_gap[slots]
         counts = np.where(is_known, rows.counts, 0)
         missing = np.where(is_known, ends - begins, 0)
         counts[np.cumsum(missing) > len(self._input)] = 0
@@ -123,6 +157,7 @@ class EagleDrafter:
         features = self._features_of(slots[which], positions - 1)
         hidden = self._step(slots, begins, missing, features)
         self._num_computed[slots] = np.where(counts > 0, ends, begins)
+        self._note_blocks(slots, begins, begins + missing)
         for depth in range(1, int(counts.max(initial=0))):
             hidden = hidden[torch.from_numpy((counts > depth)[counts > depth - 1])]
             hidden = self._step(slots, ends + (depth - 1), (counts > depth).astype(np.int64), hidden)
@@ -132,22 +167,58 @@ class EagleDrafter:
         ]
 
     def _begin(self, slot: int, start: int) -> None:
-        """Begin a request after a cached prefix of ``start`` tokens; its blocks hold their keys and values."""
+        """Begin after a prefix of ``start`` tokens in other requests' blocks, or in copies of them."""
         self._num_computed[slot] = self._num_known[slot] = start
-        block, rest = divmod(start, self._block_size)
-        if start and not rest:
-            features = self._block_features[self._block_table[slot, block - 1]]
-        else:
-            features = torch.zeros_like(self._features[slot, 0])
-        self._features[slot, (start - 1) % NUM_FEATURES] = features
+        self._has_gap[slot], self._first_featured[slot] = False, start - 1
+        if not start:
+            return
+        num_whole, rest = divmod(start, self._block_size)
+        blocks = self._block_table[slot, : num_whole + (rest > 0)]
+        last, in_last = int(blocks[-1]), rest or self._block_size
+        self._has_gap[slot] = (self._block_tokens[blocks[:num_whole]] < self._block_size).any()
+        self._block_tokens[last] = min(self._block_tokens[last], in_last)
+        if self._featured[last] == self._block_tokens[last] == in_last:
+            self._features[slot, (start - 1) % NUM_FEATURES] = self._block_features[last]
+        elif not self._take_features(slot, start, start - in_last + int(self._block_tokens[last])):
+            self._has_gap[slot], self._first_featured[slot] = True, start
 
-    def _keep_block_features(self, slots: Int, positions: Int, features: torch.Tensor) -> None:
-        is_last = (positions + 1) % self._block_size == 0
-        if is_last.any():
-            blocks = self._block_table[slots[is_last], positions[is_last] // self._block_size]
-            self._block_features[torch.from_numpy(blocks.astype(np.int64))] = features[
-                torch.from_numpy(is_last)
-            ]
+    def _take_features(self, slot: int, start: int, begin: int) -> bool:
+        """Copy the features of the tokens from ``begin`` - 1 to ``start`` - 1 from a slot with the same prefix, if any."""
+        known, tokens = self._num_known, self._token_ids
+        first = np.maximum(self._first_featured, known - NUM_FEATURES)
+        for other in np.flatnonzero((known >= start) & (first < begin)).tolist():
+            if other != slot and np.array_equal(tokens[other, :start], tokens[slot, :start]):
+                self._features[slot], self._first_featured[slot] = self._features[other], int(first[other])
+                self._num_computed[slot] = begin
+                return True
+        return False
+
+    def _must_compute(self, computed: Int | int, ends: Int | int) -> NDArray[np.bool_]:
+        """Return whether tokens must be computed now: there are many, or they end a block that others may share."""
+        size = self._block_size
+        return np.asarray((ends - computed > MAX_PENDING) | (ends // size * size > computed))
+
+    def _reset_blocks(self, slots: Int, positions: Int, is_new: NDArray[np.bool_]) -> None:
+        """Forget the former content of blocks whose first token the served model has computed."""
+        is_first = is_new & (positions % self._block_size == 0)
+        blocks = self._block_table[slots[is_first], positions[is_first] // self._block_size]
+        self._block_tokens[blocks] = 0
+
+    def _keep_block_features(
+        self, slots: Int, positions: Int, features: torch.Tensor, is_newest: NDArray[np.bool_]
+    ) -> None:
+        is_kept = is_newest | ((positions + 1) % self._block_size == 0)
+        slots, positions = slots[is_kept], positions[is_kept]
+        blocks = self._block_table[slots, positions // self._block_size].astype(np.int64)
+        self._block_features[torch.from_numpy(blocks)] = features[torch.from_numpy(is_kept)]
+        self._featured[blocks] = positions % self._block_size + 1
+
+    def _note_blocks(self, slots: Int, begins: Int, ends: Int) -> None:
+        """Note that the tokens ``[begins, ends)`` of each row have keys and values."""
+        size, first = self._block_size, begins // self._block_size
+        rows, positions = ranges(first, np.where(ends > begins, (ends - 1) // size + 1 - first, 0))
+        blocks = self._block_table[slots[rows], positions]
+        self._block_tokens[blocks] = np.minimum(ends[rows] - positions * size, size)
 
     def _features_of(self, slots: Int, positions: Int) -> torch.Tensor:
         """Return kept features ``[tokens, width]``; those before the first token are zeros."""
@@ -157,16 +228,21 @@ class EagleDrafter:
 
     def _compute_row(self, slot: int, start: int, features: torch.Tensor) -> None:
         """Compute the missing tokens of a row without drawing. features: of its tokens from ``start`` on."""
-        begin, end = int(self._num_computed[slot]), start + len(features)
+        begin = int(self._num_computed[slot])
         before = np.arange(begin - 1, start)
         kept = self._features_of(np.full(len(before), slot), before)
-        features = torch.cat((kept, features[:-1]))  # of the tokens [begin - 1, end - 1)
+        self._compute(slot, begin, torch.cat((kept, features[:-1])))
+
+    def _compute(self, slot: int, begin: int, features: torch.Tensor) -> None:
+        """Compute the tokens from ``begin`` on. features: of the token before each of them."""
+        end = begin + len(features)
         for first in range(begin, end, len(self._input)):
             count = min(end - first, len(self._input))
             self._input[:count] = features[first - begin : first - begin + count]
             one = (np.array([slot]), np.array([first]), np.array([count]))
             self._runner.forward(Rows(plan_of_rows(*one, np.array([False]))), self._tables)
         self._num_computed[slot] = end
+        self._note_blocks(np.array([slot]), np.array([begin]), np.array([end]))
 
     def _step(self, slots: Int, starts: Int, counts: Int, features: torch.Tensor) -> torch.Tensor:
         """Compute ``counts`` tokens of each row, and write the next draft into the token table.
