@@ -20,6 +20,7 @@ from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.checkpoints.weights.packed_cache import PackedCache
 from quintet.executor.model_config.card import card_of
+from quintet.executor.model_config.draft_heads import DRAFT_HEADS
 from quintet.executor.model_config.share import WHOLE, Share
 from quintet.executor.models.model import CausalModel, Setting, build_model
 from quintet.wire.config import EngineConfig, ModelConfig
@@ -95,7 +96,7 @@ def _packed_cache(config: EngineConfig, share: Share) -> PackedCache | None:
         Path(config.model.path),
         config.executor.quantization,
         config.model.dtype,
-        share.label,
+        share.label or (config.model.architecture if config.model.architecture in DRAFT_HEADS else ""),
     )
 
 

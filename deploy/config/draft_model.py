@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from quintet.deploy.config import rules
-from quintet.deploy.config.eagle_head import HeadFacts, read_head
+from quintet.deploy.config.draft_head import HeadFacts, draft_kv, read_head
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.card import ModelFacts, read_facts
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.deploy.config.model.weights import loaded_quantization, read_weight_facts, weight_bytes_of
-from quintet.deploy.config.speculation import FLAG, draft_model_name, speculative_method
+from quintet.deploy.config.speculation import FLAG, draft_model_name, needs_draft_model, speculative_method
 from quintet.executor.checkpoints.quant.formats.registry import check_contents
 from quintet.wire.config import DTYPE_BYTES, DraftModelConfig, Dtype, ModelConfig, Quantization
 from quintet.wire.errors import ConfigError
@@ -74,17 +70,18 @@ def read_draft(
 
     Raises `ConfigError`.
     """
-    name = draft_model_name(options)
-    if name is None:
+    name, method = draft_model_name(options), speculative_method(options)
+    if not needs_draft_model(options):
         return None
     group = next((index for index, each in enumerate(kv.groups) if each.kind == "full"), None)
-    if kv.has_states or group is None:
-        kind = "recurrent states" if kv.has_states else "a window in all layers"
+    has_states = kv.has_states and method == "draft_model"
+    if has_states or group is None:
+        kind = "recurrent states" if has_states else "a window in all layers"
         raise ConfigError(
             f"{FLAG}: {target.path} has {kind}; a draft model needs a served model with full attention and without states:"
             " use the method ngram"
         )
-    if speculative_method(options) == "eagle3":
+    if name is None or method == "eagle3":
         return read_head(name, options, target, dtype, kv.block_size, group)
     return _read_model(name, options, kv.block_size, group)
 
@@ -107,8 +104,8 @@ def _read_model(name: str, options: Options, block_size: int, group: int) -> Dra
     weight_bytes = weight_bytes_of(
         num_parameters or 0, DTYPE_BYTES[dtype], quantization, facts.stored, weights, 0
     )
-    draft_kv = _kv_of(options, facts, block_size, DTYPE_BYTES[dtype])
-    return DraftFacts(name, facts, dtype, quantization, weight_bytes, draft_kv, group)
+    layout = draft_kv(options, facts, facts.kv_needs, block_size, DTYPE_BYTES[dtype])
+    return DraftFacts(name, facts, dtype, quantization, weight_bytes, layout, group)
 
 
 def _check_layers(facts: ModelFacts, name: str) -> None:
@@ -121,13 +118,6 @@ def _check_layers(facts: ModelFacts, name: str) -> None:
         raise ConfigError(
             f"{FLAG}: draft model {name!r} has layers with recurrent states; use one with attention in all layers"
         )
-
-
-def _kv_of(options: Options, facts: ModelFacts, block_size: int, dtype_bytes: int) -> KvSpec:
-    """Return a layout of one group. Layers with a window keep all tokens, as the served model's full attention does."""
-    needs = tuple(need and dataclasses.replace(need, window=None, chunk=None) for need in facts.kv_needs)
-    alike = msgspec.structs.replace(options, kv_cache_dtype="model", block_size=block_size)
-    return rules.kv_spec(alike, "cpu", dataclasses.replace(facts, kv_needs=needs), dtype_bytes)
 
 
 def _check_tokens(name: str, ours: Mapping[int, str], served: Mapping[int, str]) -> None:

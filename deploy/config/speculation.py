@@ -26,8 +26,20 @@ METHOD_KEYS = {
     ),
     "draft_model": ("model",),
     "eagle3": ("model",),
+    "mtp": (),
 }
 """Keys of each method besides ``num_speculative_tokens``."""
+
+MTP_ALIASES = (
+    "deepseek_mtp",
+    "ernie_mtp",
+    "glm4_moe_lite_mtp",
+    "glm4_moe_mtp",
+    "mimo_mtp",
+    "qwen3_5_mtp",
+    "qwen3_next_mtp",
+)
+"""vLLM's other names of the method ``mtp``."""
 
 SUFFIX_RANGES: dict[str, tuple[float, float]] = {
     "suffix_decoding_max_tree_depth": (2, 256),
@@ -88,6 +100,12 @@ def speculative_method(options: Options) -> str | None:
     return None if parsed is None else _method(parsed)
 
 
+def needs_draft_model(options: Options) -> bool:
+    """Return whether drafts come from a second model or a head. Raises `ConfigError`."""
+    method = speculative_method(options)
+    return method is not None and (method == "mtp" or "model" in METHOD_KEYS[method])
+
+
 def _parsed(options: Options) -> _SpeculativeJson | None:
     """Return the flag's value, with the keys of its method only."""
     text = options.speculative_config
@@ -118,7 +136,8 @@ def _parsed(options: Options) -> _SpeculativeJson | None:
 
 
 def _method(parsed: _SpeculativeJson) -> str:
-    return parsed.method or ("ngram" if parsed.model is None else "draft_model")
+    method = parsed.method or ("ngram" if parsed.model is None else "draft_model")
+    return "mtp" if method in MTP_ALIASES else method
 
 
 def _lookup_range(parsed: _SpeculativeJson) -> tuple[int, int]:
@@ -146,8 +165,8 @@ def check_support(options: Options, kind: Literal["torch", "mock"], device: Lite
     if options.model_impl == "transformers":
         raise ConfigError(f"{FLAG} is not supported with --model-impl transformers: drop one of them")
     num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-    if num_ranks > 1 and draft_model_name(options) is not None:
+    if num_ranks > 1 and needs_draft_model(options):
         raise ConfigError(
-            f"{FLAG}: a draft model is not supported with --tensor-parallel-size and --pipeline-parallel-size: drop one of them,"
-            " or use the method ngram"
+            f"{FLAG}: a draft model or head is not supported with --tensor-parallel-size and --pipeline-parallel-size: drop"
+            " one of them, or use the method ngram"
         )

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     HIDDEN,
@@ -27,14 +26,9 @@ from quintet.executor.model_config.shape import (
     rms,
 )
 from quintet.executor.model_config.spec import DecoderSpec
-from quintet.wire.config import MAX_DRAFTS
 
 ARCHITECTURE = "Eagle3Speculator"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-MAX_PENDING = 14
-"""Maximum newest tokens of a request without keys and values of the head, after a step."""
-NUM_FEATURES = MAX_PENDING + MAX_DRAFTS + 2
-"""Kept features of a request: vectors as wide as the head's hidden states."""
 _LAYER_KEYS = "transformer_layer_config"
 _OWN_EMBEDDING, _TOKEN_MAP, _LAYER_NAME = "own_embedding", "token_map", "layer_name"
 """Keys of the converted card: whether the checkpoint has these tensors, and its name of the layer."""
@@ -119,9 +113,3 @@ def _aux_layers(card: ModelCard) -> tuple[int, ...]:
     ):
         raise card.wrong(key, "a list of layer numbers")
     return tuple(sorted(set(value)))
-
-
-DRAFT_HEADS = {
-    ARCHITECTURE: Family(read_eagle, "EAGLE-3 draft heads", "quintet.executor.models.eagle:EagleHead")
-}
-"""Models that only propose drafts, by architecture."""

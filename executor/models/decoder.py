@@ -21,6 +21,7 @@ from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.linear import Embedding, Linear, RowRange
+from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import Setting
 
@@ -105,6 +106,16 @@ class Decoder:
     def embedding(self) -> Embedding:
         """The embedding, in the first stage."""
         return self._embedding
+
+    @property
+    def final_norm(self) -> Norm | None:
+        """The norm before the output layer, in the last stage."""
+        return self._norm
+
+    @property
+    def output_layer(self) -> Linear:
+        """The output layer, in the last stage."""
+        return self._head
 
     def forward(
         self, ops: ForwardPass[ValueT], observe: Callable[[int, ValueT], None] | None = None

@@ -73,9 +73,9 @@ class EagleHead:
         """Keep the ids. offsets: id of the served model minus id of the head, for each token of the head."""
         self.token_map = torch.arange(self.vocab_size) + offsets.long()
 
-    def use_embedding(self, embedding: Embedding) -> None:
+    def share(self, served: Decoder) -> None:
         """Use the served model's embedding, unless the head has its own."""
-        self._embedding = self._embedding or embedding
+        self._embedding = self._embedding or served.embedding
 
     def fused(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the features ``[tokens, hidden]`` of the served model's joined hidden states."""

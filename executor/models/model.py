@@ -12,7 +12,7 @@ from quintet.executor.backends.platforms.platform import entry_point_path, impor
 from quintet.executor.checkpoints.quant.method import Quantization
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.eagle import DRAFT_HEADS
+from quintet.executor.model_config.draft_heads import DRAFT_HEADS
 from quintet.executor.model_config.registry import FAMILIES, nearest
 from quintet.executor.model_config.share import WHOLE, Share
 from quintet.executor.model_config.spec import ModelSpec

@@ -53,6 +53,11 @@ def read_weight_facts(folder: Path) -> WeightFacts:
                 contents |= read_header(path, file, path.stat().st_size).entries
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}") from None
+    return facts_of(contents)
+
+
+def facts_of(contents: Mapping[str, Entry]) -> WeightFacts:
+    """Return the sizes of tensors by name."""
     num_parameters = sum(math.prod(entry.shape) for entry in contents.values())
     size_bytes = sum(entry.num_bytes for entry in contents.values())
     return WeightFacts(num_parameters, size_bytes, contents)
@@ -63,9 +68,7 @@ def _of_parts(parts: GgufParts) -> WeightFacts:
         name: Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
         for name, tensor in parts.tensors()
     }
-    num_parameters = sum(math.prod(entry.shape) for entry in contents.values())
-    size_bytes = sum(entry.num_bytes for entry in contents.values())
-    return WeightFacts(num_parameters, size_bytes, contents)
+    return facts_of(contents)
 
 
 _WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}

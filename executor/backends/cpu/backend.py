@@ -17,9 +17,8 @@ from quintet.executor.distributed.parallel.rank_views import open_links, open_ra
 from quintet.executor.interface import StepWorker
 from quintet.executor.loading import MODEL_DTYPES
 from quintet.executor.models.decoder import Decoder
-from quintet.executor.models.eagle import EagleHead
 from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
-from quintet.executor.speculation.eagle import EagleDrafter
+from quintet.executor.speculation.head import DraftHead, HeadDrafter
 from quintet.executor.worker import MakeDrafter, Worker
 from quintet.wire.errors import ConfigError
 
@@ -63,18 +62,18 @@ def _open_drafter(context: WorkerContext, target: Stage) -> MakeDrafter | None:
     if draft is None or speculative is None or speculative.draft is None:
         return None
     head = draft.load()
-    if isinstance(head, EagleHead):
+    if isinstance(head, DraftHead):
         model = context.load()
         assert isinstance(model, Decoder), "the configuration allows draft heads of decoders only"
-        head.use_embedding(model.embedding)
+        head.share(model)
     try:
         stage = open_stage(draft)
     except Unsupported as why:
         raise ConfigError(f"--speculative-config: draft model {draft.config.model.path}: {why}") from why
     context.add_draft(draft)
     runner, num_blocks = ProgramRunner(stage, draft.config), context.num_blocks()
-    if isinstance(head, EagleHead):
-        return partial(EagleDrafter, speculative.draft, head, runner, stage, target, num_blocks)
+    if isinstance(head, DraftHead):
+        return partial(HeadDrafter, speculative.draft, head, runner, stage, target, num_blocks)
     sizes = num_blocks, stage.max_tokens, context.config.model.vocab_size
     return partial(DraftModel, speculative.draft, runner, *sizes)
 

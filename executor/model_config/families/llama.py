@@ -66,7 +66,7 @@ def bitnet(card: ModelCard) -> DecoderSpec:
 
 
 def mimo(card: ModelCard) -> DecoderSpec:
-    """MiMo: Qwen2; its multi-token prediction layers are not loaded."""
+    """MiMo: Qwen2; `quintet.executor.model_config.mtp` has its multi-token prediction layer."""
     spec = qwen2(card)
     return replace(spec, names=replace(spec.names, ignored=("model.mtp_layers.*",)))
 

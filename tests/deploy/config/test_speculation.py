@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.speculation import speculative_config
+from quintet.deploy.config.speculation import MTP_ALIASES, speculative_config
 from quintet.wire.config import SpeculativeConfig
 from quintet.wire.errors import ConfigError
 
@@ -26,6 +26,7 @@ def config_of(text: str | None, **options: Any) -> SpeculativeConfig | None:
         ('{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}', (8, 4, 4)),
         ('{"num_speculative_tokens": 1, "prompt_lookup_min": 1, "prompt_lookup_max": 3}', (1, 1, 3)),
         ('{"method": "suffix", "num_speculative_tokens": 7}', (7, 2, 5)),
+        ('{"method": "mtp", "num_speculative_tokens": 2}', (2, 2, 5)),
     ],
 )
 def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) -> None:
@@ -46,6 +47,7 @@ def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) 
         ('{"method": "draft_model", "num_speculative_tokens": 4}', "needs the key model"),
         ('{"method": "eagle3", "num_speculative_tokens": 4}', "the method eagle3 needs the key model"),
         ('{"method": "ngram", "model": "x", "num_speculative_tokens": 4}', "the key model is only for"),
+        ('{"method": "mtp", "model": "x", "num_speculative_tokens": 4}', "the key model is only for"),
         ('{"model": "x", "num_speculative_tokens": 4, "prompt_lookup_min": 2}', "prompt_lookup_min"),
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0; it must be 1 to 32"),
         (
@@ -112,11 +114,21 @@ def test_keys_of_suffix_decoding_have_defaults_of_vllm() -> None:
     )
 
 
+@pytest.mark.parametrize("method", MTP_ALIASES)
+def test_names_of_vllm_for_a_family_mean_mtp(method: str) -> None:
+    config = config_of(f'{{"method": "{method}", "num_speculative_tokens": 1}}')
+    assert config is not None and config.method == "mtp"
+
+
 def test_layouts_and_devices_without_support_are_refused() -> None:
     text = '{"num_speculative_tokens": 4}'
     assert config_of(text, tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2) is not None
     for layout in ("tensor_parallel_size", "pipeline_parallel_size"):
-        with pytest.raises(ConfigError, match="a draft model is not supported with --tensor-parallel-size"):
+        with pytest.raises(
+            ConfigError, match="a draft model or head is not supported with --tensor-parallel-size"
+        ):
             config_of('{"num_speculative_tokens": 4, "model": "x"}', **{layout: 2})
+        with pytest.raises(ConfigError, match="a draft model or head is not supported"):
+            config_of('{"method": "mtp", "num_speculative_tokens": 4}', **{layout: 2})
     with pytest.raises(ConfigError, match="not on CUDA"):
         speculative_config(Options(speculative_config=text), "torch", "cuda")

@@ -91,9 +91,15 @@ class Oracle:
 
 
 def drafting_worker(config: EngineConfig) -> Worker:
-    """Return a worker that proposes as many drafts as allowed; otherwise their number depends on measured times."""
+    """Return a worker that proposes as many drafts as allowed."""
     worker = make_worker(config)
-    assert isinstance(worker, Worker) and worker._speculation is not None
+    assert isinstance(worker, Worker)
+    return drafting(worker)
+
+
+def drafting(worker: Worker) -> Worker:
+    """Let a worker propose as many drafts as allowed; otherwise their number depends on measured times."""
+    assert worker._speculation is not None
     worker._speculation._lengths.choose = lambda slots, most, *_: most  # type: ignore[method-assign]
     return worker
 

@@ -19,8 +19,8 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 from quintet.executor.model_config.eagle import ARCHITECTURE, eagle_card
 from quintet.executor.speculation.drafters import DraftRows
-from quintet.executor.speculation.eagle import EagleDrafter
 from quintet.executor.speculation.gram_index import Tokens
+from quintet.executor.speculation.head import HeadDrafter
 from quintet.executor.worker import Worker
 from quintet.wire.config import DraftModelConfig, EngineConfig, SpeculativeConfig
 from quintet.wire.kv_spec import full_layers
@@ -170,7 +170,7 @@ def record_drafts(worker: Worker) -> list[tuple[list[int], list[int]]]:
     """Return a list that receives the known tokens and the drafts of each proposal."""
     assert worker._speculation is not None
     drafter = worker._speculation._drafter
-    assert isinstance(drafter, EagleDrafter)
+    assert isinstance(drafter, HeadDrafter)
     propose, found = drafter.propose, list[tuple[list[int], list[int]]]()
 
     def recorded(rows: DraftRows) -> list[Tokens]:

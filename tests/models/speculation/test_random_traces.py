@@ -8,20 +8,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
 import pytest
 from tests.models import byte_vocabulary
+from tests.models.equality import few_blocks, load, with_blocks
 from tests.models.small_models import FAMILIES
+from tests.models.speculation.mtp_checkpoints import write
 from tests.models.speculation.test_bits import DRAFTS, Oracle, Recorder, drafting_worker
 from tests.models.speculation.test_structured import budget, reasoned
-from tests.models.test_engine import changed, small_kv, without_prefix_cache
+from tests.models.test_engine import changed, without_prefix_cache
 
+from quintet.core import recurrent_state
 from quintet.core.token_messages import StepMessages
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.interface import Pending
+from quintet.executor.speculation.drafters import Drafter, DraftRows
+from quintet.executor.speculation.gram_index import Tokens
+from quintet.executor.speculation.head import HeadDrafter
 from quintet.executor.worker import Worker
 from quintet.wire.codec import pack_i32, unpack_i64
 from quintet.wire.config import EngineConfig, SpeculativeConfig
@@ -99,7 +106,7 @@ def random_config(rng: random.Random, config: EngineConfig) -> EngineConfig:
         long_prefill_token_threshold=rng.choice([0, 5]),
         policy=rng.choice(["fcfs", "priority"]),
     )
-    config = small_kv(config) if rng.random() < 0.5 else config
+    config = with_blocks(config, few_blocks(config)) if rng.random() < 0.5 else config
     return config if rng.random() < 0.7 else without_prefix_cache(config)
 
 
@@ -165,15 +172,51 @@ class Trace(Recorder):
         self.run()
 
 
+class Mixed(Oracle):
+    """Replaces half of the drafts of a drafter, which sees all steps."""
+
+    def __init__(self, worker: Worker, sequences: list[list[int]], drafter: Drafter) -> None:
+        super().__init__(worker, sequences)
+        self.end, self.note = drafter.end, drafter.note  # type: ignore[method-assign]
+        self.note_computed = drafter.note_computed  # type: ignore[method-assign, assignment]
+        self._drafter = drafter
+
+    def propose(self, rows: DraftRows) -> list[Tokens]:
+        pairs = zip(self._drafter.propose(rows), super().propose(rows), strict=True)
+        return [self._rng.choice(pair) for pair in pairs]
+
+
 def drafts_with(rng: random.Random, worker: Worker, plain: Trace, requests: list[Sent]) -> None:
     """Propose a random number of drafts: those of the worker's method, or of an earlier run."""
     speculation = worker._speculation
     assert speculation is not None
     draws = np.random.default_rng(rng.randrange(1 << 30))
     speculation._lengths.choose = lambda slots, most, *_: draws.integers(0, most + 1)  # type: ignore[method-assign]
-    if rng.random() < 0.7:
-        sequences = [requests[key // 10 - 1].prompt + outputs for key, outputs in plain.outputs.items()]
+    sequences = [requests[key // 10 - 1].prompt + outputs for key, outputs in plain.outputs.items()]
+    drafter = speculation._drafter
+    if isinstance(drafter, HeadDrafter):
+        speculation._drafter = Mixed(worker, sequences, drafter)
+    elif not isinstance(drafter, Mixed) and rng.random() < 0.7:
         speculation._drafter = Oracle(worker, sequences)
+
+
+def check_any_schedule(rng: random.Random, plain_config: EngineConfig, config: EngineConfig) -> None:
+    """Compare random requests in random schedules of ``config``, which has drafts, with those of ``plain_config``."""
+    requests = random_requests(rng)
+    plain_worker = make_worker(plain_config)
+    assert isinstance(plain_worker, Worker)
+    plain = Trace(plain_config, plain_worker)
+    for number, sent in enumerate(requests):
+        plain.send(10 * number + 10, sent)
+    plain.run()
+    worker = drafting_worker(config)
+    for _ in range(3):
+        drafts_with(rng, worker, plain, requests)
+        found = Trace(random_config(rng, config), worker)
+        found.play(requests, rng)
+        assert found.outputs == plain.outputs and found.endings == plain.endings
+        if isinstance(worker.runner, ProgramRunner):  # torch's bits depend on the batch
+            assert found.logprobs == plain.logprobs and found.prompt_logprobs == plain.prompt_logprobs
 
 
 @pytest.mark.drawn(4)
@@ -186,22 +229,21 @@ def test_any_request_in_any_schedule(
     rng = random.Random(seed)
     served = serve(FAMILIES[family](), max_model_len=96)
     config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
-    requests = random_requests(rng)
-    plain_worker = make_worker(config)
-    assert isinstance(plain_worker, Worker)
-    plain = Trace(config, plain_worker)
-    for number, sent in enumerate(requests):
-        plain.send(10 * number + 10, sent)
-    plain.run()
     method = rng.choice(["ngram", "suffix"])
     speculative = msgspec.structs.replace(DRAFTS, method=method, prompt_lookup_min=1)
     assert isinstance(speculative, SpeculativeConfig)
-    config = changed(config, speculative=speculative)
-    worker = drafting_worker(config)
-    for _ in range(3):
-        drafts_with(rng, worker, plain, requests)
-        found = Trace(random_config(rng, config), worker)
-        found.play(requests, rng)
-        assert found.outputs == plain.outputs and found.endings == plain.endings
-        if isinstance(worker.runner, ProgramRunner):  # torch's bits depend on the batch
-            assert found.logprobs == plain.logprobs and found.prompt_logprobs == plain.prompt_logprobs
+    check_any_schedule(rng, config, changed(config, speculative=speculative))
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", ["mimo", "deepseek v3", "qwen3 next"])
+def test_any_request_in_any_schedule_with_a_prediction_layer(kind: str, seed: int, tmp_path: Path) -> None:
+    write(kind, tmp_path)
+    flag = '{"method": "mtp", "num_speculative_tokens": 6}'
+    with mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32):
+        configs = load(tmp_path).config, load(tmp_path, speculative_config=flag).config
+        plain, config = (
+            byte_vocabulary.with_vocabulary(changed(each, max_num_seqs=8), tmp_path) for each in configs
+        )
+        check_any_schedule(random.Random(seed), plain, config)

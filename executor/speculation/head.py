@@ -1,4 +1,4 @@
-"""Drafts of an EAGLE-3 head, from hidden states of the served model.
+"""Drafts of a head: an EAGLE-3 head, or a multi-token prediction layer. It reads hidden states of the served model.
 
 The head computes token ``t[i]`` from its embedding and features of the token before it, and draws ``t[i + 1]``:
 
@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.model_config.eagle import MAX_PENDING, NUM_FEATURES
+from quintet.executor.model_config.draft_heads import MAX_PENDING, NUM_FEATURES
 from quintet.executor.models.eagle import EagleHead
+from quintet.executor.models.mtp import MtpHead
 from quintet.executor.ragged import Int, ranges
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.sequences import plan_of_rows
@@ -38,16 +39,17 @@ from quintet.executor.speculation.lengths import StepTime
 from quintet.wire.config import DraftModelConfig
 from quintet.wire.step import StepPlan
 
+DraftHead = EagleHead | MtpHead
 _UNKNOWN = -1
 
 
-class EagleDrafter:
+class HeadDrafter:
     """A `quintet.executor.speculation.drafters.Drafter` with a head, its KV memory, and features."""
 
     def __init__(
         self,
         config: DraftModelConfig,
-        head: EagleHead,
+        head: DraftHead,
         runner: ProgramRunner,
         stage: Stage,
         target: Stage,

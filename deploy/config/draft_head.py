@@ -1,0 +1,192 @@
+"""Heads as draft models, EAGLE-3 and multi-token prediction: their files, memory, and checks that they fit the served model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from quintet.deploy.config import rules
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.model.card import ModelFacts
+from quintet.deploy.config.model.source import locate_model
+from quintet.deploy.config.model.weights import (
+    WeightFacts,
+    choose_quantization,
+    facts_of,
+    loaded_quantization,
+    read_weight_facts,
+    weight_bytes_of,
+)
+from quintet.deploy.config.speculation import FLAG
+from quintet.executor.checkpoints.quant.formats.scheme import Format
+from quintet.executor.model_config import eagle, mtp
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.draft_heads import NUM_FEATURES
+from quintet.executor.model_config.eagle import AUX_LAYERS, EagleSpec
+from quintet.executor.model_config.mtp import MTP_NAMES, MtpSpec
+from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.spec import DecoderSpec, KvNeed
+from quintet.wire.config import DTYPE_BYTES, DraftModelConfig, Dtype, ModelConfig, Quantization
+from quintet.wire.errors import ConfigError
+from quintet.wire.kv_spec import KvSpec
+from quintet.wire.model_files import card_path, parse_json, read_json
+
+_DECODER = "quintet.executor.models.decoder:Decoder"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A head's files."""
+
+    name: str
+    path: Path
+    architecture: str
+    card: str
+    spec: EagleSpec | MtpSpec
+    weights: WeightFacts | None
+    """None for dummy weights."""
+    quantization: Quantization
+    stored: Format | None = None
+    """Quantization format of the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFacts:
+    """A head that fits the served model."""
+
+    head: Head
+    dtype: Dtype
+    weight_bytes: int
+    kv: KvSpec
+    group: int
+    """See `DraftModelConfig.group`."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Memory for each block of the served model's KV memory: keys and values, and features of its last token."""
+        return self.kv.bytes_per_block + self.head.spec.hidden_size * DTYPE_BYTES[self.dtype]
+
+    def of(self, model: ModelConfig) -> DraftModelConfig:
+        """Return the configuration of the head of a served model."""
+        return DraftModelConfig(
+            model=ModelConfig(
+                path=str(self.head.path),
+                tokenizer_path=model.tokenizer_path,
+                served_names=[self.head.name],
+                architecture=self.head.architecture,
+                card=self.head.card,
+                dtype=self.dtype,
+                vocab_size=self.head.spec.draft_vocab_size,
+                max_model_len=model.max_model_len,
+                eos_token_ids=model.eos_token_ids,
+                kv=self.kv,
+            ),
+            group=self.group,
+            quantization=self.head.quantization,
+            weight_bytes=self.weight_bytes,
+            aux_layers=list(self.head.spec.aux_layers),
+        )
+
+
+def read_head(
+    name: str | None, options: Options, target: ModelFacts, dtype: Dtype, block_size: int, group: int
+) -> HeadFacts:
+    """Return the EAGLE-3 head of this name, or without a name the multi-token prediction layer of the served model.
+
+    dtype: of both. Raises `ConfigError`.
+    """
+    head = _mtp_head(options, target) if name is None else _eagle_head(name, options, target)
+    item_bytes, spec, weights = DTYPE_BYTES[dtype], head.spec, head.weights
+    num_parameters = (weights and weights.num_parameters) or spec.num_parameters
+    weight_bytes = weight_bytes_of(num_parameters, item_bytes, head.quantization, head.stored, weights, 0)
+    weight_bytes += options.max_num_seqs * NUM_FEATURES * spec.hidden_size * item_bytes
+    kv = draft_kv(options, target, spec.kv_needs, block_size, item_bytes)
+    return HeadFacts(head, dtype, weight_bytes, kv, group)
+
+
+def draft_kv(
+    options: Options, facts: ModelFacts, needs: Sequence[KvNeed | None], block_size: int, dtype_bytes: int
+) -> KvSpec:
+    """Return a layout of one group. Layers with a window keep all tokens, as the served model's full attention does.
+
+    facts: of the draft model, or of the served one.
+    """
+    kept = tuple(need and dataclasses.replace(need, window=None, chunk=None) for need in needs)
+    alike = msgspec.structs.replace(options, kv_cache_dtype="model", block_size=block_size)
+    return rules.kv_spec(alike, "cpu", dataclasses.replace(facts, kv_needs=kept, state_needs=()), dtype_bytes)
+
+
+def _eagle_head(name: str, options: Options, target: ModelFacts) -> Head:
+    reads_weights = options.load_format == "auto"
+    folder = locate_model(name, reads_weights, flag=f"{FLAG}: model")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{FLAG}: head {name!r} has no config.json: give the folder of an EAGLE-3 head")
+    weights = read_weight_facts(folder) if reads_weights else None
+    if weights is not None and not weights.contents:
+        raise ConfigError(
+            f"{FLAG}: head {name!r} has pickled weights: convert them with `quintet convert`, and give the new folder"
+        )
+    served = _served_spec(target)
+    card = eagle.eagle_card(read_json(path), () if weights is None else weights.contents)
+    spec = eagle.read_eagle(ModelCard(card, str(path)))
+    if not spec.aux_layers:
+        card[AUX_LAYERS] = list(eagle.default_aux_layers(len(served.layers)))
+        spec = eagle.read_eagle(ModelCard(card, str(path)))
+    _check_fit(name, spec, served, str(target.path))
+    quantization = loaded_quantization(options)
+    return Head(name, folder, eagle.ARCHITECTURE, json.dumps(card), spec, weights, quantization)
+
+
+def _mtp_head(options: Options, target: ModelFacts) -> Head:
+    if target.implementation != "quintet" or target.architecture not in MTP_NAMES:
+        raise ConfigError(
+            f"{FLAG}: the method mtp is not supported for {target.architecture}, only for {', '.join(MTP_NAMES)}: use ngram"
+        )
+    path = card_path(target.path)
+    card = parse_json(target.card, path) | {mtp.SERVED: target.architecture}
+    spec = mtp.read_mtp(ModelCard(card, str(path)))
+    weights = None
+    if options.load_format == "auto":
+        contents = read_weight_facts(target.path).contents
+        weights = facts_of({name: entry for name, entry in contents.items() if spec.parts.has(name)})
+        if not weights.contents:
+            raise ConfigError(
+                f"{FLAG}: {target.path} has no tensors {spec.parts.projection}.* of a multi-token prediction layer: use"
+                " safetensors of the whole model, or the method ngram"
+            )
+    quantization = choose_quantization(options, "cpu", target)
+    text = json.dumps(card)
+    return Head("mtp", target.path, mtp.ARCHITECTURE, text, spec, weights, quantization, target.stored)
+
+
+def _served_spec(target: ModelFacts) -> DecoderSpec:
+    family = FAMILIES.get(target.architecture)
+    spec = None
+    if target.implementation == "quintet" and family is not None and family.builder == _DECODER:
+        spec = family.read(ModelCard(parse_json(target.card, target.path), str(target.path)))
+    if not isinstance(spec, DecoderSpec):
+        raise ConfigError(f"{FLAG}: the method eagle3 is not supported for {target.architecture}: use ngram")
+    return spec
+
+
+def _check_fit(name: str, spec: EagleSpec, served: DecoderSpec, path: str) -> None:
+    """Reject a head of another model."""
+    checks = [
+        ("hidden size", spec.target_hidden_size, served.hidden_size),
+        ("vocabulary size", spec.vocab_size, served.vocab_size),
+        ("number of layers at least", max(spec.aux_layers, default=0), len(served.layers)),
+    ]
+    if not spec.has_embedding:
+        checks.append(("embedding width", spec.hidden_size, served.embedding_width or served.hidden_size))
+    for what, needed, found in checks:
+        if needed > found if what.endswith("least") else needed != found:
+            raise ConfigError(
+                f"{FLAG}: head {name!r} is for a model with {what} {needed}, but {path} has {found}: use a head that was trained"
+                " for the served model"
+            )

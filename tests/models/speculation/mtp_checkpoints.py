@@ -1,0 +1,175 @@
+"""Random checkpoints with a multi-token prediction layer, and their reference.
+
+The reference layer is a model of transformers with one layer, which reads embeddings: its last norm is that of the prediction
+layer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.models.random_checkpoints import SMALL, randomise
+from tests.models.rows.latent import ROUTED, YARN
+from tests.models.rows.latent import SMALL as LATENT
+from tests.models.rows.states import QWEN_DENSE, QWEN_NEXT, QWEN_TWO
+from torch.nn.functional import linear, rms_norm
+
+HIDDEN, CLOSE = SMALL["hidden_size"], 1e-3
+"""CLOSE: the least lead of a greedy draft, in deviations of the logits."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of a prediction layer, and its differences from DeepSeek's."""
+
+    layer: str = "model.layers.3"
+    token_norm: str = "model.layers.3.enorm"
+    hidden_norm: str = "model.layers.3.hnorm"
+    projection: str = "model.layers.3.eh_proj"
+    output_norm: str | None = "model.layers.3.shared_head.norm"
+    hidden_first: bool = False
+    norm_offset: float = 0.0
+    copies: tuple[str, ...] = ()
+    """Tensors that repeat the model's embedding and output layer."""
+
+
+DEEPSEEK = Layout(copies=("model.layers.3.embed_tokens", "model.layers.3.shared_head.head"))
+QWEN = Layout(
+    *("mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+    norm_offset=1.0,
+)
+MIMO = "model.mtp_layers.0"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A family: its configuration class, settings, and those that make a model of the prediction layer alone."""
+
+    config: str
+    settings: dict[str, Any]
+    layout: Layout = DEEPSEEK
+    alone: dict[str, Any] = field(default_factory=dict)
+    card: dict[str, Any] = field(default_factory=dict)
+
+
+GLM = {**ROUTED, "moe_intermediate_size": 40, "use_qk_norm": True}
+KINDS = {
+    "mimo": Kind(
+        "Qwen2Config",
+        {},
+        Layout(
+            *(MIMO, f"{MIMO}.token_layernorm", f"{MIMO}.hidden_layernorm", f"{MIMO}.input_proj"),
+            output_norm=f"{MIMO}.final_layernorm",
+            hidden_first=True,
+        ),
+        card={"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
+    ),
+    "glm4 moe": Kind("Glm4MoeConfig", GLM, alone={"first_k_dense_replace": 0}),
+    "deepseek v3": Kind(
+        "DeepseekV3Config",
+        {**LATENT, **ROUTED, "rope_parameters": YARN},
+        alone={"first_k_dense_replace": 0},
+    ),
+    "glm 4.7 flash": Kind("Glm4MoeLiteConfig", {**LATENT, **ROUTED}, alone={"mlp_layer_types": ["sparse"]}),
+    "ernie 4.5 moe": Kind(
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 9, "moe_k": 3, "moe_intermediate_size": 40},
+        Layout(
+            *("model.mtp_block.0", "model.mtp_emb_norm.0", "model.mtp_hidden_norm.0"),
+            *("model.mtp_linear_proj.0", None),
+        ),
+        card={"num_nextn_predict_layers": 1},
+    ),
+    "qwen3 next": Kind(
+        "Qwen3NextConfig",
+        {**QWEN_NEXT, "num_hidden_layers": 4},
+        QWEN,
+        alone={"layer_types": ["full_attention"]},
+    ),
+    "qwen 3.5": Kind(
+        "Qwen3_5TextConfig", {**QWEN_DENSE, **QWEN_TWO}, QWEN, alone={"layer_types": ["full_attention"]}
+    ),
+}
+
+
+@dataclass
+class Reference:
+    """A model and its prediction layer."""
+
+    target: Any
+    alone: Any
+    tensors: dict[str, torch.Tensor]
+    layout: Layout
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """Return greedy drafts after ``tokens``, computed without a cache; those before the first close choice."""
+        layout, drafts = self.layout, list[int]()
+        known = self.target.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+        features = torch.cat((torch.zeros(1, HIDDEN), known[:-1]))
+        for _ in range(count):
+            token = self.target.get_input_embeddings()(torch.tensor(tokens + drafts))
+            pair = [self._normed(token, layout.token_norm), self._normed(features, layout.hidden_norm)]
+            if layout.hidden_first:
+                pair.reverse()
+            x = linear(torch.cat(pair, dim=1), self.tensors[f"{layout.projection}.weight"])
+            hidden = self.alone.model(inputs_embeds=x[None], use_cache=False).last_hidden_state[0, -1:]
+            logits = self.target.lm_head(hidden)[0]
+            first, second = logits.topk(2).values
+            if first - second < CLOSE * logits.std():
+                break
+            drafts.append(int(logits.argmax()))
+            features = torch.cat((features, hidden))
+        return drafts
+
+    def _normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self.tensors[f"{name}.weight"] + self.layout.norm_offset
+        return rms_norm(x, (HIDDEN,), weight, self.target.config.rms_norm_eps)
+
+
+def write(name: str, folder: Path) -> Reference:
+    """Write a random checkpoint with a prediction layer; return its reference."""
+    kind = KINDS[name]
+    target = _model(kind, {})
+    alone = _model(kind, {"num_hidden_layers": 1, **kind.alone})
+    layout = kind.layout
+    if layout.output_norm is None:
+        alone.model.norm.weight.data.copy_(target.model.norm.weight)
+    tensors = {
+        f"{layout.projection}.weight": torch.randn(HIDDEN, 2 * HIDDEN) * (2 * HIDDEN) ** -0.5,
+        **{
+            f"{each}.weight": 1 - layout.norm_offset + 0.1 * torch.randn(HIDDEN)
+            for each in (layout.token_norm, layout.hidden_norm)
+        },
+        **{f"{each}.weight": torch.zeros(3, 2) for each in layout.copies},
+    }
+    alone.save_pretrained(folder / "alone")
+    for tensor, value in load_file(folder / "alone" / "model.safetensors").items():
+        if tensor.startswith("model.layers.0."):
+            tensors[tensor.replace("model.layers.0", layout.layer)] = value
+        elif tensor == "model.norm.weight" and layout.output_norm is not None:
+            tensors[f"{layout.output_norm}.weight"] = value
+    target.save_pretrained(folder)
+    path, card = folder / "model.safetensors", folder / "config.json"
+    save_file(load_file(path) | tensors, path)
+    card.write_text(json.dumps(json.loads(card.read_bytes()) | kind.card))
+    (folder / "tokenizer.json").write_text("{}")
+    return Reference(target, alone, tensors, layout)
+
+
+def _model(kind: Kind, changes: dict[str, Any]) -> Any:
+    config = getattr(transformers, kind.config)
+    defaults = config()
+    settings = {key: value for key, value in SMALL.items() if hasattr(defaults, key)} | kind.settings
+    torch.manual_seed(1 + len(changes))
+    model = transformers.AutoModelForCausalLM.from_config(
+        config(**(settings | changes)), attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    randomise(model)
+    return model
