@@ -88,12 +88,13 @@ class Rpc:
                 continue
             index = pending.index
             if index is None or self._workers.epoch(pending.role, index) != pending.epoch:
-                was_encoded = WorkId(1 + self._me.index, query_id) in self._workers.work_lost
+                query = WorkId(1 + self._me.index, query_id)
+                was_encoded = query in self._workers.work_lost
                 if index is not None:
                     pending.num_tokenizer_deaths = pending.num_tokenizer_deaths + 1 if was_encoded else 0
                 self._withdraw(pending)
                 if pending.num_tokenizer_deaths >= MAX_TOKENIZER_DEATHS:
-                    pending.answer.set_exception(poison_error(query_id))
+                    pending.answer.set_exception(poison_error(str(query)))
                 else:
                     self._send_query(pending)
 

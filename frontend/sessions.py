@@ -380,7 +380,7 @@ class Sessions:
             if stream.is_cancelled:
                 self._abort_locally(stream)
             else:
-                self._fail(stream, poison_error(stream.request_id))
+                self._fail(stream, poison_error(f"request {stream.request_id}"))
         self._place_parked()
 
     def _place_parked(self) -> None:

@@ -17,11 +17,9 @@ MAX_TOKENIZER_DEATHS = 3
 """Deaths of tokenizers in a row, each while it encoded the same request, after which the request is rejected."""
 
 
-def poison_error(request_id: int) -> RequestError:
-    """Build the error for a request that ended tokenizers, and log it."""
-    logging.getLogger("quintet").warning(
-        "request %d rejected: it ended %d tokenizers", request_id, MAX_TOKENIZER_DEATHS
-    )
+def poison_error(work: str) -> RequestError:
+    """Build the error for a request or query that ended tokenizers, and log it."""
+    logging.getLogger("quintet").warning("%s rejected: it ended %d tokenizers", work, MAX_TOKENIZER_DEATHS)
     return RequestError(
         ErrorCode.UNPROCESSABLE,
         f"The tokenizer process died {MAX_TOKENIZER_DEATHS} times in a row while it encoded this request. Change the prompt "
