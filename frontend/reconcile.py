@@ -21,6 +21,9 @@ Report = tuple[Role, int, msgspec.Struct]
 MAX_RESENDS = 3
 """Maximum resends of a request that the engine does not know."""
 
+MAX_TOKENIZER_DEATHS = 3
+"""Deaths of tokenizers in a row, each while it encoded the same request, after which the request is rejected."""
+
 
 def reports_of(me: WorkerId, cores: Sequence[int], choices: Iterable[StreamChoice]) -> Iterator[Report]:
     """Return the reports for choices that have not ended.
@@ -51,6 +54,15 @@ def unknown_request_error() -> RequestError:
         ErrorCode.INTERNAL,
         f"The request was lost inside the server {MAX_RESENDS + 1} times and is aborted. This is a server fault: "
         "report it with the server's log.",
+    )
+
+
+def poison_error() -> RequestError:
+    """Build the error for a request or query that ended `MAX_TOKENIZER_DEATHS` tokenizers."""
+    return RequestError(
+        ErrorCode.UNPROCESSABLE,
+        f"The tokenizer process died {MAX_TOKENIZER_DEATHS} times in a row while it encoded this request. Change the prompt "
+        "or the parameters; report it with the server's log.",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import msgspec
 
 from quintet.frontend.load_balancing.dispatcher import Send, too_large
 from quintet.frontend.load_balancing.load_ledger import LoadLedger, num_prompt_tokens
-from quintet.frontend.load_balancing.workers import MAX_TOKENIZER_DEATHS, poison_error
+from quintet.frontend.reconcile import MAX_TOKENIZER_DEATHS, poison_error
 from quintet.process.work_journal import WorkId
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
@@ -94,7 +95,8 @@ class Rpc:
                     pending.num_tokenizer_deaths = pending.num_tokenizer_deaths + 1 if was_encoded else 0
                 self._withdraw(pending)
                 if pending.num_tokenizer_deaths >= MAX_TOKENIZER_DEATHS:
-                    pending.answer.set_exception(poison_error(str(query)))
+                    logging.getLogger("quintet").warning("%s rejected: it ended tokenizers", query)
+                    pending.answer.set_exception(poison_error())
                 else:
                     self._send_query(pending)
 

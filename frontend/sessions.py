@@ -17,11 +17,12 @@ import msgspec
 from quintet.frontend.deadlines import DeadlineTimer, expired, is_expired_by_core
 from quintet.frontend.load_balancing.dispatcher import UNENCODABLE, Dispatcher, Send, not_encodable
 from quintet.frontend.load_balancing.load_ledger import LoadLedger
-from quintet.frontend.load_balancing.workers import Workers, poison_error
+from quintet.frontend.load_balancing.workers import Workers
 from quintet.frontend.reconcile import (
     MAX_RESENDS,
     Report,
     missing_output_error,
+    poison_error,
     reports_of,
     unknown_request_error,
 )
@@ -377,10 +378,7 @@ class Sessions:
     def follow(self, topology: Topology) -> None:
         """Apply a topology: re-dispatch the requests of lost workers with the output received so far."""
         for stream in self._dispatcher.follow(topology, self._streams.values()):
-            if stream.is_cancelled:
-                self._abort_locally(stream)
-            else:
-                self._fail(stream, poison_error(f"request {stream.request_id}"))
+            self._give_up(stream, poison_error())
         self._place_parked()
 
     def _place_parked(self) -> None:

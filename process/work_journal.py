@@ -19,7 +19,7 @@ MAX_ENTRIES = 8
 """Concurrent pieces of work: one in the event loop, the others in threads."""
 ENTRY = struct.Struct("=qq")
 REQUEST = 0
-"""Asker of a request, whose id is unique in the server."""
+"""Asker of a request: its id is unique in the server."""
 
 
 class WorkId(NamedTuple):

@@ -18,7 +18,7 @@ from quintet.tokenizer_proc.chat_messages import invalid, name_of, normal_messag
 from quintet.tokenizer_proc.system_messages import hides_system, rearranged
 from quintet.tokenizer_proc.template_environment import make_environment
 from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
-from quintet.tokenizer_proc.template_values import ContentParts, PartsText, text_part
+from quintet.tokenizer_proc.template_values import ContentParts, PartsText, TracedMessage, text_part
 from quintet.wire.chat import Message, decode_messages
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.config import ChatContentFormat
@@ -44,24 +44,6 @@ class CompiledTemplate:
 
 class _TemplateFailed(Exception):
     """A template failed on messages; see ``__cause__``."""
-
-
-class _TracedMessage(dict[str, Any]):
-    """A message that records each read by the template."""
-
-    def __init__(self, message: Message, index: int, seen: list[int]) -> None:
-        super().__init__(message)
-        self._index = index
-        self._seen = seen
-
-    def __getitem__(self, key: str) -> Any:
-        self._seen.append(self._index)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a field or the default."""
-        self._seen.append(self._index)
-        return super().get(key, default)
 
 
 class ChatTemplates:
@@ -209,7 +191,7 @@ def _error_of(
 ) -> RequestError:
     """Return the error for messages that the template rejects; it names the last message that the template read."""
     seen: list[int] = []
-    watched = [_TracedMessage(message, index, seen) for index, message in enumerate(messages)]
+    watched = [TracedMessage(message, index, seen) for index, message in enumerate(messages)]
     error: BaseException | None = None
     try:
         _run(compiled, watched, variables)

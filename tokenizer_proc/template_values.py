@@ -109,6 +109,24 @@ class UnreadableArguments(Arguments):
     __slots__ = ()
 
 
+class TracedMessage(dict[str, Any]):
+    """A message that records each read by the template."""
+
+    def __init__(self, message: Mapping[str, Any], index: int, seen: list[int]) -> None:
+        super().__init__(message)
+        self._index = index
+        self._seen = seen
+
+    def __getitem__(self, key: str) -> Any:
+        self._seen.append(self._index)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a field or the default."""
+        self._seen.append(self._index)
+        return super().get(key, default)
+
+
 def text_part(text: str) -> Part:
     """Build a text part."""
     return {"type": "text", "text": text}

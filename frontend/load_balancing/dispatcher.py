@@ -7,6 +7,7 @@ A request is resumable from its token ids: it is sent again with the output rece
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 
@@ -14,7 +15,7 @@ import msgspec
 
 from quintet.frontend.load_balancing.engine_selector import EngineSelector
 from quintet.frontend.load_balancing.load_ledger import LoadLedger
-from quintet.frontend.load_balancing.workers import MAX_TOKENIZER_DEATHS
+from quintet.frontend.reconcile import MAX_TOKENIZER_DEATHS
 from quintet.frontend.streams import Stream
 from quintet.process.work_journal import REQUEST, WorkId
 from quintet.wire.config import EngineConfig
@@ -238,6 +239,9 @@ class Dispatcher:
         )
         stream.num_tokenizer_deaths = stream.num_tokenizer_deaths + 1 if was_encoded else 0
         if stream.num_tokenizer_deaths >= MAX_TOKENIZER_DEATHS and not stream.is_cancelled:
+            logging.getLogger("quintet").warning(
+                "request %d rejected: it ended tokenizers", stream.request_id
+            )
             return True
         if not was_passed_on and not stream.is_cancelled:
             self._resumed[Role.TOKENIZER].inc()

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 from quintet.process.work_journal import WorkId, work_at_death
-from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 
 SERVING_ROLES = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
 """Roles that must all be ready to answer a request."""
-
-
-MAX_TOKENIZER_DEATHS = 3
-"""Deaths of tokenizers in a row, each while it encoded the same request, after which the request is rejected."""
-
-
-def poison_error(work: str) -> RequestError:
-    """Build the error for a request or query that ended tokenizers, and log it."""
-    logging.getLogger("quintet").warning("%s rejected: it ended %d tokenizers", work, MAX_TOKENIZER_DEATHS)
-    return RequestError(
-        ErrorCode.UNPROCESSABLE,
-        f"The tokenizer process died {MAX_TOKENIZER_DEATHS} times in a row while it encoded this request. Change the prompt "
-        "or the parameters; report it with the server's log.",
-    )
 
 
 class Workers:
