@@ -21,6 +21,7 @@ _ESCAPES = {
 _NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
 _HEX = frozenset("0123456789abcdefABCDEF")
 _PREFIXES = frozenset({"r", "b", "f", "u", "rb", "br", "fr", "rf"})
+MAX_PREFIX = 2
 _CLOSERS = {"[": "]", "(": "]", "{": "}"}
 MAX_NUMBER = 64
 
@@ -65,13 +66,14 @@ class Literals:
         self.is_over = False
         self._notation = notation
         self._quotes = Marks(*notation.quotes)
+        self._ends: dict[str, Marks] = {}  # by quote
         self._quote: Marks | None = None  # end of the current string
         self._closers = ["}"]
         self._wants_key = True
         self._has_value = False  # of the current item
         self._has_key = False
         self._comma = False  # write a comma before the next item
-        self._word = ""
+        self._word: list[str] = []  # characters of the current bare word, without leading whitespace
         self._out: list[str] = []
 
     def take(self) -> str:
@@ -120,16 +122,16 @@ class Literals:
         elif self._wants_key and (sign == ":" or (sign == "=" and len(self._closers) == 1)):
             self._end_key()
         elif not sign.isspace() or self._word:
-            self._word += sign
+            self._word.append(sign)
         return 1
 
     def _begin_string(self, text: str, at: int, quote: str, is_last: bool) -> int:
         length = len(quote)
         if self._word:
-            if not (self._notation.has_escapes and self._word.lower() in _PREFIXES):
-                self._word += quote  # an apostrophe
+            if not (self._notation.has_escapes and self._is_string_prefix()):
+                self._word.append(quote)  # an apostrophe
                 return length
-            self._word = ""
+            self._word = []
         if length == 1:
             following = text[at + 1 : at + 3]
             if len(following) < 2 and following in {"", quote} and not is_last:
@@ -138,17 +140,22 @@ class Literals:
                 quote *= 3
         self._begin_item()
         self._out.append('"')
-        self._quote = Marks(quote, "\\") if self._notation.has_escapes else Marks(quote)
+        if quote not in self._ends:
+            self._ends[quote] = Marks(quote, "\\") if self._notation.has_escapes else Marks(quote)
+        self._quote = self._ends[quote]
         return len(quote)
+
+    def _is_string_prefix(self) -> bool:
+        return len(self._word) <= MAX_PREFIX and "".join(self._word).lower() in _PREFIXES
 
     def _in_string(self, text: str, at: int, is_last: bool) -> int:
         assert self._quote is not None
-        before, mark, rest = self._quote.split(text[at:])
+        end, mark = self._quote.search(text, at)
         if is_last and not mark:
-            before += rest
-        if before:
-            self._out.append(quoted(before)[1:-1])
-            return len(before)
+            end = len(text)
+        if end > at:
+            self._out.append(quoted(text[at:end])[1:-1])
+            return end - at
         if not mark:
             return 0
         if mark == "\\":
@@ -189,7 +196,7 @@ class Literals:
             self._has_value = True
 
     def _end_word(self) -> None:
-        word, self._word = self._word.rstrip(), ""
+        word, self._word = "".join(self._word).rstrip(), []
         if word:
             self._begin_item()
             self._out.append(quoted(word) if self._wants_key else json_word(word))

@@ -24,15 +24,23 @@ class Marks:
 
         Without a mark: the text that precedes any mark, an empty mark, and a suffix that may begin one.
         """
-        match = self._found.search(text)
+        begin, mark = self.search(text)
+        return text[:begin], mark, text[begin + len(mark) :]
+
+    def search(self, text: str, at: int = 0) -> tuple[int, str]:
+        """Return the position of the first mark from ``at``, and the mark.
+
+        Without a mark: the position of a suffix that may begin one, or the end, and an empty mark.
+        """
+        match = self._found.search(text, at)
         if match is not None:
-            return text[: match.start()], match[0], text[match.end() :]
+            return match.start(), match[0]
         begin = len(text) - self._longest + 1
-        for candidate in self._first.finditer(text, max(0, begin)):
+        for candidate in self._first.finditer(text, max(at, begin)):
             rest = text[candidate.start() :]
             if any(mark.startswith(rest) for mark in self.marks):
-                return text[: candidate.start()], "", rest
-        return text, "", ""
+                return candidate.start(), ""
+        return len(text), ""
 
     def is_half(self, text: str) -> bool:
         """Return whether ``text`` is at least half of a mark, from its beginning. Marks that are words do not count."""

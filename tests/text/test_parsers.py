@@ -220,8 +220,11 @@ def check_broken(reasoning: str, tools: str, random: Random) -> None:
     assert not lost, text
 
 
+ARRAY = {"properties": {"x": {"type": "array"}}}
 REFERENCES = {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 60}}
 BLANKS = ["\n"] * 200_000
+TYPED = "<tool_call>\n<function=f>\n<parameter=x>\n"
+"""Begins a value that is converted as a whole."""
 
 
 @pytest.mark.parametrize(
@@ -235,6 +238,10 @@ BLANKS = ["\n"] * 200_000
         ("deepseek_r1", "hermes", {}, ['w1w<tool_call>{"a": "', *["<tool_call>"] * 20_000, "</think>w2w"]),
         ("deepseek_r1", "hermes", {}, [*["<tool_call>"] * 10_000, "w1w"]),
         ("deepseek_r1", "glm45", {}, [*["<tool_call>"] * 800, "w1w"]),
+        ("", "pythonic", {}, ["[f(x=w1w", *["' "] * 60_000]),
+        ("", "qwen3_coder", ARRAY, [TYPED, "['w1w ", *["\\n"] * 200_000, "']"]),
+        ("", "qwen3_coder", ARRAY, [TYPED, "[w1w", *["'a"] * 60_000, "]"]),
+        ("", "qwen3_coder", ARRAY, [TYPED, "['w1w',", *["'a',"] * 100_000, "]"]),
     ],
 )
 def test_work_is_linear(
