@@ -1,6 +1,7 @@
 """Speed with and without drafts on texts of different kinds, in pairs over HTTP; the answers must be equal.
 
     python -m bench.speculation [--model smollm2] [--method ngram] [--drafts 8] [--streams 1 8] [--rounds 5]
+    python -m bench.speculation --method eagle3 --draft-model build/eagle3 --drafts 5 --kinds chat prose
 
 Both servers run at once, and one at a time is asked, in alternating order. Requests are greedy, and of a fixed length unless they
 have a JSON schema. Their prompts are cached by a request for one token before, so the time is that of decoding. Requests have a
@@ -8,7 +9,7 @@ have a JSON schema. Their prompts are cached by a request for one token before, 
 one: each asks the same of other data.
 
 Prints one JSON object: date, machine, commit; per kind and number of streams, tokens per second without drafts, the median ratio
-with drafts, the smallest and largest ratio, and the acceptance rate.
+with drafts, the smallest and largest ratio, the acceptance rate, and the share of steps that accept the draft at each position.
 """
 
 from __future__ import annotations
@@ -153,6 +154,7 @@ def compare(
         "ratio": round(statistics.median(ratios), 3),
         "range": [round(min(ratios), 3), round(max(ratios), 3)],
         "accepted": 0.0 if accepted is None else accepted.acceptance_rate,
+        "accepted_per_position": [] if accepted is None else accepted.acceptance_per_position,
     }
 
 
@@ -160,13 +162,18 @@ def main() -> None:
     """Read arguments, measure, and print the result."""
     parser = command_parser(__doc__)
     parser.add_argument("--model", default="smollm2", help="model folder, file or packaged name")
-    parser.add_argument("--method", default="ngram", choices=("ngram", "suffix"), help="source of drafts")
+    methods = ("ngram", "suffix", "draft_model", "eagle3")
+    parser.add_argument("--method", default="ngram", choices=methods, help="source of drafts")
+    parser.add_argument("--draft-model", help="draft model or head")
     parser.add_argument("--drafts", type=int, default=8, help="maximum drafts of a request in a step")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="concurrent requests")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements of each row")
     parser.add_argument("--kinds", nargs="+", choices=list(TEXTS), default=list(TEXTS), help="kinds of text")
     options = parser.parse_args()
-    config = json.dumps({"method": options.method, "num_speculative_tokens": options.drafts})
+    settings: dict[str, object] = {"method": options.method, "num_speculative_tokens": options.drafts}
+    if options.draft_model:
+        settings["model"] = options.draft_model
+    config = json.dumps(settings)
     flags = ["--kv-cache-memory", "1GB", "--max-model-len", "4096"]
     with (
         serve(options.model, flags) as plain,
@@ -184,6 +191,7 @@ def main() -> None:
         "commit": commit_of(Path(__file__).parent),
         "model": options.model,
         "method": options.method,
+        "draft_model": options.draft_model and Path(options.draft_model).name,
         "drafts": options.drafts,
         "rows": rows,
     }
