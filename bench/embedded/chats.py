@@ -192,7 +192,7 @@ def answers(llm: LLM, asked: list[Prompt], first: int, max_tokens: int) -> Itera
 
 def save(file: Path, chats: list[Chat]) -> None:
     """Replace the file in one move."""
-    columns = {
+    columns: dict[str, Any] = {
         "token_ids": np.concatenate([chat.token_ids for chat in chats]),
         "ends": np.cumsum([len(chat.token_ids) for chat in chats]),
         "num_prompt": np.array([chat.num_prompt for chat in chats]),

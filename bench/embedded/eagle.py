@@ -52,6 +52,8 @@ SAVE_EVERY_S = 180
 class Head(nn.Module):
     """The head, with the tensor names of its authors. Hidden states are ``[batch, tokens, hidden]``."""
 
+    ids: torch.Tensor
+
     def __init__(self, model: Any, aux_layers: tuple[int, ...], ids: torch.Tensor) -> None:
         """ids: the model's ids of the tokens that the head proposes, ascending."""
         super().__init__()
@@ -296,9 +298,10 @@ def train(head: Head, model: Any, texts: Texts, options: argparse.Namespace, che
     """Train the head in place, with a warm-up and a cosine; continue from the checkpoint if there is one."""
     optimizers, first = optimizers_of(head, options.peak), 0
     if checkpoint.exists():
-        saved = torch.load(checkpoint)
+        saved = torch.load(checkpoint, weights_only=True)
         first = saved["step"]
-        for part, state in zip((head, *optimizers), saved["states"], strict=True):
+        parts: tuple[Any, ...] = (head, *optimizers)
+        for part, state in zip(parts, saved["states"], strict=True):
             part.load_state_dict(state)
     saved_s, mean = time.monotonic(), math.nan
     with tqdm(total=options.steps, unit="step", mininterval=1) as bar:
@@ -318,7 +321,7 @@ def train(head: Head, model: Any, texts: Texts, options: argparse.Namespace, che
             mean = loss.item() if math.isnan(mean) else 0.95 * mean + 0.05 * loss.item()
             bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
             if time.monotonic() - saved_s > SAVE_EVERY_S:
-                states = [part.state_dict() for part in (head, *optimizers)]
+                states = [head.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)]
                 torch.save({"step": step + 1, "states": states}, checkpoint.with_suffix(".new"))
                 os.replace(checkpoint.with_suffix(".new"), checkpoint)
                 saved_s = time.monotonic()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-
 from bench.embedded.chats import Chat, load, prompts, save
 
 
