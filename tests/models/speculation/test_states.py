@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from tests.models.equality import few_blocks, load, with_blocks
 from tests.models.speculation.test_bits import PARAMS, run
-from tests.models.speculation.test_layouts import foresee
+from tests.models.speculation.test_layouts import PROMPTS, foresee
 from tests.models.test_engine import changed
 from tests.models.test_equal import ROWS, made
 from tests.models.test_hybrids import CARD, of_tests
@@ -27,7 +27,7 @@ def check(folder: Path, params: str, dtype: str, **options: str) -> None:
         loaded = load(folder, dtype, speculative_config=DRAFTS, **options)  # type: ignore[arg-type]
         config, worker = changed(loaded.config), loaded.worker
         plain = run(changed(config, speculative=None), worker, PARAMS[params])
-        foresee(worker, plain)
+        foresee(worker, PROMPTS, plain)
         variants: dict[str, EngineConfig] = {
             "together": config,
             "synchronous": changed(config, max_steps_in_flight=1),
