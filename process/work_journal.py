@@ -18,8 +18,12 @@ from quintet.wire.ids import WorkerId
 MAX_ENTRIES = 8
 """Concurrent pieces of work: one in the event loop, the others in threads."""
 ENTRY = struct.Struct("=qq")
+NUM_BYTES = MAX_ENTRIES * ENTRY.size
 REQUEST = 0
 """Asker of a request: its id is unique in the server."""
+
+Journal = deque[memoryview]
+"""Free entries, each of two integers."""
 
 
 class WorkId(NamedTuple):
@@ -35,18 +39,23 @@ class WorkId(NamedTuple):
         return f"request {self.number}" if self.asker == REQUEST else f"query {self.number}"
 
 
-def open_journal(run_dir: str, me: WorkerId) -> deque[memoryview]:
-    """Create the journal of this process; return its free entries, each of two integers.
+def open_journal(run_dir: str, me: WorkerId) -> mmap.mmap:
+    """Create the journal of this process in the run folder."""
+    file = open_own(str(_path(run_dir, me)), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        os.write(file, bytes(NUM_BYTES))
+        return mmap.mmap(file, NUM_BYTES)
+    finally:
+        os.close(file)
+
+
+def entries_of(journal: mmap.mmap | bytearray) -> Journal:
+    """Return the free entries of a journal.
 
     Pop an entry, write a `WorkId` to it, and after the work write 0 to its number and append it again. Thread-safe.
     """
-    file = open_own(str(_path(run_dir, me)), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    try:
-        os.write(file, bytes(MAX_ENTRIES * ENTRY.size))
-        entries = memoryview(mmap.mmap(file, MAX_ENTRIES * ENTRY.size)).cast("q")
-    finally:
-        os.close(file)
-    return deque(entries[2 * i : 2 * i + 2] for i in range(MAX_ENTRIES))
+    whole = memoryview(journal).cast("q")
+    return deque(whole[2 * i : 2 * i + 2] for i in range(MAX_ENTRIES))
 
 
 def work_at_death(run_dir: str, worker: WorkerId) -> frozenset[WorkId]:

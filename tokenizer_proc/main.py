@@ -18,7 +18,7 @@ import uvloop
 from quintet.process.child import child_main
 from quintet.process.pending_topology import PendingTopology
 from quintet.process.runtime import Process
-from quintet.process.work_journal import REQUEST, WorkId, open_journal
+from quintet.process.work_journal import REQUEST, Journal, WorkId, entries_of, open_journal
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
 from quintet.tokenizer_proc.inbox_checks import check_embeds, dropped_answers, error_answer
 from quintet.tokenizer_proc.lanes import Lanes
@@ -63,7 +63,9 @@ Result = TypeVar("Result")
 class Tokenizer:
     """Message handlers of the process."""
 
-    def __init__(self, process: Process[Message], encoder: Encoder, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, process: Process[Message], encoder: Encoder, loop: asyncio.AbstractEventLoop, journal: Journal
+    ) -> None:
         self._process = process
         self._encoder = encoder
         self._forms = Forms(process.config.model, is_mock=process.config.executor.kind == "mock")
@@ -72,7 +74,7 @@ class Tokenizer:
         )
         self._lanes = Lanes(loop)
         self._offloaded = OffloadedRequests()
-        self._journal = open_journal(process.config.run_dir, process.me)
+        self._journal = journal
         process.account = self._report_progress
         self._is_retiring = False
         self._queued: PendingTopology[tuple[int, int | None], msgspec.Struct] = PendingTopology(
@@ -374,7 +376,7 @@ def run(me: WorkerId, config: EngineConfig, encoder: Encoder) -> None:
     """Run the tokenizer process in slot ``me`` until stopped. An unhandled exception ends the process."""
     process: Process[Message] = Process(me, config, Message)
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    service = Tokenizer(process, encoder, loop)
+    service = Tokenizer(process, encoder, loop, entries_of(open_journal(config.run_dir, me)))
     endings: list[BaseException] = []
 
     def end(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from quintet.detokenizer_proc.main import serve as serve_detokenizer
 from quintet.executor.main import serve as serve_executor
 from quintet.process.record import Recording, RecordingError
 from quintet.process.runtime import Process, Stopping, Wires
+from quintet.process.work_journal import NUM_BYTES, entries_of
 from quintet.tokenizer_proc.encode import load_encoder
 from quintet.tokenizer_proc.main import Tokenizer
 from quintet.wire.ids import Role
@@ -63,7 +64,8 @@ def _replay_core(process: Process[Any]) -> None:
 def _replay_tokenizer(process: Process[Any]) -> None:
     """Replay iteration by iteration, waiting for all lanes after each; their order is not recorded."""
     loop = asyncio.new_event_loop()
-    service = Tokenizer(process, load_encoder(process.config.model), loop)
+    journal = entries_of(bytearray(NUM_BYTES))
+    service = Tokenizer(process, load_encoder(process.config.model), loop, journal)
 
     async def play() -> None:
         while True:
