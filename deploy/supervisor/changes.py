@@ -51,7 +51,8 @@ class ChangeFailed(Exception):
 class Changes:
     """The change in progress, if any. At most one."""
 
-    def __init__(self, slots: SlotTable, fill: Callable[[SlotRecord], None], send: Send) -> None:
+    def __init__(self, slots: SlotTable, fill: Callable[[SlotRecord], bool], send: Send) -> None:
+        """``fill`` starts a process in a slot, and returns False if the system refuses."""
         self._slots = slots
         self._fill = fill
         self._send = send
@@ -118,8 +119,8 @@ class Changes:
         added = []
         for _ in range(count):
             for slot in self._slots.allocate(*ENGINE_ROLES.get(role, (role,))):
-                self._fill(slot)
-                slot.is_booting_new = True
+                slot.is_booting_new = self._fill(slot)
+                slot.is_retiring = not slot.is_booting_new
                 added.append(slot)
         began = time.monotonic()
         say(f"starting {_names(added)}")

@@ -76,7 +76,7 @@ class Spawner:
         self._listen_fd = listen_fd
 
     def spawn(self, worker: WorkerId) -> subprocess.Popen[bytes]:
-        """Start ``worker``.
+        """Start ``worker``. Raises `OSError` if the system refuses.
 
         Each child leads a new process group. Ctrl-C in a terminal then reaches only the supervisor, even before the
         child ignores the signal.
@@ -95,7 +95,10 @@ class Spawner:
         )
 
     def spawn_standby(self, role: Role) -> subprocess.Popen[bytes]:
-        """Start a standby process: it boots, then waits for its slot, a line ``INDEX EPOCH`` on its standard input."""
+        """Start a standby process: it boots, then waits for its slot, a line ``INDEX EPOCH`` on its standard input.
+
+        Raises `OSError` if the system refuses.
+        """
         return subprocess.Popen(self._command(role), stdin=subprocess.PIPE, process_group=0)
 
     def _command(self, role: Role) -> list[str]:
@@ -111,6 +114,8 @@ PAUSE_S = 1.5
 """Delay of the next standby process after one was used, so that the replacement gets the processor first."""
 FIRST_PAUSE_S = 3.0
 """Delay after the server is ready, so that first requests get the processor first."""
+REFUSED_PAUSE_S = 30.0
+"""Delay of the next standby process after the system refused to start one."""
 MAX_LOSSES = 3
 """Unused standby processes of a role that may die before no more are started."""
 
@@ -146,8 +151,13 @@ class StandbyProcesses:
                     self._due[role] = now + PAUSE_S
         for role, due in list(self._due.items()):
             if now >= due:
-                del self._due[role]
-                self._waiting[role] = self._spawner.spawn_standby(role)
+                try:
+                    self._waiting[role] = self._spawner.spawn_standby(role)
+                except OSError as error:
+                    self._due[role] = now + REFUSED_PAUSE_S
+                    self._log.warning("standby %s could not be started: %s", role, error)
+                else:
+                    del self._due[role]
 
     def take(self, worker: WorkerId, now: float) -> subprocess.Popen[bytes] | None:
         """Assign ``worker``'s slot to the standby process of its role and return it; None without one."""

@@ -175,8 +175,9 @@ def curl_line(config: EngineConfig) -> str:
 
 def child_failure(run_dir: Path, slot: SlotRecord, exit_status: int) -> Failure:
     """Return the failure of a child: its first exception if it wrote one, otherwise its exit status."""
-    error_path = error_file(run_dir, slot.worker)
-    error_text = error_path.read_text().strip() if error_path.exists() else ""
+    error_text = ""
+    with contextlib.suppress(OSError):  # no such file, or no free descriptor
+        error_text = error_file(run_dir, slot.worker).read_text().strip()
     cause = error_text or f"the process {_ending(exit_status)} without an error message"
     hint = "" if exit_status == EXIT_CONFIG else _hint(slot.role, exit_status, error_text)
     return Failure(f"{slot.role} {slot.index}", cause, hint, EXIT_CONFIG if exit_status == EXIT_CONFIG else 1)

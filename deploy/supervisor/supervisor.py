@@ -205,14 +205,25 @@ class Supervisor:
 
     def _boot(self) -> None:
         for slot in self._slots.own():
-            self._fill(slot)
+            self._start(slot)
 
-    def _fill(self, slot: SlotRecord) -> None:
-        error_file(self._run_dir, slot.worker).unlink(missing_ok=True)
+    def _start(self, slot: SlotRecord) -> None:
+        """Start a process in a slot, unless the server has failed. A refused start counts as a death."""
+        if not (self._finished or self._fill(slot)):
+            hint = "see the limits of processes, memory and open files"
+            self._schedule_restart(slot, Failure(f"{slot.role} {slot.index}", slot.note, hint, 1))
+
+    def _fill(self, slot: SlotRecord) -> bool:
+        """Start a process in a slot. Return False if the system refuses; ``slot.note`` has the cause."""
         now = time.monotonic()
-        waiting = self._prefork.take(slot.worker) or self._standby.take(slot.worker, now)
-        slot.fill(waiting or self._spawner.spawn(slot.worker), now)
+        try:
+            error_file(self._run_dir, slot.worker).unlink(missing_ok=True)
+            waiting = self._prefork.take(slot.worker) or self._standby.take(slot.worker, now)
+            slot.fill(waiting or self._spawner.spawn(slot.worker), now)
+        except OSError as error:
+            slot.note = f"the process could not be started: {error}"
         self._slots.is_changed = True
+        return slot.process is not None
 
     def _slot_ready(self, slot: SlotRecord, facts: dict[str, str], now: float) -> None:
         slot.became_ready(facts, now)
@@ -259,7 +270,7 @@ class Supervisor:
                 slot.note = child_failure(self._run_dir, slot, exit_status).cause
                 slot.is_booting_new, slot.is_retiring = False, True
             else:
-                self._schedule_restart(slot, exit_status)
+                self._schedule_restart(slot, child_failure(self._run_dir, slot, exit_status))
             if self._finished:
                 return
 
@@ -268,12 +279,11 @@ class Supervisor:
         path = error_file(self._run_dir, slot.worker)
         return path.stat().st_mtime if path.exists() else float("inf")
 
-    def _schedule_restart(self, slot: SlotRecord, exit_status: int) -> None:
+    def _schedule_restart(self, slot: SlotRecord, failure: Failure) -> None:
         """Schedule the restart of a slot with a dead process, or fail the server."""
-        failure = child_failure(self._run_dir, slot, exit_status)
         if self._phase is Phase.DRAINING and slot.role is Role.FRONTEND:
             return
-        if self._boot_state.is_fatal(slot, exit_status):
+        if self._boot_state.is_fatal(slot, failure.exit_code):
             self._fail(failure)
             return
         now = time.monotonic()
@@ -319,7 +329,7 @@ class Supervisor:
     def _restart(self, slot: SlotRecord) -> None:
         slot.epoch += 1
         slot.restarts += 1
-        self._fill(slot)
+        self._start(slot)
 
     def _undrained(self) -> list[int]:
         """Return the indexes of the frontends with requests in flight."""

@@ -141,7 +141,11 @@ def waited_for_processor_ns(pid: int, proc: Path = PROC) -> int:
     Descendants count because an executor waits for its other ranks, which are its children. 0 if unknown.
     """
     waited_ns, children = 0, []
-    for task in (proc / str(pid) / "task").glob("*"):
+    try:
+        tasks = list((proc / str(pid) / "task").iterdir())
+    except OSError:  # the process has ended, or no descriptor is free
+        return 0
+    for task in tasks:
         try:
             waited_ns = max(waited_ns, int((task / "schedstat").read_text().split()[1]))
             children += (task / "children").read_text().split()

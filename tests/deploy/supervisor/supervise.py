@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +17,13 @@ from quintet.deploy.supervisor.prefork import Prefork, roles_to_fork
 from quintet.deploy.supervisor.process_slots import SlotRecord
 from quintet.deploy.supervisor.restarts import RestartPolicy
 from quintet.deploy.supervisor.service_manager import ServiceManager
+from quintet.deploy.supervisor.spawn import Spawner
 from quintet.deploy.supervisor.startup_log import Failure, PrintedStartupLog, ReportedStartupLog
 from quintet.deploy.supervisor.supervisor import Supervisor, SupervisorContext
 from quintet.process.child import CONFIG_FILE
 from quintet.process.log import configure_logging
 from quintet.wire.config import EngineConfig
-from quintet.wire.ids import Role
+from quintet.wire.ids import Role, WorkerId
 
 
 class ObservedStartupLog(PrintedStartupLog):
@@ -39,6 +42,18 @@ class ObservedStartupLog(PrintedStartupLog):
         report("failed", cause=failure.cause)
 
 
+def refuse(workers: Sequence[str]) -> None:
+    """Refuse to start these processes, like a system at its limit of processes."""
+    spawn = Spawner.spawn
+
+    def spawn_or_refuse(spawner: Spawner, worker: WorkerId) -> subprocess.Popen[bytes]:
+        if str(worker) in workers:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return spawn(spawner, worker)
+
+    Spawner.spawn = spawn_or_refuse  # type: ignore[method-assign]
+
+
 def main() -> int:
     run_dir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     config = EngineConfig.read(run_dir / CONFIG_FILE)
@@ -48,6 +63,7 @@ def main() -> int:
         report("listening", port=listener.getsockname()[1])
     modules = {role: f"fake_{role}" for role in Role}
     prefork = Prefork(run_dir, listener, modules)
+    refuse(options.get("refused", []))
     if options.get("forks"):
         prefork.fork(roles_to_fork(True, has_frontends=listener is not None))
     context = SupervisorContext(

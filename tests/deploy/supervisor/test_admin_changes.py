@@ -110,6 +110,16 @@ def test_failed_boot_of_a_new_process_changes_nothing(
     assert not any(row[0].startswith("tokenizer-1") for row in rows if row)
 
 
+def test_refused_start_of_a_new_process_changes_nothing(
+    server: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.start(options={"refused": ["tokenizer-1.1"]})
+    server.expect("all_ready")
+    assert ask(server.run_dir, ["restart", "tokenizer"]) == 1
+    assert "tokenizer-1.1: the process could not be started: [Errno 11]" in capsys.readouterr().err
+    assert ask(server.run_dir, ["restart", "tokenizer"]) == 0  # as epoch 2
+
+
 def test_one_change_at_a_time(server: World, capsys: pytest.CaptureFixture[str]) -> None:
     server.start({"tokenizer-0": {"never_drained": True}})
     server.expect("all_ready")

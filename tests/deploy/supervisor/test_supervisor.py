@@ -99,6 +99,36 @@ def test_a_dead_child_is_replaced_under_the_next_epoch(server: World) -> None:
     assert server.end()[0] == 0
 
 
+def test_a_refused_start_is_repeated(server: World) -> None:
+    server.start(options={"refused": ["detokenizer-0.2", "detokenizer-0.3"]})
+    server.expect("all_ready")
+    kill(server.pids()["detokenizer-0.1"])
+    server.expect("topology", slot_is("detokenizer-0.4", "READY"))
+    assert server.process is not None
+    server.process.terminate()
+    status, _, errors = server.end()
+    assert status == 0
+    assert "detokenizer-0.2 died (the process could not be started: [Errno 11]" in errors
+
+
+def test_a_refused_start_fails_the_boot(server: World) -> None:
+    server.start(options={"refused": ["core-0.1"]})
+    status, _, errors = server.end()
+    assert status == 1
+    assert "quintet: core 0: the process could not be started: [Errno 11]" in errors
+    wait_gone(list(server.pids().values()))
+
+
+def test_refused_starts_end_the_server(server: World) -> None:
+    refused = [f"detokenizer-0.{epoch}" for epoch in range(2, 9)]
+    server.start(options={"refused": refused, "max_deaths": 3})
+    server.expect("all_ready")
+    kill(server.pids()["detokenizer-0.1"])
+    status, _, errors = server.end()
+    assert status == 1
+    assert "died 4 times within 60 s, giving up; last: the process could not be started: [Errno 11]" in errors
+
+
 def test_repeated_deaths_end_the_server(server: World) -> None:
     dying = {f"detokenizer-0.{epoch}": {"die_when_ready": True} for epoch in range(2, 9)}
     server.start(dying, options={"max_deaths": 3})

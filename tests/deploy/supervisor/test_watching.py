@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -17,6 +19,7 @@ from tests.deploy.supervisor.supervised import make_config
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.deploy.supervisor.process_slots import SlotRecord, SlotTable
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
+from quintet.deploy.supervisor.spawn import Spawner, StandbyProcesses
 from quintet.deploy.supervisor.startup_log import (
     base_url,
     can_chat,
@@ -127,6 +130,33 @@ def test_cpu_wait_time_includes_children(tmp_path: Path) -> None:
         (folder / "schedstat").write_text(f"1000 {waited} 3\n")
         (folder / "children").write_text(children)
     assert [waited_for_processor_ns(pid, tmp_path) for pid in (1, 3)] == [90, 2]
+
+
+def test_cpu_wait_time_is_unknown_without_free_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        assert waited_for_processor_ns(os.getpid()) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class RefusedSpawner(Spawner):
+    """The system refuses to start processes."""
+
+    num_tries = 0
+
+    def spawn_standby(self, role: Role) -> subprocess.Popen[bytes]:
+        self.num_tries += 1
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def test_refused_standby_is_tried_again_later(tmp_path: Path) -> None:
+    spawner = RefusedSpawner(tmp_path, {}, None)
+    standby = StandbyProcesses(spawner, [Role.TOKENIZER])
+    for now in range(100):
+        standby.replenish(float(now))
+    assert 2 <= spawner.num_tries <= 10
 
 
 def ready_watch(tmp_path: Path) -> tuple[Watch, SlotRecord, SlotRecord]:
@@ -350,3 +380,11 @@ def test_exit_is_explained(tmp_path: Path, status: int, words: str | None, cause
     assert hint in failure.hint
     assert bool(failure.hint) == bool(hint)
     assert failure.exit_code == (78 if status == 78 else 1)
+
+
+def test_exit_is_explained_without_a_readable_error_file(tmp_path: Path) -> None:
+    slot = next(iter(SlotTable(tmp_path, ProcessesConfig())))
+    error_file(tmp_path, slot.worker).mkdir()
+    assert (
+        child_failure(tmp_path, slot, 3).cause == "the process exited with status 3 without an error message"
+    )
