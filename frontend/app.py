@@ -21,7 +21,7 @@ from quintet.frontend.api.openai import errors as openai_errors
 from quintet.frontend.api.responses.background import resume_lost
 from quintet.frontend.http.auth import Keys, operator_keys
 from quintet.frontend.http.error_shape import ErrorShape
-from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path
+from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path, without_alias
 from quintet.frontend.http.openapi import RouteSpec
 from quintet.frontend.metrics import FORMAT_HEADER, LoadReport
 from quintet.frontend.resume.endpoints import resume_repeated
@@ -43,8 +43,6 @@ def schedule_trim(num_bytes: int) -> None:
         loop.call_later(TRIM_DELAY_S, loop.run_in_executor, None, trim_memory)
 
 
-ALIAS, ALIASED = "/openai", "/openai/v1/"
-"""Azure's path prefix, and the paths on which it is removed."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 """Control characters; no route matches a path with one. A route's ``$`` alone also matches before a final newline."""
 
@@ -149,7 +147,7 @@ class FrontendApp:
         root = self._root_path
         if root and path.startswith(root + "/"):
             path = path.removeprefix(root)
-        return path.removeprefix(ALIAS) if path.startswith(ALIASED) else path
+        return without_alias(path)
 
     async def _answer(self, http_request: HttpRequest, scope: Scope, receive: Receive, send: Send) -> None:
         if self._service.draining or self._service.is_retiring:

@@ -21,7 +21,7 @@ from quintet.frontend.api.openai import errors as openai_errors
 from quintet.frontend.http.auth import Keys
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.error_shape import ErrorShape
-from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path
+from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path, without_alias
 from quintet.frontend.metrics import CONTENT_TYPE
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
@@ -55,7 +55,7 @@ class RouterApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this router speaks HTTP, not {scope['type']}")
-        scope["path"] = tidy_path(scope["path"])
+        scope["path"] = without_alias(tidy_path(scope["path"]))
         http_request = HttpRequest(scope, receive, send, errors_of(scope["path"]))
         if self.is_draining:
             http_request.headers_out.append((b"connection", b"close"))

@@ -34,6 +34,8 @@ REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
 """Valid client request ids: the response repeats the id in every event of every choice."""
 
 
+_ALIAS, _ALIASED = "/openai", "/openai/v1/"
+"""Azure's path prefix, and the paths on which it is removed."""
 _MODEL_NAME = re.compile(r"(.*?/v[12]/+models/)(/*[^/].*)")
 """Paths that end with a model name, which may be a folder's path."""
 
@@ -49,6 +51,11 @@ def tidy_path(path: str) -> str:
         if name
         else re.sub("/{2,}", "/", head).rstrip("/") or "/"
     )
+
+
+def without_alias(path: str) -> str:
+    """Strip Azure's prefix from a path of OpenAI's API."""
+    return path.removeprefix(_ALIAS) if path.startswith(_ALIASED) else path
 
 
 class ClientDisconnected(Exception):

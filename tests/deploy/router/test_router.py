@@ -248,10 +248,11 @@ def test_unanswered_request_is_retried_elsewhere() -> None:
     run(scenario())
 
 
-def test_non_idempotent_request_is_not_retried() -> None:
+@pytest.mark.parametrize("prefix", ["", "/openai"])
+def test_non_idempotent_request_is_not_retried(prefix: str) -> None:
     async def scenario() -> None:
         async with world(whole, respond(cut=True)) as w:
-            response = await w.request("/v1/conversations", {})
+            response = await w.request(prefix + "/v1/conversations", {})
             assert response.status == 503 and "may have executed" in response.body.decode()
             assert not w.ups[0].received
 
@@ -261,7 +262,7 @@ def test_non_idempotent_request_is_not_retried() -> None:
 def test_stored_object_is_found_at_its_server() -> None:
     async def scenario() -> None:
         async with world(whole, respond(head(404, kind=b"application/json") + b"{}")) as w:
-            assert (await w.request("/v1/responses/resp_1", None, "GET")).body == b'{"ok":true}'
+            assert (await w.request("/openai/v1/responses/resp_1", None, "GET")).body == b'{"ok":true}'
             assert (await w.request(C, STREAM, last_event_id="a1-b2:1")).body == b'{"ok":true}'
 
     run(scenario())
@@ -281,11 +282,12 @@ def test_unreachable_servers_give_an_error_in_the_apis_format() -> None:
     run(scenario())
 
 
-def test_stream_resumes_at_another_server_with_its_tokens() -> None:
+@pytest.mark.parametrize("prefix", ["", "/openai"])
+def test_stream_resumes_at_another_server_with_its_tokens(prefix: str) -> None:
     async def scenario() -> None:
         second = by_path(resume=respond(head(200, TICKET), event(2, "c3-d4"), event(3, "c3-d4") + DONE))
         async with world(second, LOST) as w:
-            response = await w.request(C, STREAM)
+            response = await w.request(prefix + C, STREAM)
             assert texts(response) == ["t0", "t1", "t2", "t3"] and response.body.endswith(DONE)
             assert b": ids" not in response.body and "x-quintet-relay" not in response.headers
             begun, rest = w.ups[1].received
