@@ -125,17 +125,19 @@ class HeadDrafter:
         joined = torch.cat([hidden.index_select(0, tokens) for hidden in self._target.aux_hidden], dim=1)
         features = self._head.fused(joined)
         ends = starts + num_valid
-        begins = (
-            starts > self._num_known[slots]
-        )  # a new request, or one that continues after blocks of another
+        # New requests, and those that continue after blocks of another. A row that starts in a copied block changes it.
+        begins = starts > self._num_known[slots]
+        in_copy = begins & (starts % self._block_size > 0)
+        for row in np.flatnonzero(in_copy).tolist():
+            self._begin(int(slots[row]), int(starts[row]))
+        begins &= ~in_copy
         computed = np.where(begins, starts, self._num_computed[slots])
         self._reset_blocks(slots[rows], positions, positions >= computed[rows])
         self._keep_block_features(slots[rows], positions, features, positions == ends[rows] - 1)
         firsts = np.cumsum(num_valid) - num_valid
         must_compute = self._must_compute(computed, ends)
-        for row in np.flatnonzero(
-            begins | must_compute
-        ).tolist():  # later rows may share blocks of earlier ones
+        # In this order: later rows may share blocks of earlier ones.
+        for row in np.flatnonzero(begins | must_compute).tolist():
             slot, start, end = int(slots[row]), int(starts[row]), int(ends[row])
             if begins[row]:
                 self._begin(slot, start)

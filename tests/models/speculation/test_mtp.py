@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 from tests.models.equality import few_blocks, load, with_blocks
 from tests.models.small_models import prompts_of
@@ -64,3 +65,24 @@ def test_outputs_are_those_without_drafts(name: str, params: str, tmp_path: Path
             assert driver.logprobs == expected.logprobs, variant
             assert driver.engine.state is not None
             assert driver.engine.state.counters.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3 next"])
+def test_next_turn_continues_after_the_last_token_of_a_request(name: str, tmp_path: Path) -> None:
+    """The state at the end of a request is cached, so the next prompt starts within a block."""
+    reference = write(name, tmp_path)
+    loaded = load(tmp_path, speculative_config=FLAG)
+    worker = drafting(loaded.worker)
+    found = record_drafts(worker)
+    driver = CoreAndWorker(changed(loaded.config), worker)
+    tokens, short = prompts_of((25,))[0], msgspec.structs.replace(GREEDY, max_tokens=12)
+    for turn in range(1, 4):
+        driver.admit(turn, tokens, short)
+        driver.run()
+        assert turn == 1 or driver.cached[turn] % 16, "a state within a block"
+        tokens = [*tokens, *driver.outputs[turn], turn, 9]
+    proposals = [each for each in found if each[1]]
+    assert len(proposals) > 20
+    for known, drafts in proposals[::3]:
+        expected = reference.drafts(known, len(drafts))
+        assert drafts[: len(expected)] == expected
