@@ -6,6 +6,8 @@ FOLDER: another checkout, built. Both pass over weights of the same numbers on h
 cache when its turn comes (`--cached`: over one weight again and again), in turns of some milliseconds: this, that, that, this, …
 On one thread what the processor worked counts, not what passed, so that it can be run beside others. The ratio is the median of
 adjacent turns; µs are each one's best. Says also whether the results' bits are the same.
+
+If the first of the rows is 1, the table also has each time over that of one row: what a step costs that verifies drafts.
 """
 
 from __future__ import annotations
@@ -119,8 +121,10 @@ def main() -> None:
     arguments = parser.parse_args()
     this, that = Member(THIS), Member(arguments.that.resolve())
     pairs = []
-    print("| format | shape | rows | this: µs | that: µs | this over that | bits |")
-    print("|---|---|---:|---:|---:|---:|---|")
+    of_one = arguments.rows[0] == 1
+    added = "over one row, this and that | " if of_one else ""
+    print(f"| format | shape | rows | this: µs | that: µs | this over that | {added}bits |")
+    print(f"|---|---|---:|---:|---:|---:|{'---:|' if of_one else ''}---|")
     for name in arguments.formats:
         for shape in arguments.shapes:
             chosen, (columns, depth) = FORMATS[name], SHAPES[shape]
@@ -133,13 +137,17 @@ def main() -> None:
             )
             for member in (this, that):
                 member.ask(msgspec.json.encode(case).decode())
+            one = (0.0, 0.0)
             for rows in arguments.rows:
                 pair = compare(this, that, case, shape, name, rows, arguments.rounds)
                 pairs.append(pair)
                 mine, its = min(pair.this) * 1e6, min(pair.that) * 1e6
                 bits = "same" if pair.same_bits else "others"
+                if rows == 1:
+                    one = mine, its
+                added = f"{mine / one[0]:.2f}, {its / one[1]:.2f} | " if of_one else ""
                 print(
-                    f"| {name} | {shape} | {rows} | {mine:,.1f} | {its:,.1f} | {pair.ratio:.3f} | {bits} |",
+                    f"| {name} | {shape} | {rows} | {mine:,.1f} | {its:,.1f} | {pair.ratio:.3f} | {added}{bits} |",
                     flush=True,
                 )
     for member in (this, that):
