@@ -203,7 +203,7 @@ class HeadDrafter:
         return np.asarray((ends - computed > MAX_PENDING) | (ends // size * size > computed))
 
     def _reset_blocks(self, slots: Int, positions: Int, is_new: NDArray[np.bool_]) -> None:
-        """Forget the former content of blocks whose first token the served model has computed."""
+        """Forget the former content of blocks at the first token that the served model has computed."""
         is_first = is_new & (positions % self._block_size == 0)
         blocks = self._block_table[slots[is_first], positions[is_first] // self._block_size]
         self._block_tokens[blocks] = 0
