@@ -63,10 +63,10 @@ What are the advantages and disadvantages of {}?|What is the history of {}?|What
 How has {} changed over the last hundred years?|What should everyone know about {}?|Give me three interesting facts about {}.
 List five important points about {}.|Write a bulleted list of ten ideas about {}.|Give me some tips about {}.|Describe {}.
 Write a short essay about {}.|Write an introduction to {} for a textbook.|Write a short blog post about {}.|Define {}.
-Write a short story about {}.|Tell a story about a child who discovers {}.|Write a poem about {}.|Write a dialogue about {}.
+Write a short story about {}.|Tell a story about a child discovering {}.|Write a poem about {}.|Write a dialogue about {}.
 Write an email to a colleague about {}.|Write a letter to the editor about {}.|Write a product description related to {}.
 What questions should I ask an expert on {}?|Write a quiz with five questions and answers about {}.|How do I learn about {}?
-Compare {} with something similar.|Explain step by step how somebody could get started with {}.|What is the future of {}?
+Compare {} with something similar.|Explain step by step how a beginner could get started with {}.|What is the future of {}?
 Argue that {} deserve more attention.|Summarize what is known about {}.|Write a speech about {}.|Explain {} to a ten-year-old.
 """, "|")  # fmt: skip
 TASKS = split("""
