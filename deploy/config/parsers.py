@@ -13,6 +13,39 @@ from quintet.wire.config import ParsersConfig
 from quintet.wire.errors import ConfigError
 
 AUTO, NONE = "auto", "none"
+TOOL_ALIASES = {
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "deepseekv32": "deepseek_v32",
+    "deepseek_v4": "deepseek_v32",
+    "ernie45": "hermes",
+    "functiongemma": "gemma",
+    "gemma4": "gemma",
+    "glm": "glm45",
+    "glm47": "glm45",
+    "gpt_oss": "openai",
+    "granite4": "granite",
+    "llama3": "llama3_json",
+    "mimo": "qwen3_coder",
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "step3p5": "qwen3_coder",
+}
+"""Names of vLLM and SGLang for formats that have another name here, with ``_`` for ``-``."""
+REASONING_ALIASES = {
+    "deepseek_v31": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
+    "deepseek_v4": "deepseek_v3",
+    "gemma4": "gemma",
+    "glm47": "glm45",
+    "gpt_oss": "openai_gptoss",
+    "gptoss": "openai_gptoss",
+    "minimax": "minimax_m2",
+    "mimo": "qwen3",
+    "qwen3_thinking": "deepseek_r1",
+    "step3p5": "step3",
+}
+"""The same for reasoning."""
 TOOL_USE = "tool_use"
 """Name of the template for requests with tools, if the model has one."""
 
@@ -21,8 +54,8 @@ def choose_parsers(
     reasoning: str, tools: str, templates: Mapping[str, str]
 ) -> tuple[ParsersConfig, str | None]:
     """Resolve the two flags; also return a note if a parser was detected. Raises `ConfigError`."""
-    _check("--reasoning-parser", reasoning, registry.REASONING)
-    _check("--tool-call-parser", tools, registry.TOOLS)
+    reasoning = _resolved("--reasoning-parser", reasoning, registry.REASONING, REASONING_ALIASES)
+    tools = _resolved("--tool-call-parser", tools, registry.TOOLS, TOOL_ALIASES)
     default = templates.get(DEFAULT, "")
     chosen = {
         "--reasoning-parser": reasoning_by(default) if reasoning == AUTO else "",
@@ -49,9 +82,12 @@ def choose_parsers(
     return config, f"parsers detected from the chat template: {flags}" if flags else None
 
 
-def _check(flag: str, name: str, known: Collection[str]) -> None:
-    if name in {AUTO, NONE} or name in known:
-        return
+def _resolved(flag: str, name: str, known: Collection[str], aliases: Mapping[str, str]) -> str:
+    """Return the parser's name here. Raises `ConfigError` for an unknown one."""
+    plain = name.replace("-", "_").lower()
+    for each in (name, plain, aliases.get(plain, "")):
+        if each in {AUTO, NONE} or each in known:
+            return each
     nearest = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ConfigError(f"{flag} is {name!r}: {hint}it must be auto, none or one of {', '.join(sorted(known))}")

@@ -13,6 +13,7 @@ Signs = tuple[str, ...]
 _TOOLS: Sequence[tuple[str, Signs]] = (
     ("openai", ("<|start|>", "<|channel|>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("deepseek_v32", ("｜DSML｜", "invoke name=")),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("gemma", ("<start_function_call>",)),

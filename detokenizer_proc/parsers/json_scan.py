@@ -167,6 +167,8 @@ class CallObject:
                 self._depth -= 1
                 self._expects = _Expects.COMMA
                 self.is_over = self._depth == 0
+            case _Expects.KEY if sign == "{" and self._depth == 1 and not self._key:
+                self._depth += 1  # a doubled brace, as prompt templates with escapes write it
             case _Expects.KEY if sign == '"':
                 self._begin(_Expects.KEY_TEXT, sign)
                 return at

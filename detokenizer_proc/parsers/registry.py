@@ -153,6 +153,16 @@ TOOLS: dict[str, ToolFormat] = {
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         heads=(_SEPARATOR,),
     ),
+    "deepseek_v32": TagFormat(
+        begins=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
+        function='<｜DSML｜invoke name="',
+        name_end='">',
+        parameter='<｜DSML｜parameter name="',
+        key_end='">',
+        value_end="</｜DSML｜parameter>",
+        ends=("</｜DSML｜invoke>", "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
+        within=("｜DSML｜",),
+    ),
     "gemma": LiteralFormat(
         ("<start_function_call>", "<|tool_call>"),
         ("<end_function_call>", "<tool_call|>"),
@@ -171,6 +181,7 @@ TOOLS: dict[str, ToolFormat] = {
         ends=("</tool_call>",),
     ),
     "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), ("</tool_call>",)),
+    "granite_20b_fc": JsonFormat(("<function_call>",)),
     "hermes": _JSON_TAGS,
     "hunyuan_a13b": _JSON_LIST,
     "internlm": JsonFormat(("<|plugin|>",), ("<|action_end|>",), ("<|action_start|>",)),
@@ -186,6 +197,7 @@ TOOLS: dict[str, ToolFormat] = {
     "llama3_json": _JSON_LINE,
     "llama4_json": _JSON_LINE,
     "llama4_pythonic": LiteralFormat(("<|python_start|>",), ("<|python_end|>",), is_bare=True),
+    "longcat": JsonFormat(("<longcat_tool_call>",), ("</longcat_tool_call>",)),
     "minimax_m2": TagFormat(
         begins=("<minimax:tool_call>",),
         function='<invoke name="',

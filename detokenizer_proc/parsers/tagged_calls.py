@@ -6,12 +6,16 @@ emitted when their tag ends.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from quintet.detokenizer_proc.parsers.json_scan import quoted
 from quintet.detokenizer_proc.parsers.machine import MAX_NAME, CallReader
 from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.detokenizer_proc.parsers.schemas import Schemas, Types, json_of
+
+_WITH_KIND = re.compile(r'(.*)" string="(true|false)', re.DOTALL)
+"""A DeepSeek parameter's name and the attribute that tells text from JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +39,14 @@ class TagFormat:
     """A value is on separate lines between its tags."""
     can_omit_begin: bool = False
     """A call may begin with its function's tag."""
+    within: tuple[str, ...] = ()
+    """Special tokens inside marks."""
 
     @property
     def marks(self) -> frozenset[str]:
         """Special tokens that the parser must see as text."""
         parts = (self.function, self.name_end, self.parameter, self.key_end, self.value_begin, self.value_end)
-        return frozenset({*self.begins, *self.ends, *parts} - {""})
+        return frozenset({*self.begins, *self.ends, *self.within, *parts} - {""})
 
 
 class TaggedCalls(CallReader):
@@ -113,6 +119,8 @@ class TaggedCalls(CallReader):
     def _in_call(self) -> bool:
         """Read a parameter, the end of the call, or content, after a function's name or a parameter."""
         if not self._skip_blanks():
+            if self._over and not self._is_cut:  # the model omitted the end mark
+                self._emit_arguments("}")
             return self._over and self._return()
         mark = self._inside.at_start(self._text)
         if mark == "" and not self._over:
@@ -163,9 +171,13 @@ class TaggedCalls(CallReader):
         if mark and len(self._held) <= MAX_NAME:
             self._take(len(mark))
         key = self._held.strip()
+        kind = _WITH_KIND.fullmatch(key)
+        if kind is not None:
+            key = kind[1]
         self._emit_arguments(("" if self._num_values == 0 else ", ") + quoted(key) + ": ")
         self._num_values += 1
-        self._types = self._schemas.types(self._name, key)
+        is_string = kind is not None and kind[2] == "true"
+        self._types = frozenset({"string"}) if is_string else self._schemas.types(self._name, key)
         self._is_text = self._types == {"string"}
         if self._is_text:
             self._emit_arguments('"')

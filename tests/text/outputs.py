@@ -97,6 +97,19 @@ def minimax(calls: Sequence[Call]) -> str:
     return f"<minimax:tool_call>\n{invoked}\n</minimax:tool_call>"
 
 
+def deepseek_v32(calls: Sequence[Call]) -> str:
+    invoked = "\n".join(
+        f'<｜DSML｜invoke name="{name}">\n'
+        + "".join(
+            f'<｜DSML｜parameter name="{k}" string="{str(isinstance(v, str)).lower()}">{plain(v)}</｜DSML｜parameter>\n'
+            for k, v in arguments.items()
+        )
+        + "</｜DSML｜invoke>"
+        for name, arguments in calls
+    )
+    return f"<｜DSML｜function_calls>\n{invoked}\n</｜DSML｜function_calls>"
+
+
 def deepseek_v3(calls: Sequence[Call]) -> str:
     inner = "\n".join(
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{dumps(arguments)}\n```<｜tool▁call▁end｜>"
@@ -135,9 +148,14 @@ def mistral_named(calls: Sequence[Call]) -> str:
 WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
     "deepseek_v3": [deepseek_v3],
     "deepseek_v31": [deepseek_v31],
+    "deepseek_v32": [
+        deepseek_v32,
+        lambda calls: deepseek_v32(calls).replace("function_calls", "tool_calls"),
+    ],
     "gemma": [gemma, gemma4],
     "glm45": [glm],
     "granite": [lambda calls: "<|tool_call|>" + listed(calls), hermes],
+    "granite_20b_fc": [lambda calls: "\n".join(f"<function_call> {described(call)}" for call in calls)],
     "hermes": [hermes],
     "hunyuan_a13b": [lambda calls: f"<tool_calls>\n{listed(calls)}\n</tool_calls>"],
     "internlm": [
@@ -157,6 +175,7 @@ WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
         lambda calls: "\n" + python(calls),
         lambda calls: f"<|python_start|>{python(calls)}<|python_end|>",
     ],
+    "longcat": [lambda calls: hermes(calls).replace("tool_call", "longcat_tool_call")],
     "minimax_m2": [minimax],
     "mistral": [lambda calls: "[TOOL_CALLS]" + listed(calls), mistral_named],
     "openai": [harmony],

@@ -164,6 +164,21 @@ def test_text_outside_a_truncated_call_is_content(name: str, text: str, content:
     assert text_of(parse_truncated(name, text)) == content
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n"),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n"),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}'),
+        ("hermes", '<tool_call>{{"name": "f", "arguments": {"a": "x"}}}</tool_call>'),
+    ],
+)
+def test_calls_with_usual_mistakes_are_complete(name: str, text: str) -> None:
+    schemas = b'[{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}]'
+    assert calls_in(read(build("", name, schemas, ""), [text])) == [("f", {"a": "x"})]
+
+
 WORD = re.compile(r"w[0-9]+w")
 """Words that no format uses: every one in an output must be in the parsed pieces."""
 FRAGMENTS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.deploy.config.parsers import choose_parsers
+from quintet.deploy.config.parsers import REASONING_ALIASES, TOOL_ALIASES, choose_parsers
 from quintet.detokenizer_proc.parsers.registry import REASONING, TOOLS
 from quintet.wire.config import ParsersConfig
 from quintet.wire.errors import ConfigError
@@ -16,6 +16,7 @@ TEMPLATES = {
     "Llama 3.1": ("<|python_tag|> Respond in the format {...}", "", "llama3_json"),
     "DeepSeek R1": ("</think> <｜Assistant｜><｜tool▁calls▁begin｜> ```json", "deepseek_r1", "deepseek_v3"),
     "DeepSeek 3.1": ("</think> <｜Assistant｜><｜tool▁calls▁begin｜>", "deepseek_r1", "deepseek_v31"),
+    "DeepSeek 3.2": ("<｜DSML｜function_calls>\\n<｜DSML｜invoke name=", "", "deepseek_v32"),
     "GLM 4.5": ("[gMASK] <think></think> <tool_call>x<arg_key>k</arg_key>", "glm45", "glm45"),
     "Kimi K2": ("<|tool_calls_section_begin|>", "", "kimi_k2"),
     "Magistral": ("[THINK][/THINK][TOOL_CALLS]", "mistral", "mistral"),
@@ -44,6 +45,28 @@ def test_flags_override_detection() -> None:
     config, note = choose_parsers("auto", "qwen3_xml", templates)
     assert (config.reasoning, config.tools, config.needs_schemas) == ("qwen3", "qwen3_xml", True)
     assert note is not None and "qwen3_xml" not in note
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tools", "expected"),
+    [
+        ("glm47", "glm47", ("glm45", "glm45")),
+        ("gemma4", "functiongemma", ("gemma", "gemma")),
+        ("deepseek-r1", "deepseekv31", ("deepseek_r1", "deepseek_v31")),
+        ("deepseek_v4", "deepseek_v4", ("deepseek_v3", "deepseek_v32")),
+        ("GptOss", "gpt-oss", ("openai_gptoss", "openai")),
+        ("none", "granite-20b-fc", ("", "granite_20b_fc")),
+    ],
+)
+def test_names_of_other_servers_are_accepted(reasoning: str, tools: str, expected: tuple[str, str]) -> None:
+    config, _ = choose_parsers(reasoning, tools, {})
+    assert (config.reasoning, config.tools) == expected
+
+
+def test_aliases_name_parsers_and_hide_none() -> None:
+    for aliases, known in ((TOOL_ALIASES, TOOLS), (REASONING_ALIASES, REASONING)):
+        assert set(aliases.values()) <= set(known)
+        assert not aliases.keys() & known.keys()
 
 
 def test_tool_parser_is_detected_from_the_tool_template() -> None:
