@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 Schema = dict[str, Any]
 
@@ -42,6 +43,21 @@ APPLICATORS = frozenset(
 """Keys with schemas that apply to the same value."""
 MAX_NAME_LENGTH = 1000
 TYPES = {"null", "boolean", "string", "integer", "number", "array", "object"}
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+MAX_INTEGER, MAX_NUMBER = 1 << 62, 1e18
+"""Largest bounds of integers and numbers that the library supports."""
+_DATE = r"(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)"
+_SECONDS = r"\d+(?:[.,]\d+)?S"
+_TIME = rf"T(?:\d+H(?:\d+M)?(?:{_SECONDS})?|\d+M(?:{_SECONDS})?|{_SECONDS})"
+WITHOUT_LOOKAROUND = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(?:\d+W|{_DATE}(?:{_TIME})?|{_TIME})$"
+    ),
+}
+"""Patterns that zod writes for e-mail addresses and durations, and equivalent ones that the library supports."""
 
 
 def is_anything(schema: Any) -> bool:
@@ -64,6 +80,46 @@ def _drop_annotations(schema: Schema) -> None:
         named = schema.get(key)
         if isinstance(named, dict) and all(each == [] or is_anything(each) for each in named.values()):
             del schema[key]
+
+
+def _usual_types(schema: Schema) -> None:
+    """Write types in lower case: Gemini's schemas have ``OBJECT``."""
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        schema["type"] = _lower(declared)
+    elif isinstance(declared, list):
+        schema["type"] = [_lower(each) for each in declared]
+
+
+def _lower(name: Any) -> Any:
+    return name.lower() if isinstance(name, str) and name.lower() in TYPES else name
+
+
+def _usual_numbers(schema: Schema) -> None:
+    """Write whole counts as integers, and narrow bounds that the library does not support (``int64``, ``double``)."""
+    for key in COUNTS:
+        count = schema.get(key)
+        if isinstance(count, float) and count.is_integer():
+            schema[key] = int(count)
+    most = MAX_NUMBER if _has_type(schema, "number") else MAX_INTEGER
+    for keys, sign in ((("minimum", "exclusiveMinimum"), -1), (("maximum", "exclusiveMaximum"), 1)):
+        for key in keys:
+            bound = schema.get(key)
+            if type(bound) in (int, float) and sign * bound > most:
+                schema[key] = sign * most
+
+
+def _usual_reference(schema: Schema) -> None:
+    """Encode the characters of a reference that URIs do not allow: ``#/$defs/List[int]``."""
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        schema["$ref"] = "#" + quote(reference[1:], safe="/~!$&'()*+,;=:@?%-._")
+
+
+def _plain_pattern(schema: Schema) -> None:
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        schema["pattern"] = WITHOUT_LOOKAROUND.get(pattern, pattern)
 
 
 def _at_most_one(schema: Schema) -> bool:
@@ -160,6 +216,17 @@ def _has_type(schema: Schema, name: str) -> bool:
     return declared == name or (isinstance(declared, list) and name in declared)
 
 
+def close(schema: Schema) -> None:
+    """Forbid properties that the schema does not name. Required ones without a schema take any value."""
+    if "additionalProperties" in schema:
+        return
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, dict) and isinstance(required, list):
+        missing = [name for name in required if isinstance(name, str) and name not in properties]
+        schema["properties"] = properties | dict.fromkeys(missing, True)
+    schema["additionalProperties"] = False
+
+
 def _plain_not(schema: Schema) -> None:
     """Remove the types in ``not`` from ``type``."""
     refused, declared = schema.get("not"), schema.get("type")
@@ -194,6 +261,10 @@ def as_list(value: Any) -> list[Any]:
 
 
 RULES: tuple[Callable[[Schema], None], ...] = (
+    _usual_types,
+    _usual_numbers,
+    _usual_reference,
+    _plain_pattern,
     _plain_unevaluated,  # first: conditions without effect also determine the evaluated properties
     _drop_annotations,
     _drop_conditions,

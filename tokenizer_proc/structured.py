@@ -19,6 +19,7 @@ import msgspec
 from quintet.process.grammars import bounds, named_tokens, open_matcher, open_vocabulary
 from quintet.tokenizer_proc.nesting_depth import check_grammar, check_schema, schemas_in
 from quintet.tokenizer_proc.reasoning_grammar import or_calls, with_reasoning
+from quintet.tokenizer_proc.schema_keywords import close
 from quintet.tokenizer_proc.schemas import plain_schema, schemas_of, with_blanks
 from quintet.tokenizer_proc.structural_tags import lark_of_tags, lark_of_text
 from quintet.wire.config import ModelConfig
@@ -239,7 +240,7 @@ def _close(schema: dict[str, Any]) -> None:
         return  # a property of one schema is an additional property of the other
     for each in objects:
         if "properties" in each:
-            each.setdefault("additionalProperties", False)
+            close(each)
 
 
 def _json_options(wanted: StructuredOutputsParams) -> JsonCompileOptions:

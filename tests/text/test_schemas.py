@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,7 @@ from tests.text.test_structured import accepts, grammar_of
 from tokenizers import Tokenizer
 
 from quintet.process.grammars import open_vocabulary
-from quintet.tokenizer_proc.schema_keywords import ANNOTATIONS, APPLICATORS
+from quintet.tokenizer_proc.schema_keywords import ANNOTATIONS, APPLICATORS, WITHOUT_LOOKAROUND
 from quintet.tokenizer_proc.schemas import INNER, NAMED_INNER, plain_schema
 from quintet.tokenizer_proc.structured import Forms
 from quintet.wire.config import ModelConfig
@@ -58,6 +60,12 @@ PET = {
     "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat"}},
 }
 SET = {"type": "array", "items": {"enum": ["a", "b"], "type": "string"}, "uniqueItems": True}
+ZOD_EMAIL = (
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+)
+ZOD_DURATION = (
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
+)
 ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "names of an enum": (
         {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INTEGER, "required": ["a"]},
@@ -120,6 +128,34 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [1, 1.5],
         ["+"],
     ),
+    "types in upper case": (
+        {"type": "OBJECT", "properties": {"a": {"type": ["STRING", "NULL"]}}, "required": ["a"]},
+        [{"a": "x"}, {"a": None}],
+        [{"a": 1}, {}],
+    ),
+    "int64": (
+        {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}, [0, -(1 << 62), 1 << 62], [1.5, "1"],
+    ),
+    "a double": (
+        {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, [0.5, -7], ["1"],
+    ),
+    "whole counts": ({"type": "string", "minLength": 1.0, "maxLength": 2.0}, ["a", "ab"], ["", "abc"]),
+    "a reference with brackets": (
+        {"$defs": {"List[int]": INTEGER, "a b": STRING}, "type": "object",
+         "properties": {"x": {"$ref": "#/$defs/List[int]"}, "y": {"$ref": "#/$defs/a b"}}},
+        [{"x": 1, "y": "a"}],
+        [{"x": "a"}, {"y": 1}],
+    ),
+    "an e-mail address of zod's": (
+        {"type": "string", "format": "email", "pattern": ZOD_EMAIL},
+        ["a@b.co", "a.b+c@d-e.org", "a'b@c.de"],
+        [".a@b.co", "a..b@c.de", "a.@b.co", "a@b", "a'@b.co"],
+    ),
+    "a duration of zod's": (
+        {"type": "string", "format": "duration", "pattern": ZOD_DURATION},
+        ["P1W", "P1Y2M", "PT5S", "P1DT2H"],
+        ["P", "PT", "P1WT1H", "P1DT"],
+    ),
     "never": (
         {"type": "object", "properties": {"a": {"not": {}}}, "additionalProperties": {"not": {}}},
         [{}],
@@ -164,6 +200,30 @@ def forms(
 def test_keywords_without_effect_are_accepted(schema: dict[str, Any], forms: tuple[Forms, Any]) -> None:
     grammar_of(forms[0], json={"type": "object", "properties": {"v": schema}})
     grammar_of(forms[0], structural_tag={"format": {"type": "json_schema", "json_schema": schema}})
+
+
+@pytest.mark.parametrize(("pattern", "equivalent"), WITHOUT_LOOKAROUND.items())
+def test_replaced_patterns_are_equivalent(pattern: str, equivalent: str) -> None:
+    texts = {"".join(signs) for n in range(6) for signs in itertools.product("P1YT", repeat=n)}
+    texts |= {
+        f"{local}@b.co"
+        for n in range(5)
+        for signs in itertools.product("a.'+", repeat=n)
+        if (local := "".join(signs))
+    }
+    texts |= {"a@b..co", "a@-b.co", "P1Y1M1DT1H1M1,5S", "PT1M", "PT1M1S", "P1D1M", "P1W1D", "P1M1DT1S"}
+    for text in texts:
+        assert bool(re.search(pattern, text)) == bool(re.search(equivalent, text)), text
+
+
+def test_a_required_property_without_schema_takes_any_value(
+    forms: tuple[Forms, Callable[[str, Any], bool]],
+) -> None:
+    schema = {"type": "object", "properties": {"a": INTEGER}, "required": ["a", "b"]}
+    grammar = grammar_of(forms[0], json=schema, disable_additional_properties=True)
+    assert forms[1](grammar, {"a": 1, "b": [None]})
+    assert not forms[1](grammar, {"a": 1})
+    assert not forms[1](grammar, {"a": 1, "b": 1, "c": 1})
 
 
 @pytest.mark.parametrize("name", ENFORCED)
