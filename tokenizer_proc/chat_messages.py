@@ -104,6 +104,8 @@ def _normal_part(part: Any, where: str, *, is_nested: bool = False) -> Part:
     if isinstance(part, str):
         return text_part(part)
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind is None and isinstance(part, dict) and isinstance(part.get("text"), str):
+        kind = "text"
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if field is None:
         raise invalid(

@@ -23,7 +23,8 @@ Message = dict[str, Any]
 class TextPart(msgspec.Struct, kw_only=True):
     """One part of a message's content."""
 
-    type: str
+    type: str | None = None
+    """Absent in Gemini's text parts."""
     text: str | None = None
 
 

@@ -102,9 +102,12 @@ def test_a_namespace_is_functions_of_joined_names(shared: Any) -> None:
         (R, {"type": "tool_search"}),
         (R, {"type": "mcp", "server_label": "x", "server_url": "https://example.com"}),
         (R, {"type": "code_interpreter", "container": {"type": "auto"}}),
+        (R, {"type": "browser"}),
+        (R, {"type": "x:web_search", "parameters": {"max_results": 3}}),
         (M, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}),
         (M, {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}),
         (M, {"type": "mcp_toolset", "mcp_server_name": "x"}),
+        (M, {"type": "robot_20300101", "name": "robot"}),
     ],
 )
 def test_hosted_tools_are_skipped(
@@ -114,10 +117,15 @@ def test_hosted_tools_are_skipped(
     own = FLAT if path == R else ANTHROPIC
     with caplog.at_level(logging.INFO, "quintet"):
         assert list(functions(prompt_of(shared, path, {**messages, "tools": [own, tool]}))) == ["read"]
-    assert caplog.text.count(f"of type {tool['type']}") == 1
+    assert caplog.text.count(f"of type '{tool['type']}'") == 1
     choice = {"type": "tool", "name": tool.get("name", "x")} if path == M else "required"
     prompt = prompt_of(shared, path, {**messages, "tools": [tool], "tool_choice": choice})
     assert prompt.tools == b""
+
+
+def test_a_tool_of_an_unknown_type_with_a_schema_is_a_function(shared: Any) -> None:
+    tool = {**FLAT, "type": "client_tool", "name": "look"}
+    assert functions(prompt_of(shared, R, {"input": "x", "tools": [tool]}))["look"]["parameters"] == SCHEMA
 
 
 @pytest.mark.parametrize("kind", ["bash_20250124", "text_editor_20250728", "memory_20250818"])
@@ -250,13 +258,45 @@ def test_items_of_hosted_tools_are_dropped(shared: Any, caplog: pytest.LogCaptur
         {"type": "image_generation_call", "id": "ig_1", "status": "completed", "result": "aGk="},
         {"type": "mcp_list_tools", "id": "mcpl_1", "server_label": "x", "tools": []},
         {"type": "compaction", "encrypted_content": "gAAA"},
+        {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}},
+        {"type": "item_of_a_newer_version", "content": None},
         {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "gAAA"},
         {"role": "user", "content": "continue"},
     ]
     with caplog.at_level(logging.INFO, "quintet"):
         prompt = prompt_of(shared, R, {"input": items, "store": False})
     assert decode_messages(prompt.messages) == [{"role": "user", "content": "hello\ncontinue"}]
-    assert "input[1], an item of type web_search_call, was skipped" in caplog.text
+    assert "input[1], an item of type 'web_search_call', was skipped" in caplog.text
+
+
+def test_a_part_in_place_of_an_item_is_refused(shared: Any) -> None:
+    reply = shared.ask("POST", R, {"model": "toy", "input": [{"type": "input_text", "text": "x"}]})
+    assert reply.status == 400 and "input[0] is a part of type 'input_text'" in reply.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("output", "content"), [(None, ""), ({"a": 1}, '{"a":1}'), ([{"text": "x"}], "x"), ("", "")]
+)
+def test_results_of_any_form_are_text(shared: Any, output: Any, content: str) -> None:
+    items = [
+        {"type": "function_call", "call_id": "c", "name": "f"},
+        {"type": "function_call_output", "call_id": "c", "output": output},
+    ]
+    call, result = decode_messages(prompt_of(shared, R, {"input": [*HELLO, *items]}).messages)[1:]
+    assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    assert result["content"] == content
+
+
+def test_messages_in_the_format_of_chat_completions_are_accepted(shared: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "4"},
+    ]
+    messages = decode_messages(prompt_of(shared, R, {"input": turns}).messages)
+    assert messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert messages[2] == {"role": "tool", "tool_call_id": "c", "name": "f", "content": "4"}
 
 
 def test_hosted_calls_become_calls_with_results(shared: Any) -> None:
@@ -367,6 +407,7 @@ def test_blocks_of_hosted_tools_are_dropped(shared: Any) -> None:
             "tool_use_id": "srvtoolu_2",
             "content": {"type": "tool_search_tool_search_result", "tool_references": []},
         },
+        {"type": "block_of_a_newer_version", "text": "x"},
         {"type": "text", "text": "Found."},
     ]
     turns = [*HELLO, {"role": "assistant", "content": blocks}, *HELLO]
@@ -377,6 +418,13 @@ def test_blocks_of_hosted_tools_are_dropped(shared: Any) -> None:
         prompt_of(shared, M, {"messages": [{"role": "user", "content": [found]}]}).messages
     )
     assert messages[0]["content"] == "T\nu\nc"
+
+
+def test_a_document_of_blocks_is_text(shared: Any) -> None:
+    source = {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    turns = [{"role": "user", "content": [{"type": "document", "title": "T", "source": source}]}]
+    messages = decode_messages(prompt_of(shared, M, {"messages": turns}).messages)
+    assert messages[0]["content"] == "T\na\nb"
 
 
 @pytest.mark.parametrize(("given", "arguments"), [({}, {}), (None, {}), ("{", "{"), ([1], [1])])
@@ -438,6 +486,8 @@ def test_item_indexes_of_a_continued_conversation_exclude_its_history(shared: An
         ({"type": "none"}, "none"),
         ({"type": "function", "name": "list"}, {"type": "function", "function": {"name": "list"}}),
         ({"type": "tool", "name": "list"}, {"type": "function", "function": {"name": "list"}}),
+        ({"function": {"name": "list"}}, {"type": "function", "function": {"name": "list"}}),
+        ("any", "required"),
     ],
 )
 def test_tool_choices_of_other_dialects_are_accepted(parsing: Any, choice: Any, known: Any) -> None:
@@ -447,6 +497,37 @@ def test_tool_choices_of_other_dialects_are_accepted(parsing: Any, choice: Any, 
         specs.append(parsing.engine.wait_for(Submit)[-1].spec)
     assert specs[0].params.structured_outputs == specs[1].params.structured_outputs
     assert specs[0].parsing == specs[1].parsing
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_hide_the_others(parsing: Any, mode: str) -> None:
+    tools = [NESTED, FLAT, {"type": "custom", "custom": {"name": "patch"}}]
+    names = [
+        {"type": "function", "function": {"name": "read"}},
+        {"type": "custom", "custom": {"name": "patch"}},
+    ]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": names}}
+    prompt = prompt_of(parsing, H, {"messages": HELLO, "tools": tools, "tool_choice": choice})
+    assert list(functions(prompt)) == ["read", "patch"]
+    form = parsing.engine.wait_for(Submit)[-1].spec.params.structured_outputs
+    assert (form is not None) == (mode == "required")
+    choice["allowed_tools"] = {"mode": mode, "tools": [{"type": "function", "function": {"name": "absent"}}]}
+    reply = parsing.ask("POST", H, {"model": "toy", "messages": HELLO, "tools": tools, "tool_choice": choice})
+    assert reply.status == 400 and "names 'absent'" in reply.json["error"]["message"]
+
+
+def test_responses_accept_a_named_function_of_chat_completions(parsing: Any) -> None:
+    choice = {"type": "function", "function": {"name": "read"}}
+    prompt_of(parsing, R, {"input": "x", "tools": [FLAT], "tool_choice": choice})
+    assert parsing.engine.wait_for(Submit)[-1].spec.params.structured_outputs is not None
+
+
+@pytest.mark.parametrize("name", ["café", "工具"])
+def test_a_call_of_a_function_with_any_letters_can_be_required(parsing: Any, name: str) -> None:
+    tool = {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
+    prompt_of(parsing, H, {"messages": HELLO, "tools": [tool], "tool_choice": "required"})
+    form = parsing.engine.wait_for(Submit)[-1].spec.params.structured_outputs
+    assert form is not None and name in form.structural_tag
 
 
 @pytest.mark.parametrize("path", [f"{H}/render", f"{H}/batch"])

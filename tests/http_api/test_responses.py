@@ -368,9 +368,7 @@ def test_settings_reach_the_engine(shared: Any) -> None:
         ({"input": None}, "input", "is missing"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input", "robot"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "image input"),
-        ({"input": [{"type": "robot_call"}]}, None, "robot_call"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input", "call_id"),
-        ({"tools": [{"type": "robot"}]}, None, "robot"),
         ({"tools": [{"type": "function"}]}, "tools", "name is missing"),
         ({"tool_choice": "required"}, "tool_choice", "tools is not"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "tools is not"),
@@ -416,8 +414,8 @@ def test_the_openai_package_raises_errors_and_reports_failures(serve: Callable[.
         assert last.type == "response.failed"
         assert last.response.status == "failed" and last.response.error is not None
         assert last.response.error.code == "server_error" and "broke" in last.response.error.message
-        with pytest.raises(openai.BadRequestError, match="tools of that type"):
-            client.responses.create(model="toy", input="x", tools=[{"type": "robot"}])  # type: ignore[list-item]
+        with pytest.raises(openai.BadRequestError, match="name is missing"):
+            client.responses.create(model="toy", input="x", tools=[{"type": "function"}])  # type: ignore[list-item]
 
 
 def test_a_disconnect_cancels_the_response(serve: Callable[..., Any]) -> None:
@@ -531,6 +529,7 @@ def test_a_cursor_of_another_dialect_is_refused() -> None:
 
 
 def test_an_unknown_type_error_names_its_field(shared: Any) -> None:
-    body = {"model": "toy", "input": "x", "tools": [{"type": "robot"}]}
+    body = {"model": "toy", "input": "x", "tools": [RAIN], "tool_choice": {"type": "robot"}}
     error = shared.ask("POST", "/v1/responses", body).json["error"]
-    assert error["param"] == "tools" and error["message"].startswith("tools[0], of type 'robot', was sent")
+    assert error["param"] == "tool_choice.type"
+    assert error["message"].startswith("tool_choice.type, 'robot', was sent")

@@ -67,6 +67,14 @@ def test_the_configured_content_format_overrides_the_detected_one() -> None:
         assert render(kind, message, "openai") == "partsa\nb"
 
 
+def test_a_part_without_a_type_is_text() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert (
+        render(template, {"role": "user", "content": [{"text": "a"}, {"type": "text", "text": "b"}]})
+        == "a\nb"
+    )
+
+
 def test_null_content_is_none_in_tests_and_empty_in_output() -> None:
     tests = "{{ c is none }}{{ c == none }}{{ c is string }}{{ c is iterable }}{{ not c }}|"
     tests += "{{ c }}{{ 'x' + c + 'y' }}{{ c | trim }}"

@@ -54,6 +54,7 @@ _log = logging.getLogger("quintet")
 class _TextSource(msgspec.Struct, kw_only=True):
     type: str
     data: str | None = None
+    content: str | list[Block] | None = None
 
 
 class _OutputFormat(msgspec.Struct, kw_only=True):
@@ -198,7 +199,7 @@ def _assistant(blocks: Sequence[Block], where: str, reader: _Reader) -> Message:
                 function = {"name": name, "arguments": arguments}
                 calls.append({"id": call, "type": "function", "function": function})
             case _:
-                texts += _text_of(block, at, reader)
+                texts += _text_of(block, at, reader, is_answer=True)
     message: Message = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
@@ -216,13 +217,16 @@ def _text(content: str | Sequence[Block] | Block, where: str, reader: _Reader) -
     )
 
 
-def _text_of(block: Block, where: str, reader: _Reader) -> list[str]:
-    """Return a block's texts; empty for server tools' blocks. Raises `RequestError` for unsupported blocks."""
+def _text_of(block: Block, where: str, reader: _Reader, *, is_answer: bool = False) -> list[str]:
+    """Return a block's texts; empty for blocks of server tools, and for unknown ones of an answer.
+
+    Raises `RequestError` for unsupported blocks.
+    """
     match block.type:
         case "text":
             return [_given(block.text, f"{where}.text")]
         case "document":
-            return [_document(block, where)]
+            return [_document(block, where, reader)]
         case "search_result":
             source = parse.json_of(block.source).decode().strip('"')
             found = _text(block.content or "", f"{where}.content", reader)
@@ -237,7 +241,7 @@ def _text_of(block: Block, where: str, reader: _Reader) -> list[str]:
             return [_text(block.content or "", f"{where}.content", reader)]
         case "image":
             raise parse.not_implemented(f"{where}: a block of type image", "image input", "Send text.")
-    if block.type.endswith(SERVER_BLOCKS):
+    if block.type.endswith(SERVER_BLOCKS) or is_answer:
         _log.info("%s, a block of type %s, was skipped: it is of another server's tool", where, block.type)
         return []
     raise parse.not_implemented(
@@ -263,9 +267,12 @@ def _reference(name: str, reader: _Reader) -> str:
     return f"Tool available: {definition}"
 
 
-def _document(block: Block, where: str) -> str:
-    """Return a plain-text document with its title."""
+def _document(block: Block, where: str, reader: _Reader) -> str:
+    """Return a document of text or of blocks, with its title."""
     source = parse.decode_part(block.source, _source, f"{where}.source")
+    if source.type == "content" and source.content is not None:
+        text = _text(source.content, f"{where}.source.content", reader)
+        return f"{block.title}\n{text}" if block.title else text
     if source.type != "text" or source.data is None:
         raise parse.not_implemented(
             f"{where}: a document with a source of type {shown(source.type)}",

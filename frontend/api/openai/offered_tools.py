@@ -1,7 +1,7 @@
 """Tools of every API, translated to the functions that chat templates show to the model.
 
-Agents also send freeform tools, shells, namespaces, tool searches and server-side tools. A tool that the client runs is
-offered as a function; a server-side tool is skipped and logged.
+Agents also send freeform tools, shells, namespaces, tool searches and server-side tools. A tool that the client runs, or
+one with a name and a schema, is offered as a function. Every other tool is considered server-side: skipped and logged.
 
 `Translation` has the additions to a `ChatBody` translated from another API: error locations and deferred tools.
 """
@@ -170,6 +170,12 @@ class SentTool(msgspec.Struct, kw_only=True):
     execution: str | None = None
     """``client`` for a tool search that the client runs."""
 
+    @property
+    def own_name(self) -> str | None:
+        """Name of the tool; None for some hosted tools."""
+        nested = self.function or self.custom
+        return self.name if nested is None else nested.name
+
 
 class OfferedTool(msgspec.Struct, kw_only=True):
     """A function that the model may call."""
@@ -265,20 +271,23 @@ def _offered(tool: SentTool, where: str, namespace: str | None = None) -> Iterat
         yield offered
     elif kind in ("function", "custom"):
         name = _given(tool.name, f"{where}.name")
-        schema = tool.parameters if parse.json_of(tool.parameters) else tool.input_schema
-        yield _function(tool, name, tool.description, schema, tool.strict, namespace)
+        yield _function(tool, name, tool.description, _schema_of(tool), tool.strict, namespace)
     elif (known := next((key for key in CLIENT_TOOLS if kind.startswith(key)), None)) is not None:
         description, parameters = CLIENT_TOOLS[known]
         name = tool.name or known.rstrip("_")
         yield OfferedTool(name=name, own_name=name, description=description, parameters=parameters)
-    elif kind.startswith(SERVER_TOOLS):
-        _log.info("%s, of type %s, was skipped: this server runs no tools", where, kind)
+    elif (
+        tool.name is not None and _schema_of(tool) is not msgspec.UNSET and not kind.startswith(SERVER_TOOLS)
+    ):
+        yield _function(tool, tool.name, tool.description, _schema_of(tool), tool.strict, namespace)
     else:
-        raise parse.not_implemented(
-            f"{where}, of type {shown(kind)},",
-            "tools of that type",
-            "Describe it as a function, with name, description and parameters.",
-        )
+        _log.info("%s, of type %s, was skipped: this server runs no tools", where, shown(kind))
+
+
+def _schema_of(tool: SentTool) -> RawField:
+    """Return the schema of a tool that is not nested in ``function``; absent if null."""
+    schema = tool.parameters if parse.json_of(tool.parameters) else tool.input_schema
+    return schema if parse.json_of(schema) else msgspec.UNSET
 
 
 def _function(

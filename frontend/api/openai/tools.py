@@ -11,27 +11,46 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from quintet.frontend.api.openai import parse
-from quintet.frontend.api.openai.offered_tools import shown_tools
+from quintet.frontend.api.openai.offered_tools import sent_tools, shown_tools
 from quintet.frontend.api.openai.types import ChatBody, FunctionTool, Tool
 from quintet.wire.config import ForcedCalls, ParsersConfig
 from quintet.wire.params import shown
 from quintet.wire.structured import StructuredOutputsParams
 
-TOOL_CHOICE_TYPES = {b'"auto"': "auto", b'"none"': "none", b'"required"': "required", b'"any"': "required"}
-"""Choices, by ``type`` of an object without other fields."""
-_NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,256}")
+TOOL_CHOICES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
+"""Choices without a name; the last one is Mistral's and Anthropic's."""
+_NAME = re.compile(r"[\w.:/\-]{1,256}")
 _COMBINED = {"allOf", "anyOf", "oneOf", "$ref"}
 _tools_decoder = msgspec.json.Decoder(list[Tool])
+_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """``tool_choice.allowed_tools``: the tools that the model may call."""
+
+    mode: str
+    """auto or required."""
+    tools: list[dict[str, msgspec.Raw]]
+    """Each as in ``tool_choice``."""
+
+
+_allowed_decoder = msgspec.json.Decoder(AllowedTools)
 
 
 def check_tool_choice(body: ChatBody) -> None:
-    """Reject an invalid tool_choice. Does not parse the tools.
+    """Reject an invalid tool_choice. Parses the tools only to remove those outside ``allowed_tools``.
 
     Some agents send Anthropic's objects, ``{"type": "auto"}``; they are translated to OpenAI's strings.
     """
     choice = body.tool_choice
-    if isinstance(choice, dict) and len(choice) == 1:
-        choice = body.tool_choice = TOOL_CHOICE_TYPES.get(bytes(choice.get("type", msgspec.Raw(b""))), choice)
+    if isinstance(choice, dict) and len(choice) == 1 and "type" in choice:
+        kind = msgspec.json.decode(choice["type"])
+        choice = TOOL_CHOICES.get(kind, choice) if isinstance(kind, str) else choice
+    elif isinstance(choice, dict) and "allowed_tools" in choice and parse.json_of(body.tools):
+        choice = _keep_allowed(body, choice["allowed_tools"])
+    elif isinstance(choice, str):
+        choice = TOOL_CHOICES.get(choice, choice)
+    body.tool_choice = choice
     if choice is None or choice == "none":
         return
     if isinstance(choice, str) and choice not in {"auto", "required"}:
@@ -41,6 +60,28 @@ def check_tool_choice(body: ChatBody) -> None:
         )
     if not parse.json_of(body.tools):
         raise parse.invalid("tool_choice is set but tools is not; send the tools as well.", "tool_choice")
+
+
+def _keep_allowed(body: ChatBody, encoded: msgspec.Raw) -> str:
+    """Remove the tools that are not allowed; return the choice among the others."""
+    allowed = parse.decode_part(encoded, _allowed_decoder, "tool_choice.allowed_tools")
+    if allowed.mode not in ("auto", "required"):
+        raise parse.invalid(
+            f"tool_choice.allowed_tools.mode is {shown(allowed.mode)}; it must be 'auto' or 'required'.",
+            "tool_choice",
+        )
+    known = [tool.own_name for tool in sent_tools(body.tools, "tools")]
+    wanted = {_named(each) for each in allowed.tools}
+    missing = sorted(wanted.difference(known))
+    if missing or not wanted:
+        raise parse.invalid(
+            f"tool_choice.allowed_tools names {shown(missing[0]) if missing else 'none'}; it must name at least one of the "
+            f"tools ({', '.join(name for name in known if name)}), and no others.",
+            "tool_choice",
+        )
+    pairs = zip(known, _list_decoder.decode(parse.json_of(body.tools)), strict=True)
+    body.tools = msgspec.Raw(msgspec.json.encode([tool for name, tool in pairs if name in wanted]))
+    return allowed.mode
 
 
 def required_functions(body: ChatBody) -> list[FunctionTool]:
@@ -76,7 +117,7 @@ def required_functions(body: ChatBody) -> list[FunctionTool]:
 
 def _named(choice: Mapping[str, msgspec.Raw]) -> str:
     try:
-        kind = msgspec.json.decode(choice["type"], type=str)
+        kind = msgspec.json.decode(choice["type"], type=str) if "type" in choice else "function"
         if kind not in ("function", "custom", "tool"):
             raise KeyError(kind)
         tool = msgspec.json.decode(choice[kind], type=dict[str, msgspec.Raw]) if kind in choice else choice
@@ -186,5 +227,16 @@ def _object_schema(function: FunctionTool) -> dict[str, object]:
     if (
         "properties" in found and not found.keys() & _COMBINED
     ):  # in a combination, properties of one branch would be additional ones of another
-        found.setdefault("additionalProperties", False)
+        _close(found)
     return found
+
+
+def _close(schema: dict[str, object]) -> None:
+    """Forbid properties that the schema does not name. Required ones without a schema take any value."""
+    if "additionalProperties" in schema:
+        return
+    properties, required = schema["properties"], schema.get("required")
+    if isinstance(properties, dict) and isinstance(required, list):
+        missing = [name for name in required if isinstance(name, str) and name not in properties]
+        schema["properties"] = properties | dict.fromkeys(missing, True)
+    schema["additionalProperties"] = False

@@ -31,41 +31,6 @@ UNSUPPORTED_PARTS = {
     "input_audio": "audio input",
     "input_file": "file input",
 }
-TYPES = (
-    "message",
-    "function_call",
-    "function_call_output",
-    "custom_tool_call",
-    "custom_tool_call_output",
-    "local_shell_call",
-    "local_shell_call_output",
-    "shell_call",
-    "shell_call_output",
-    "apply_patch_call",
-    "apply_patch_call_output",
-    "tool_search_call",
-    "tool_search_output",
-    "additional_tools",
-    "mcp_call",
-    "reasoning",
-    "item_reference",
-)
-SERVER_ITEMS = (
-    "web_search_call",
-    "file_search_call",
-    "code_interpreter_call",
-    "image_generation_call",
-    "computer_call",
-    "computer_call_output",
-    "mcp_list_tools",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "compaction",
-    "compaction_summary",
-    "compaction_trigger",
-    "ghost_snapshot",
-)
-"""Item types of another server's tools, or that only their author can read."""
 PREDEFINED_CALLS = {
     "local_shell_call": "local_shell",
     "shell_call": "shell",
@@ -127,12 +92,7 @@ def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Mes
     """Return the messages of one item. ``names``: called functions, by call id; updated."""
     match item.type:
         case None | "message":
-            role = _given(item.role, f"{where}.role")
-            if role not in ROLES:
-                raise parse.invalid(
-                    f"{where}.role is {shown(role)}; it must be one of {', '.join(ROLES)}.", "input"
-                )
-            return [{"role": role, "content": _text(item.content, f"{where}.content")}]
+            return [_message(item, where, names)]
         case "reasoning":
             thoughts = item.content or item.summary or ""
             content = _text(thoughts, f"{where}.content")
@@ -147,13 +107,12 @@ def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Mes
             | "local_shell_call_output"
             | "shell_call_output"
         ):
-            return [_result(item, _text(item.output, f"{where}.output"), where, names)]
+            return [_result(item, _output(item, where), where, names)]
         case "apply_patch_call_output":
-            text = _given(item.status, f"{where}.status") if item.output is None else item.output
-            return [_result(item, _text(text, f"{where}.output"), where, names)]
+            text = _given(item.status, f"{where}.status") if item.output is None else _output(item, where)
+            return [_result(item, text, where, names)]
         case "mcp_call" if item.output is not None:
-            call = _call(item, where, names)
-            return [call, _result(item, _text(item.output, f"{where}.output"), where, names)]
+            return [_call(item, where, names), _result(item, _output(item, where), where, names)]
         case "tool_search_call" if item.call_id is not None:
             return [_call(item, where, names)]
         case "tool_search_output" if item.call_id is not None:
@@ -161,14 +120,33 @@ def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Mes
         case "additional_tools":
             text = _definitions(item, where)
             return [{"role": "system", "content": f"Tools available:\n{text}"}] if text else []
-    if item.type in (*SERVER_ITEMS, "mcp_call", "tool_search_call", "tool_search_output"):
-        _log.info("%s, an item of type %s, was skipped: it is of another server's tool", where, item.type)
-        return []
-    raise parse.not_implemented(
-        f"{where}, an item of type {shown(item.type)},",
-        "items of that type",
-        f"It takes {', '.join(TYPES)}.",
-    )
+    if item.type in (*TEXT_PARTS, *UNSUPPORTED_PARTS):
+        raise parse.invalid(
+            f"{where} is a part of type {shown(item.type)}; send it in the content of a message.", "input"
+        )
+    _log.info("%s, an item of type %s, was skipped: it is of another server's tool", where, shown(item.type))
+    return []
+
+
+def _message(item: InputItem, where: str, names: dict[str, str]) -> Message:
+    """Return the message of an item, also of one in the format of chat completions."""
+    role = _given(item.role, f"{where}.role")
+    if role == "tool":
+        return _result(item, _text(item.content, f"{where}.content"), where, names)
+    if role not in ROLES:
+        raise parse.invalid(f"{where}.role is {shown(role)}; it must be one of {', '.join(ROLES)}.", "input")
+    is_answer = role == "assistant"
+    content = "" if item.content is None and is_answer else _text(item.content, f"{where}.content")
+    message: Message = {"role": role, "content": content}
+    if item.tool_calls and is_answer:
+        calls = [
+            InputItem(call_id=call.id, name=call.function.name, arguments=call.function.arguments or "{}")
+            for call in item.tool_calls
+        ]
+        message["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{i}]", names)["tool_calls"][0] for i, call in enumerate(calls)
+        ]
+    return message
 
 
 def _definitions(item: InputItem, where: str) -> str:
@@ -192,7 +170,7 @@ def _call(item: InputItem, where: str, names: dict[str, str]) -> Message:
             arguments = item.arguments
         case _:
             name = joined_name(item.namespace, _given(item.name, f"{where}.name"))
-            arguments = _given(item.arguments, f"{where}.arguments")
+            arguments = "{}" if item.arguments is None else item.arguments
     names[call_id] = name
     if not isinstance(arguments, str):
         arguments = encode_json(arguments or {}).decode()
@@ -218,9 +196,16 @@ def _predefined_arguments(item: InputItem, where: str) -> dict[str, Any]:
 
 
 def _result(item: InputItem, text: str, where: str, names: dict[str, str]) -> Message:
-    call_id = _given(item.call_id or item.id, f"{where}.call_id")
+    call_id = _given(item.call_id or item.tool_call_id or item.id, f"{where}.call_id")
     message = {"role": "tool", "tool_call_id": call_id, "content": text}
     return message | ({"name": names[call_id]} if call_id in names else {})
+
+
+def _output(item: InputItem, where: str) -> str:
+    """Return a result as text: empty without one, JSON for an object."""
+    if isinstance(item.output, dict):
+        return encode_json(item.output).decode()
+    return _text(item.output or "", f"{where}.output")
 
 
 def _text(content: str | Sequence[ContentPart] | None, where: str) -> str:
@@ -238,6 +223,8 @@ def _text_of(part: ContentPart, where: str) -> str:
         return _given(part.refusal, f"{where}.refusal")
     if part.type == "" and (part.stdout is not None or part.outcome is not None):
         return _command_text(part)
+    if part.type == "" and part.text is not None:
+        return part.text
     missing = UNSUPPORTED_PARTS.get(part.type, "parts of that type")
     raise parse.not_implemented(f"{where}, of type {shown(part.type)},", missing, "Send text.")
 

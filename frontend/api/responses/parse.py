@@ -147,6 +147,8 @@ def _choice(
 ) -> tuple[list[OfferedTool], str | dict[str, msgspec.Raw] | None]:
     """Return the offered tools, and the choice among them."""
     if choice.type in ("function", "custom"):
+        if choice.name is None and choice.function is not None:
+            choice.name = choice.function.name
         if choice.name is None:
             raise parse.invalid("tool_choice.name is missing; it is required.", "tool_choice")
         named = next((tool.name for tool in tools if _is_named(tool, choice)), choice.name)
@@ -257,7 +259,6 @@ def _reject_unsupported(body: ResponsesBody) -> None:
         )
     for name, what, advice in (
         ("prompt", "stored prompts", "Send instructions and input."),
-        ("context_management", "context compaction", "Send fewer items."),
         ("moderation", "moderation", "Leave it out."),
         ("previous_input_messages", "messages in this format", "Send them as input."),
     ):

@@ -5,6 +5,8 @@ Unknown fields are ignored; unsupported ones are rejected by `quintet.frontend.a
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from quintet.frontend.api.openai.types import ExtraArgument, RawField, SamplingFields
@@ -14,7 +16,8 @@ class ContentPart(msgspec.Struct, kw_only=True):
     """One part of an item's content; ``type`` selects the other fields."""
 
     type: str = ""
-    """input_text, output_text, refusal, reasoning_text or summary_text; also text."""
+    """input_text, output_text, refusal, reasoning_text or summary_text; also text. Without a type it is text or a command's
+    output."""
     text: str | None = None
     refusal: str | None = None
     stdout: str | None = None
@@ -31,6 +34,20 @@ class CommandOutcome(msgspec.Struct, kw_only=True):
     exit_code: int | None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """Function of a `ChatCall`."""
+
+    name: str
+    arguments: str | dict[str, msgspec.Raw] | None = None
+
+
+class ChatCall(msgspec.Struct, kw_only=True):
+    """A call in a message, in the format of chat completions."""
+
+    function: CalledFunction
+    id: str | None = None
+
+
 class InputItem(msgspec.Struct, kw_only=True):
     """An item of the conversation; ``type`` selects the other fields. Without a type it is a message."""
 
@@ -38,11 +55,14 @@ class InputItem(msgspec.Struct, kw_only=True):
     """message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, local_shell_call,
     local_shell_call_output, shell_call, shell_call_output, apply_patch_call, apply_patch_call_output, tool_search_call,
     tool_search_output, additional_tools, mcp_call, reasoning or item_reference.
-    Items of other tools that a server ran are skipped."""
+    Items of other types are skipped."""
     id: str | None = None
     role: str | None = None
-    """user, assistant, system or developer."""
+    """user, assistant, system or developer; tool for a result in the format of chat completions."""
     content: str | list[ContentPart] | None = None
+    tool_calls: list[ChatCall] | None = None
+    """Calls of a message in the format of chat completions."""
+    tool_call_id: str | None = None
     status: str | None = None
     call_id: str | None = None
     name: str | None = None
@@ -59,7 +79,8 @@ class InputItem(msgspec.Struct, kw_only=True):
     """Tools found by a search, or added here."""
     execution: str | None = None
     """Side that runs a tool search: client or server."""
-    output: str | list[ContentPart] | None = None
+    output: str | list[ContentPart] | dict[str, Any] | None = None
+    """Other tools' results are objects."""
     summary: list[ContentPart] | None = None
 
 
@@ -91,6 +112,12 @@ class TextOptions(msgspec.Struct, kw_only=True):
     """low, medium or high."""
 
 
+class NamedFunction(msgspec.Struct, kw_only=True):
+    """Function of a `NamedTool`."""
+
+    name: str
+
+
 class NamedTool(msgspec.Struct, kw_only=True):
     """``tool_choice`` as an object: one tool, or some of the tools."""
 
@@ -98,6 +125,8 @@ class NamedTool(msgspec.Struct, kw_only=True):
     """function, custom, another type of tools, or allowed_tools."""
     name: str | None = None
     namespace: str | None = None
+    function: NamedFunction | None = None
+    """The name, in the format of chat completions."""
     mode: str | None = None
     """auto or required, with ``type`` allowed_tools."""
     tools: list[NamedTool] | None = None
@@ -176,6 +205,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
     conversation: RawField = msgspec.UNSET
     """Id of a conversation, or an object with it: the response is appended to it."""
     context_management: RawField = msgspec.UNSET
+    """Accepted without effect: nothing is compacted."""
     moderation: RawField = msgspec.UNSET
     previous_input_messages: RawField = msgspec.UNSET
     kv_transfer_params: RawField = msgspec.UNSET
