@@ -227,15 +227,38 @@ def _changed(config: Json) -> tuple[Json, str]:
     return config, json.dumps(config)
 
 
+_DTYPES: dict[str, Dtype] = {
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "float64": "float32",
+    "double": "float32",
+}
+"""Names of a checkpoint's data type."""
+_QUANTIZED_DTYPES = ("float8", "int8", "uint8", "float4", "int4")
+"""Prefixes of names that are data types of quantized weights, not of activations."""
+
+
 def _dtype(config: Json, path: Path) -> Dtype:
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name == "bfloat16":
-        return "bfloat16"
-    if name == "float16":
-        return "float16"
-    if name == "float32":
-        return "float32"
-    raise ConfigError(f"{path}: dtype is {shown(name)}; choose --dtype bfloat16, float16 or float32")
+    """Return the data type of activations: of the language model if the whole model's config has none."""
+    part = config.get("text_config")
+    for each in (config, part if isinstance(part, dict) else {}):
+        name = str(each.get("dtype") or each.get("torch_dtype") or "auto").removeprefix("torch.")
+        if name in _DTYPES:
+            return _DTYPES[name]
+        if name.startswith(_QUANTIZED_DTYPES):
+            return "bfloat16"
+        if name != "auto":
+            raise ConfigError(
+                f"{path}: dtype is {shown(name)}; set another one, for example with --hf-overrides "
+                '\'{"dtype": "bfloat16"}\''
+            )
+    return "float32"
 
 
 def _card_of_gguf(path: Path) -> str:
