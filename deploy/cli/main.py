@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from quintet.deploy.cli.flag_words import declared_words
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -56,8 +57,11 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse's overloads; a command accepts no unknown arguments
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse; exit with a suggestion at the first unknown argument."""
-        known, unknown = super().parse_known_args(args, namespace)
+        """Parse, also vLLM's spellings; exit with a suggestion at the first unknown argument."""
+        words = sys.argv[1:] if args is None else args
+        known, unknown = super().parse_known_args(
+            declared_words(words, self._option_string_actions), namespace
+        )
         if unknown:
             close = difflib.get_close_matches(
                 unknown[0].split("=")[0], self._option_string_actions, n=1, cutoff=0.7

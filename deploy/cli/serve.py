@@ -57,6 +57,10 @@ Exit status: 0 after a drain; 1 if startup failed; 78 for an invalid configurati
 """
 
 
+VLLM_API_KEY = "VLLM_API_KEY"
+"""Environment variable that replaces ``--api-key``, as in vLLM."""
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
@@ -79,6 +83,7 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="local folder, .gguf file, hub name, or smollm2 (default: the toy model that ships with Quintet)",
     )
+    parser.add_argument("--model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file of flags; the command line wins"
     )
@@ -100,7 +105,12 @@ def options_of(arguments: argparse.Namespace) -> tuple[Options, list[str]]:
             and _ends_with_model(words)
         ):
             flags |= {"model": words[-1], spec.key: words[:-1]}
-    return merged_options(arguments.config, flags)
+    options, notes = merged_options(arguments.config, flags)
+    key = os.environ.get(VLLM_API_KEY)
+    if key and not options.api_key:
+        options = msgspec.structs.replace(options, api_key=[key])
+        notes.append(f"clients must send the API key of the environment variable {VLLM_API_KEY}")
+    return options, notes
 
 
 def _ends_with_model(words: list[str]) -> bool:

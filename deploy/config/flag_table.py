@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import json
 import re
 import types
 import typing
@@ -169,6 +170,8 @@ def _value(spec: FlagSpec, value: object) -> object:
         return spec.flag.read(value, spec.option)
     if isinstance(value, str) and spec.repeated:
         return [value]
+    if isinstance(value, dict) and spec.kind is str:
+        return json.dumps(value)
     if isinstance(value, str) and spec.kind in (int, float) and _NUMBER.fullmatch(value):
         return spec.kind(value)
     return spec.flag.aliases.get(value, value) if isinstance(value, str) else value

@@ -84,7 +84,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Flag(
             MODEL,
             "data type of weights, activations and KV cache; auto uses the checkpoint's data type",
-            aliases={"half": "float16", "float": "float32"},
+            aliases={"half": "float16", "fp16": "float16", "float": "float32", "bf16": "bfloat16"},
         ),
     ] = "auto"
     max_model_len: Annotated[
@@ -430,6 +430,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "maximum number of tokens per step",
             "TOKENS",
             "2048, on a GPU 8192, or the minimum that other flags require",
+            read=count,
         ),
     ] = None
     enable_chunked_prefill: Annotated[

@@ -9,6 +9,7 @@ from typing import get_args
 
 import msgspec
 
+from quintet.deploy.config.flag_values import count
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.model.card import ModelFacts
@@ -98,14 +99,14 @@ def check_ranges(options: Options) -> None:
 
 
 def _check_counts(options: Options) -> None:
-    for key, count in (
+    for key, number in (
         ("frontends", options.frontends),
         ("tokenizers", options.tokenizers),
         ("detokenizers", options.detokenizers),
         ("data-parallel-size", options.data_parallel_size),
     ):
-        if count > 512:
-            raise ConfigError(f"--{key} is {count}; it must be at most 512")
+        if number > 512:
+            raise ConfigError(f"--{key} is {number}; it must be at most 512")
 
 
 def check_mock_only_flags(options: Options) -> None:
@@ -230,10 +231,10 @@ def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, objec
     Takes settings rather than `Options`, which do not distinguish unset values from defaults.
     """
     named = {str(key).replace("-", "_"): value for key, value in settings.items()}
-    budget, default = named.get("max_num_batched_tokens"), Options().max_num_seqs
-    if "max_num_seqs" in named or type(budget) is not int or not 1 <= budget < default:
+    budget = count(named.get("max_num_batched_tokens"), "--max-num-batched-tokens")
+    if "max_num_seqs" in named or type(budget) is not int or not 1 <= budget < Options().max_num_seqs:
         return dict(settings), []
-    note = f"max_num_seqs is {budget}, not {default}: each request needs one of --max-num-batched-tokens {budget} per step"
+    note = f"max_num_seqs is {budget}, not {Options().max_num_seqs}: --max-num-batched-tokens {budget} has one token for each"
     return {**settings, "max_num_seqs": budget}, [note]
 
 

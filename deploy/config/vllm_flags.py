@@ -35,7 +35,8 @@ def _not(value: object) -> object:
 SHORT = {
     "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
     "-dcp": "decode_context_parallel_size", "-ep": "enable_expert_parallel", "-q": "quantization", "-n": "nnodes",
-    "-r": "node_rank", "-asc": "api_server_count",
+    "-r": "node_rank", "-asc": "api_server_count", "-sc": "speculative_config", "-cc": "compilation_config",
+    "-ac": "attention_config",
 }  # fmt: skip
 """Short names of flags."""
 
@@ -81,6 +82,8 @@ ACCEPTED_SWITCHES: dict[str, str] = {
     "use_v2_block_manager": "there is only one block manager",
     "disable_async_output_proc": "detokenizer processes always run asynchronously",
     "multi_step_stream_outputs": "every step is streamed",
+    "enable_reasoning": "reasoning is parsed if --reasoning-parser is set or detected",
+    "disable_frontend_multiprocessing": "frontends are always processes of their own",
     "enable_flashinfer_autotune": _KERNELS,
     "enable_bf16x3_router_gemm": _KERNELS,
     "use_fp64_gumbel": _KERNELS,
@@ -113,7 +116,7 @@ ACCEPTED_SWITCHES: dict[str, str] = {
     "enable_logging_iteration_details": "`quintet trace` shows the phases of each step",
     "enable_layerwise_nvtx_tracing": "`quintet trace` shows the phases of each step",
     "jit_monitor_verbose": _TORCH,
-    "fail_on_environ_validation": "environment variables of vLLM are not read",
+    "fail_on_environ_validation": "VLLM_API_KEY is the only environment variable of vLLM that is read",
     "cohere_is_reasoning_model": "Cohere's API is not served",
 }
 """Flags without a value that have no effect -> reason."""
@@ -147,6 +150,7 @@ ACCEPTED_VALUES: dict[str, str] = {
     "optimization_level": _TORCH,
     "performance_mode": _KERNELS,
     "cudagraph_capture_sizes": _TORCH,
+    "cuda_graph_sizes": _TORCH,
     "max_cudagraph_capture_size": _TORCH,
     "max_seq_len_to_capture": _TORCH,
     "jit_monitor_mode": _TORCH,
@@ -298,7 +302,7 @@ REFUSED_VALUES: dict[str, str] = {
 }  # fmt: skip
 """Flags with a value that are refused -> alternative."""
 
-_HARMLESS = {"", "0", "0.0", "1", "1.0", "none", "auto", "false", "[]", "{}"}
+_HARMLESS = {"", "0", "0.0", "1", "1.0", "none", "auto", "false", "[]", "{}", "generate", "raw_logprobs"}
 """Values equal to the fixed behaviour."""
 
 

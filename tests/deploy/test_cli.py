@@ -131,7 +131,7 @@ def test_max_num_seqs_follows_a_small_step_budget(tmp_path: Path, capsys: pytest
         plan = json.loads(capsys.readouterr().out)
         assert (plan["max_num_seqs"], plan["max_num_batched_tokens"]) == (64, 64)
         assert plan["notes"] == [
-            "max_num_seqs is 64, not 256: each request needs one of --max-num-batched-tokens 64 per step"
+            "max_num_seqs is 64, not 256: --max-num-batched-tokens 64 has one token for each"
         ]
     assert main(["plan", *model, "--max-num-batched-tokens", "64", "--max-num-seqs", "256"]) == 78
     assert "lower --max-num-seqs to 64" in capsys.readouterr().err

@@ -11,12 +11,15 @@ PAGE = Path(__file__).parents[3] / "docs" / "vllm-flags.md"
 _HEAD = """# Flags of vLLM
 
 `quintet serve` accepts command lines written for `vllm serve`, and their keys in YAML files and arguments of `LLM`. This page
-lists each flag of vLLM 0.33 and of older versions. A switch also has a `--no-` form.
+lists each flag of vLLM 0.33 and of older versions.
+
+* A switch also has a `--no-` form, and may have a value: `--enforce-eager=true`.
+* Names may have underscores. JSON values may be given by key: `--speculative-config.method ngram`. `--model` is MODEL.
 
 * *taken*: the flag works, possibly under another name.
 * *accepted*: the flag has no effect; a log line says so.
 * *refused*: the flag would change behaviour, but is not supported; the error names an alternative. Values equal to the fixed
-  behaviour (`0`, `1`, `none`, `auto`, `false`) are accepted.
+  behaviour (`0`, `1`, `none`, `auto`, `false`, `generate`, `raw_logprobs`) are accepted.
 
 Short forms: {short}. Token counts may be written as `8k` (8000), `8K` (8192) or `auto`; `--dtype half` is `float16`.
 

@@ -13,6 +13,7 @@ from tests.deploy.config.documented_flags import PAGE, TAKEN, page, rows
 from tests.deploy.config.model_folder import write_model
 
 from quintet.deploy.cli import serve
+from quintet.deploy.cli.main import CommandParser
 from quintet.deploy.config import vllm_flags as flags
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.config_file import merged_options
@@ -23,7 +24,7 @@ from quintet.wire.errors import ConfigError
 
 @functools.cache
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser()
+    made = CommandParser()
     serve.add_option_arguments(made)
     return made
 
@@ -65,6 +66,19 @@ COMMON: list[tuple[list[str], dict[str, Any]]] = [
     (["--api-server-count", "2"], {"frontends": 2}),
     (["--shutdown-timeout", "5"], {"drain_timeout": 5.0}),
     (["--load-format", "safetensors"], {"load_format": "auto"}),
+    (["--model", "folder", "--max_model_len=1k"], {"model": "folder", "max_model_len": 1000}),
+    (["--gpu_memory_utilization", "0.5", "--dtype", "bf16"], {"gpu_memory_utilization": 0.5, "dtype": "bfloat16"}),
+    (["--max-num-batched-tokens", "8K"], {"max_num_batched_tokens": 8192}),
+    (["--enforce-eager", "True", "folder"], {"enforce_eager": True, "model": "folder"}),
+    (["--enable_prefix_caching=false", "--no-enable-chunked-prefill=False"],
+     {"enable_prefix_caching": False, "enable_chunked_prefill": True}),
+    (["--task", "generate", "--runner=auto", "--logprobs-mode", "raw_logprobs"], {}),
+    (["--speculative-config.method", "ngram", "--speculative_config.num_speculative_tokens=3"],
+     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    (["-sc.method", "ngram", "--speculative-config", '{"num_speculative_tokens": 3}'],
+     {"speculative_config": {"num_speculative_tokens": 3, "method": "ngram"}}),
+    (["--hf-overrides.text_config.rope_theta", "5e5", "--hf-overrides.a+=1", "--hf-overrides.a+", '["b"]'],
+     {"hf_overrides": {"text_config": {"rope_theta": 5e5}, "a": [1, "b"]}}),
     (["--revision", "main"], {"revision": "main"}),
     (["--hf-overrides", '{"a": {"b": 1}}'], {"hf_overrides": {"a": {"b": 1}}}),
     (["--rope-scaling", '{"rope_type": "yarn"}', "--rope-theta", "1e6"],
@@ -92,6 +106,31 @@ def assert_noted(key: str, words: list[str]) -> None:
     options, [note] = parsed("folder", *words)
     assert options == Options(model="folder"), key
     assert note.startswith(flags.option(key)) and "has no effect" in note
+
+
+def test_the_environment_may_have_the_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    options, [note] = parsed("folder")
+    assert options == Options(model="folder", api_key=["secret"]) and "VLLM_API_KEY" in note
+    assert parsed("--api-key", "own") == (Options(api_key=["own"]), [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--cudagraph-capture-sizes", "1", "2", "4"],
+        ["--cuda_graph_sizes", "8", "16"],
+        ["-cc.mode=3", "--compilation-config.pass_config.enable_sp", "false"],
+        ["--limit-mm-per-prompt.image", "0"],
+        ["--structured-outputs-config.backend=xgrammar"],
+        ["-O.mode=3"],
+        ["--enable-reasoning"],
+    ],
+    ids=str,
+)
+def test_their_spellings_keep_the_model(words: list[str]) -> None:
+    options, notes = parsed(*words, "folder")
+    assert options == Options(model="folder") and len(notes) == 1
 
 
 def test_unsupported_flags_are_rejected_with_an_alternative() -> None:

@@ -1,0 +1,114 @@
+"""Spellings of flags in vLLM command lines, rewritten to those that the command's parser declares.
+
+Underscores in names, switches with a value (``--enforce-eager=true``), JSON values by dotted key
+(``--speculative-config.method ngram``), and lists of numbers in several words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Actions = Mapping[str, argparse.Action]
+
+BOOLEANS = {"true": True, "false": False}
+NUMBER_LISTS = ("--cudagraph-capture-sizes", "--cuda-graph-sizes")
+"""Flags of vLLM with several numbers, which have no effect here."""
+
+
+def declared_words(words: Sequence[str], actions: Actions) -> list[str]:
+    """Return the command line in the declared spelling. ``actions``: the parser's, by option string."""
+    found: list[str] = []
+    nested: dict[str, dict[str, Any]] = {}
+    waiting = list(reversed(words))
+    while waiting:
+        word = waiting.pop()
+        if word == "--":
+            found += [word, *reversed(waiting)]
+            break
+        name, equals, value = word.partition("=")
+        base, dot, path = name.partition(".")
+        option = _declared(name, actions)
+        if not word.startswith("-") or (option is None and not dot):
+            found.append(word)
+        elif option is not None:
+            found += _words_of(option, actions[option], equals + value, waiting)
+        elif (option := _declared(base, actions)) is not None:
+            value = value if equals else waiting.pop() if waiting else ""
+            _put(nested.setdefault(_long(option, actions), {}), path.split("."), value)
+        else:
+            found.append(word)
+    return _with_nested(found, nested, actions)
+
+
+def _long(option: str, actions: Actions) -> str:
+    """Return the flag's long name."""
+    names = actions[option].option_strings if option in actions else [option]
+    return next((each for each in names if each.startswith("--")), option)
+
+
+def _declared(name: str, actions: Actions) -> str | None:
+    """Return the declared spelling of a flag's name; None for an unknown one."""
+    spelled = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+    return next((each for each in (name, spelled) if each in actions), None)
+
+
+def _words_of(option: str, action: argparse.Action, rest: str, waiting: list[str]) -> list[str]:
+    """Return the words of one flag. ``rest`` is the text from ``=`` on; following values are taken from ``waiting``."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if not rest and waiting and waiting[-1].lower() in BOOLEANS:
+            rest = "=" + waiting.pop()
+        is_on = BOOLEANS.get(rest[1:].lower())
+        return [option + rest] if is_on is None else [option if is_on else _opposite(option)]
+    if option in NUMBER_LISTS and not rest:
+        numbers = []
+        while waiting and waiting[-1].isdecimal():
+            numbers.append(waiting.pop())
+        return [f"{option}={','.join(numbers)}"] if numbers else [option]
+    return [option + rest]
+
+
+def _opposite(option: str) -> str:
+    return "--" + option[5:] if option.startswith("--no-") else "--no-" + option[2:]
+
+
+def _put(into: dict[str, Any], keys: Sequence[str], text: str) -> None:
+    """Set the value at a path of keys. A last key that ends with ``+`` extends a list."""
+    for key in keys[:-1]:
+        inner = into.setdefault(key, {})
+        into = inner if isinstance(inner, dict) else into.setdefault(key, {})
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    key = keys[-1]
+    if key.endswith("+"):
+        listed = into.setdefault(key[:-1], [])
+        listed += value if isinstance(value, list) else [value]
+    else:
+        into[key] = value
+
+
+def _with_nested(words: Sequence[str], nested: Mapping[str, dict[str, Any]], actions: Actions) -> list[str]:
+    """Append the JSON values, merged into the objects of the same flags."""
+    found = list(words)
+    for option, given in nested.items():
+        whole: dict[str, Any] = {}
+        for at in reversed(range(len(found))):
+            name, equals, value = found[at].partition("=")
+            if _long(name, actions) == option:
+                taken = found[at : at + 1 if equals else at + 2]
+                whole = _object(value if equals else taken[-1]) | whole
+                del found[at : at + len(taken)]
+        found.append(f"{option}={json.dumps(whole | given)}")
+    return found
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
