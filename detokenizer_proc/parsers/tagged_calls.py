@@ -15,7 +15,7 @@ from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.detokenizer_proc.parsers.schemas import Schemas, Types, json_of
 
 _WITH_KIND = re.compile(r'(.*)" string="(true|false)', re.DOTALL)
-"""A DeepSeek parameter's name and the attribute that tells text from JSON."""
+"""A DeepSeek parameter's name, and the attribute that is true for text and false for JSON."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,11 @@ lists each flag of vLLM 0.33 and of older versions.
 * *refused*: the flag would change behaviour, but is not supported; the error names an alternative. Values equal to the fixed
   behaviour (`0`, `1`, `none`, `auto`, `false`, `generate`, `raw_logprobs`) are accepted.
 
-Short forms: {short}. Token counts may be written as `8k` (8000), `8K` (8192) or `auto`; `--dtype half` is `float16`.
+| Short form | Flag |
+|---|---|
+{short}
+
+Token counts may be written as `8k` (8000), `8K` (8192) or `auto`; `--dtype half` is `float16`.
 
 | Flag | Effect |
 |---|---|
@@ -64,7 +68,7 @@ def rows() -> Iterator[tuple[str, str]]:
 
 def page() -> str:
     """Return the whole page."""
-    short = ", ".join(f"`{word}` ({flags.option(key)})" for word, key in flags.SHORT.items())
+    short = "\n".join(f"| `{word}` | `{flags.option(key)}` |" for word, key in flags.SHORT.items())
     lines = [f"| `{flags.option(key)}` | {effect} |" for key, effect in sorted(rows())]
     return _HEAD.format(short=short) + "\n".join(lines) + "\n"
 
