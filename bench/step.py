@@ -41,7 +41,7 @@ from quintet.executor.model_config.share import Share
 from quintet.executor.model_config.spec import DecoderSpec
 from quintet.executor.slots import Rows
 from quintet.executor.worker import Worker
-from quintet.process.runtime import no_span
+from quintet.process.spans import no_span
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.config import (
     ActivationDtype,

@@ -13,7 +13,7 @@ import msgspec
 
 from quintet.executor.backends.platforms.platform import Platform, open_platform
 from quintet.executor.model_config.share import WHOLE, Share, share_of
-from quintet.process.runtime import TraceSpan, no_span
+from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 

@@ -22,7 +22,8 @@ from quintet.executor.kv_transfer.connector import with_engine_paths
 from quintet.executor.loop import Executor, Message
 from quintet.executor.model_config.share import share_of
 from quintet.process.child import child_main
-from quintet.process.runtime import Process, TraceSpan
+from quintet.process.runtime import Process
+from quintet.process.spans import TraceSpan
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 

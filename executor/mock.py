@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quintet.executor.context import WorkerContext
 from quintet.executor.interface import Finished
 from quintet.executor.mock_script import MockScript, read_mock_script
-from quintet.process.runtime import TraceSpan, no_span
+from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, PromptLogprobs, StepPlan, StepResult, TokenLogprobs

@@ -14,7 +14,7 @@ import msgspec
 from quintet.frontend.load_balancing.dispatcher import Send
 from quintet.frontend.rpc import Rpc
 from quintet.frontend.sessions import Sessions
-from quintet.process.runtime import TraceSpan, no_span
+from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId

@@ -16,7 +16,7 @@ from quintet.frontend.http.stream_timers import WriteTimeout
 from quintet.frontend.inbox_handlers import InboxHandlers
 from quintet.frontend.load_balancing.dispatcher import Send
 from quintet.frontend.response_store import ResponseStore
-from quintet.process.runtime import TraceSpan, no_span
+from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.metrics import CounterSeries, HistogramSeries, Metrics

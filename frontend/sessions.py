@@ -29,7 +29,7 @@ from quintet.frontend.reconcile import (
 from quintet.frontend.resume.stream_state import has_started, resumed_submit
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Mailbox, Received, Stream, StreamChoice
-from quintet.process.runtime import TraceSpan, no_span
+from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.codec import ID_BYTES, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError

@@ -20,6 +20,7 @@ import msgspec
 from quintet.process.os_tuning import set_batch_scheduling, trim_memory
 from quintet.process.record import Recorder
 from quintet.process.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
+from quintet.process.spans import TraceSpan, no_span
 from quintet.process.trace import Tracer
 from quintet.process.wakeup import Wakeup
 from quintet.wire.codec import encode
@@ -55,24 +56,6 @@ class Stopping(BaseException):
 
 class HandlerError(Exception):
     """The cause is an error of this process's message loop, which ends the process; other callbacks raise their own errors."""
-
-
-class TraceSpan(Protocol):
-    """Record one trace span. Default begin: the end of the previous span; default end: now; default number: that of the
-    previous span.
-
-    Times are `time.monotonic_ns`.
-    """
-
-    def __call__(
-        self, name: str, number: int | None = None, begin_ns: int | None = None, end_ns: int | None = None, /
-    ) -> None: ...
-
-
-def no_span(
-    name: str, number: int | None = None, begin_ns: int | None = None, end_ns: int | None = None, /
-) -> None:
-    """Record nothing: the `TraceSpan` of a process without tracing."""
 
 
 class Receives(Protocol):

@@ -112,7 +112,7 @@ class Tracer:
     def span(
         self, name: str, number: int | None = None, begin_ns: int | None = None, end_ns: int | None = None, /
     ) -> None:
-        """See `quintet.process.runtime.TraceSpan`."""
+        """See `quintet.process.spans.TraceSpan`."""
         if end_ns is None:
             end_ns = time.monotonic_ns()
         if begin_ns is None:

@@ -105,7 +105,7 @@ def _usual_numbers(schema: Schema) -> None:
     for keys, sign in ((("minimum", "exclusiveMinimum"), -1), (("maximum", "exclusiveMaximum"), 1)):
         for key in keys:
             bound = schema.get(key)
-            if type(bound) in (int, float) and sign * bound > most:
+            if isinstance(bound, int | float) and not isinstance(bound, bool) and sign * bound > most:
                 schema[key] = sign * most
 
 

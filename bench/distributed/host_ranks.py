@@ -32,7 +32,7 @@ from quintet.executor.backends.registry import make_worker
 from quintet.executor.distributed.hosts.member import MemberSettings
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.worker import Worker
-from quintet.process.runtime import no_span
+from quintet.process.spans import no_span
 from quintet.wire.config import EngineConfig, HostsConfig
 from quintet.wire.ids import Role, WorkerId
 

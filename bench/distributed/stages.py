@@ -32,7 +32,7 @@ from quintet.executor.distributed.parallel.follower_processes import FollowerPro
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.interface import Pending, StepWorker
 from quintet.executor.worker import Worker
-from quintet.process.runtime import no_span
+from quintet.process.spans import no_span
 from quintet.wire.ids import Role, WorkerId
 
 CASES = ((2, 1, 256, 20), (8, 1, 256, 16), (32, 1, 256, 10), (4, 512, 0, 2))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from quintet.executor.backends.platforms.platform import import_string
 from quintet.executor.context import RankMemory, WorkerContext
 from quintet.executor.interface import StepWorker
-from quintet.process.runtime import TraceSpan, no_span
+from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 

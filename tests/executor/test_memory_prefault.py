@@ -16,7 +16,7 @@ from quintet.executor.backends.cpu.ops.huge_memory import PAGE_BYTES, PIECE_BYTE
 from quintet.executor.backends.registry import BACKENDS, Backend
 from quintet.executor.checkpoints.weights.read_ahead import reserve_ahead
 from quintet.executor.checkpoints.weights.store import Description, reserve
-from quintet.process.runtime import no_span
+from quintet.process.spans import no_span
 from quintet.wire.config import EngineConfig
 
 EXPECTED = 4 * PIECE_BYTES

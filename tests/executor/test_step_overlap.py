@@ -19,8 +19,9 @@ from quintet.executor import main
 from quintet.executor.interface import StepWorker
 from quintet.executor.loop import Executor
 from quintet.process.record import open_recording
-from quintet.process.runtime import Process, TraceSpan, no_span
+from quintet.process.runtime import Process
 from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
+from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped

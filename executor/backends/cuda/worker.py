@@ -45,7 +45,7 @@ from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.sampler import SHAPING, Sampler
 from quintet.executor.slots import Rows, SlotTables, TablesDiffer, check_tables
-from quintet.process.runtime import TraceSpan, no_span
+from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
 

@@ -23,7 +23,7 @@ from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
 from quintet.process.os_tuning import trim_memory
-from quintet.process.runtime import TraceSpan
+from quintet.process.spans import TraceSpan
 from quintet.wire.config import EngineConfig
 
 PROGRESS_EVERY_S = 0.2

@@ -31,7 +31,7 @@ import msgspec
 from quintet.executor.main import make_worker
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.backends.platforms.shares import take_share
-from quintet.process.runtime import no_span
+from quintet.process.spans import no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.step import StepPlan

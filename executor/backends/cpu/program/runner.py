@@ -18,7 +18,7 @@ from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import Rows, SlotTables
-from quintet.process.runtime import TraceSpan, no_span
+from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 
 
