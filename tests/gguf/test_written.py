@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,6 +112,8 @@ def test_llama_cpp_gives_the_same_tokens_and_types(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
+    if done.returncode == -signal.SIGILL:
+        pytest.skip("llama.cpp was built for another processor")
     assert done.returncode == 0, done.stderr[-4000:]
     outputs, types = json.loads(done.stdout)
     compared = 0

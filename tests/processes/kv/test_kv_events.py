@@ -142,10 +142,14 @@ def test_subscriber_tracks_the_blocks_of_the_engine(tmp_path: Path) -> None:
     ):
         first, second = list(range(300, 340)), [*range(300, 316), *range(400, 440)]
         ask(server, first)
-        batches = replayed_until(replay_socket, [first[:16], first[16:32]])
+        published_first = [first[:16], first[16:32]]
+        while not events.poll(500):  # batches before the subscription are only replayed
+            published_first.append([1000 + len(published_first)] * 16)
+            ask(server, [*published_first[-1], 5])
+        batches = replayed_until(replay_socket, published_first)
         ask(server, second, cache_salt="mine")
         ask(server, second)
-        expected = [first[:16], first[16:32], *[second[:16], second[16:32], second[32:48]] * 2]
+        expected = [*published_first, *[second[:16], second[16:32], second[32:48]] * 2]
         expected.remove(second[:16])  # shares its first block with `first`
         while sorted(blocks_of([*batches.values()]).values()) != sorted(expected):
             topic, number_bytes, batch = events.recv_multipart()
