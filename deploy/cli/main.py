@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from quintet.deploy.cli.flag_words import declared_words
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -58,6 +57,8 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse, also vLLM's spellings; exit with a suggestion at the first unknown argument."""
+        from quintet.deploy.cli.flag_words import declared_words  # a command that is not run imports nothing
+
         words = sys.argv[1:] if args is None else args
         known, unknown = super().parse_known_args(
             declared_words(words, self._option_string_actions), namespace
