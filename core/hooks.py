@@ -72,10 +72,7 @@ The result may exceed the budget (it is cut). 0 means none in this step.
 """
 
 Claim = Callable[["SchedulerState", "Request"], bool]
-"""Return True when a request needs the feature's plan columns. `SchedulerState.num_claims` counts these requests.
-
-It may set fields of the request that belong to the feature, and sets the same ones whenever it is called.
-"""
+"""Return True when a request needs the feature's plan columns. `SchedulerState.num_claims` counts these requests."""
 
 Attach = Callable[["SchedulerState", "StepBuilder"], None]
 """Set the feature's plan columns (`StepBuilder.columns`). Called for each step with rows while a live request has a claim."""

@@ -13,6 +13,8 @@ scheduler waits there until the request's length is known (`quintet.core.schedul
 
 from __future__ import annotations
 
+from functools import partial
+
 from quintet.core import block_manager
 from quintet.core.hooks import Feature, Setup
 from quintet.core.requests.request import Request
@@ -25,23 +27,21 @@ def build(setup: Setup) -> Feature | None:
     config = setup.scheduler.speculative
     if config is None:
         return None
-    most = config.num_speculative_tokens
-
-    def claim(state: SchedulerState, request: Request) -> bool:
-        """Allow drafts for every request."""
-        request.max_drafts = most
-        return True
-
-    return Feature("drafts", claim=claim, attach=attach)
+    return Feature("drafts", claim=claim, attach=partial(attach, config.num_speculative_tokens))
 
 
-def attach(state: SchedulerState, step: StepBuilder) -> None:
-    """Attach the number of drafts that each row may verify, within its limit and its blocks."""
+def claim(state: SchedulerState, request: Request) -> bool:
+    """Return True: every request may have drafts."""
+    return True
+
+
+def attach(most: int, state: SchedulerState, step: StepBuilder) -> None:
+    """Attach the number of drafts that each row may verify: at most ``most``, within the request's limit and its blocks."""
     drafts = bytearray(len(step.rows))
     for row, request in enumerate(step.rows):
-        if not request.max_drafts or not step.samples[row] or step.counts[row] != 1:
+        if not step.samples[row] or step.counts[row] != 1:
             continue
-        wanted = min(request.max_drafts, request.plan_until - request.length)
+        wanted = min(most, request.plan_until - request.length)
         if request.num_covered - request.planned < wanted:
             block_manager.extend_early(state, step, request, wanted)
         num_drafts = min(wanted, request.num_covered - request.planned)

@@ -159,8 +159,6 @@ class Request:
     """Tokens that can be planned before the blocks must be extended, or before a state must be checkpointed."""
     register_at: int = 0
     """Number of planned known tokens at which the next full block is registered in the prefix cache."""
-    max_drafts: int = 0
-    """Maximum drafts per step (`quintet.core.features.drafts`)."""
     num_unverified_drafts: int = 0
     """Drafts in flight; ``num_covered`` and ``plan_until`` are reduced by it."""
     has_drawn: bool = False
