@@ -9,6 +9,7 @@ Splitting changes no result:
 - Rows keep their order, so a row still reads blocks that an earlier row fills (see `StepPlan`).
 - Tokens of one row keep their order, as in chunked prefill.
 - Repeating a started step writes the same KV values to the same slots.
+- A step with drafts is first repeated without them. Outputs do not depend on drafts.
 
 A recurrent state is overwritten by its step, so a model with states is different. It repeats a step only if all rows
 start at position 0. Any other step fails, and its requests are recomputed from their tokens. Later steps of that size
@@ -86,6 +87,8 @@ class OomSplit:
         return self._in_halves(plan, compute)
 
     def _in_halves(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
+        if _num_drafts(plan):
+            return self._part(_without_drafts(plan), compute)[1]
         first, second = halves(plan)
         parts = [self._part(first, compute)]
         slot = second.slots[:4]
@@ -124,8 +127,18 @@ class OomSplit:
 
 
 def num_tokens(plan: StepPlan) -> int:
-    """Return the number of tokens that a plan computes."""
-    return int(np.frombuffer(plan.counts, np.int32).sum())
+    """Return the number of tokens that a plan computes, with all drafts that it allows."""
+    return int(np.frombuffer(plan.counts, np.int32).sum()) + _num_drafts(plan)
+
+
+def _num_drafts(plan: StepPlan) -> int:
+    return int(np.maximum(np.frombuffer(plan.drafts, np.uint8).astype(np.int64) - 1, 0).sum())
+
+
+def _without_drafts(plan: StepPlan) -> StepPlan:
+    """Return the plan with 0 drafts in each row that allows some."""
+    drafts = np.minimum(np.frombuffer(plan.drafts, np.uint8), 1).tobytes()
+    return msgspec.structs.replace(plan, drafts=drafts, checksum=0)
 
 
 def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.executor.conftest import Drawer, new_row
 
 from quintet.executor.oom_split import OomSplit
@@ -55,7 +56,7 @@ class SmallDevice:
         slots, starts, counts = (
             np.frombuffer(column, np.int32).tolist() for column in (plan.slots, plan.starts, plan.counts)
         )
-        if sum(counts) > self.max_tokens:
+        if sum(counts) + sum(max(0, drafts - 1) for drafts in plan.drafts) > self.max_tokens:
             raise torch.OutOfMemoryError("tried to allocate\ntoo much")
         self.num_deltas += any(
             (plan.freed, plan.new_rows, plan.blocks, plan.copies, plan.swaps_out, plan.swaps_in)
@@ -85,6 +86,34 @@ def test_split_results_equal_the_whole_step(max_tokens: int) -> None:
     assert small.num_deltas == 1, "deltas must be applied once"
     assert smaller.num_split == 1, "num_split counts steps, not cuts"
     assert small.num_releases > 0
+
+
+def test_a_step_with_drafts_is_repeated_without_them() -> None:
+    rows = [(3, 5, 1), (7, 10, 1), (2, 5, 1)]
+    plan = replace(plan_of_rows(rows, [1, 1, 1]), drafts=pack_u8([9, 9, 1]))
+    device, whole = SmallDevice(3), SmallDevice(1000)
+    smaller = OomSplit(device.release)
+    assert smaller.compute(plan, device.compute) == whole.compute(replace(plan, drafts=pack_u8([1, 1, 1])))
+    assert (device.computed, smaller.num_split) == (whole.computed, 1)
+
+
+def test_drafts_of_a_single_row_do_not_prevent_its_token() -> None:
+    plan = replace(plan_of_rows([(3, 5, 1)], [1]), drafts=pack_u8([9]))
+    device = SmallDevice(1)
+    OomSplit(device.release).compute(plan, device.compute)
+    assert device.computed == [(3, 5)]
+
+
+def test_drafts_count_as_tokens_of_a_step_that_cannot_be_repeated() -> None:
+    rows = [(3, 5, 1), (7, 10, 1)]
+    plan = replace(plan_of_rows(rows, [1, 1]), drafts=pack_u8([9, 9]))
+    device = DeviceWithStates(8)
+    smaller = OomSplit(device.release, device.continue_states)
+    with pytest.raises(torch.OutOfMemoryError):
+        smaller.compute(plan, device.compute)
+    device.started.clear()
+    smaller.compute(plan, device.compute)
+    assert device.computed == [(3, 5), (7, 10)]
 
 
 def test_a_step_that_fits_is_not_split() -> None:
