@@ -13,6 +13,7 @@ import msgspec
 
 from quintet.executor.backends.platforms.platform import Platform, open_platform
 from quintet.executor.model_config.share import WHOLE, Share, share_of
+from quintet.executor.model_config.state_specs import num_draft_states
 from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
@@ -132,7 +133,6 @@ class WorkerContext:
     def reserve_kv(self, dtype: torch.dtype) -> KvMemory:
         """Reserve the KV memory of this process's layers. dtype: of keys and values. Raises `ConfigError`."""
         from quintet.executor.kv_memory import KvMemory  # imports torch
-        from quintet.executor.speculation.draft_states import num_draft_states
 
         kv, device, num_blocks = self.config.model.kv, self.platform.device, self.num_blocks()
         num_states = num_draft_states(self.config.scheduler, kv, num_blocks)

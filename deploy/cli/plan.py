@@ -11,7 +11,7 @@ import msgspec
 from quintet.deploy.cli.serve import add_option_arguments, options_of
 from quintet.deploy.config.build import Resolution, resolve
 from quintet.deploy.config.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
-from quintet.deploy.tools.draft_plan import DraftPlan, draft_plan, draft_rows
+from quintet.deploy.tools.draft_plan import DraftPlan, draft_plan, draft_rows, draft_state_bytes
 from quintet.deploy.tools.kv_plan import KvDiskPlan, disk_plan, peers_plan, rows_of, store_plan
 from quintet.executor.model_config.card import card_of
 from quintet.executor.model_config.describe import describe
@@ -108,6 +108,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """KV transfer between servers; null without it."""
     draft: DraftPlan | None
     """Draft model; null without one."""
+    draft_state_bytes: int
+    """Maximum memory of recurrent states before drafts, in addition to KV memory; 0 without drafts or such states."""
     notes: list[str]
 
 
@@ -195,6 +197,7 @@ def make_plan(resolution: Resolution) -> Plan:
         kv_store=store_plan(config),
         kv_peers=peers_plan(config),
         draft=draft_plan(config),
+        draft_state_bytes=draft_state_bytes(config),
         notes=resolution.notes,
     )
 
@@ -291,6 +294,7 @@ def _other_memory(plan: Plan) -> list[tuple[str, str]]:
     per_engine = ", per engine" if plan.processes["executor"] > 1 else ""
     rows = (
         ("attention scratch", plan.attention_scratch_bytes, f"for all layers{divided}"),
+        ("draft states", plan.draft_state_bytes, "for the recurrent states before drafts"),
         ("shared by ranks", plan.shared_bytes, "for messages between ranks"),
     )
     return [

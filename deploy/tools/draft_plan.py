@@ -1,10 +1,11 @@
-"""The draft model in `quintet plan`: what speculative decoding costs in memory."""
+"""Memory of speculative decoding in `quintet plan`: the draft model, and saved recurrent states."""
 
 from __future__ import annotations
 
 import msgspec
 
 from quintet.deploy.config.memory import format_size
+from quintet.executor.model_config.state_specs import num_draft_states
 from quintet.wire.config import EngineConfig
 
 
@@ -31,6 +32,14 @@ def draft_plan(config: EngineConfig) -> DraftPlan | None:
         *(model.served_names[0], model.architecture, model.dtype, draft.quantization, draft.weight_bytes),
         *(kv.bytes_per_token, model.max_model_len),
     )
+
+
+def draft_state_bytes(config: EngineConfig) -> int:
+    """Return the memory of the recurrent states that are saved before drafts; 0 without drafts or states."""
+    kv = config.model.kv
+    num_states = num_draft_states(config.scheduler, kv, kv.num_blocks(config.cache.memory_bytes))
+    num_groups = sum(group.is_state for group in kv.groups)
+    return num_states * num_groups * (kv.bytes_per_block - kv.draft_bytes)
 
 
 def draft_rows(draft: DraftPlan | None) -> list[tuple[str, str]]:

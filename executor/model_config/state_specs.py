@@ -13,8 +13,13 @@ from math import prod
 from typing import Self
 
 from quintet.executor.model_config.norm_spec import NormSpec
+from quintet.wire.config import SchedulerConfig
+from quintet.wire.kv_spec import KvSpec
 
 _LINE_BYTES, _FP32_BYTES = 64, 4
+
+DRAFT_STATES_SHARE = 1 / 8
+"""Maximum size of all draft states, as a share of the KV memory that they are added to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,3 +236,16 @@ class KvNeed:
     """Chunk length in positions: only the current chunk's tokens are kept; None for all."""
     values_in_keys: bool = False
     """True if a value is a prefix of its key and needs no memory."""
+
+
+def num_draft_states(scheduler: SchedulerConfig, kv: KvSpec, num_blocks: int) -> int:
+    """Return the number of draft tokens whose states a step can save in each group; 0 without drafts or states.
+
+    See `quintet.executor.speculation.draft_states`.
+    """
+    num_groups = sum(group.is_state for group in kv.groups)
+    if scheduler.speculative is None or not num_groups:
+        return 0
+    of_request = scheduler.speculative.num_speculative_tokens
+    fitting = int(DRAFT_STATES_SHARE * num_blocks) // num_groups
+    return min(of_request * scheduler.max_num_seqs, max(of_request, fitting))

@@ -19,21 +19,6 @@ import numpy as np
 
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.slots import SlotTables
-from quintet.wire.config import SchedulerConfig
-from quintet.wire.kv_spec import KvSpec
-
-MEMORY_SHARE = 1 / 8
-"""Maximum size of all draft states, as a share of the KV memory that they are added to."""
-
-
-def num_draft_states(scheduler: SchedulerConfig, kv: KvSpec, num_blocks: int) -> int:
-    """Return the maximum number of draft tokens of a step for a model with recurrent states; 0 without drafts or states."""
-    num_groups = sum(group.is_state for group in kv.groups)
-    if scheduler.speculative is None or not num_groups:
-        return 0
-    of_request = scheduler.speculative.num_speculative_tokens
-    fitting = int(MEMORY_SHARE * num_blocks) // num_groups
-    return min(of_request * scheduler.max_num_seqs, max(of_request, fitting))
 
 
 class DraftStates:

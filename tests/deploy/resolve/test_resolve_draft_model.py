@@ -85,6 +85,25 @@ def test_quantization_applies_to_both_models(folder: Path) -> None:
     assert found is not None and found.quantization == "int4"
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_plan_shows_the_recurrent_states_before_drafts(
+    method: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(folder / "target", **MAMBA)
+    flags = ["--device", "cpu", "--load-format", "dummy", "--max-num-seqs", "4", "--kv-cache-memory", "16MiB"]
+    sizes = []
+    for count in (2, 8):
+        value = json.dumps({"method": method, "num_speculative_tokens": count})
+        drafts = ["--speculative-config", value]
+        assert main(["plan", str(folder / "target"), *flags, *drafts, "--json"]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["draft_state_bytes"])
+    assert 0 < 4 * sizes[0] == sizes[1] < (16 << 20) / 8
+    assert main(["plan", str(folder / "target"), *flags, *drafts]) == 0
+    assert "for the recurrent states before drafts" in capsys.readouterr().out
+    assert main(["plan", str(folder / "target"), *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["draft_state_bytes"] == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
