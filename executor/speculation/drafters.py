@@ -167,6 +167,8 @@ class SuffixDrafter:
         if score == most:
             return drafts
         shared = self.output_cache.find(context, request.scope)
+        if self._max_drafts[shared.length] <= score:
+            return drafts  # the sum of so many probabilities is not higher
         others, others_score = self._grow(self.output_cache.tokens, shared, most)
         return others if others_score > score else drafts
 
@@ -182,10 +184,18 @@ class SuffixDrafter:
             return drafts, score
         known = tokens.data
         candidates = [known[place : place + most].tolist() for place in matches.places]
-        candidates = [(each * most)[:most] if len(each) < most else each for each in candidates]
-        for offset in range(most):
+        if len(tokens) - max(matches.places) < most:
+            candidates = [(each * most)[:most] if len(each) < most else each for each in candidates]
+        while len(drafts) < most:
+            if candidates.count(candidates[0]) == len(candidates):
+                rest = candidates[0][len(drafts) :]
+                rest = rest[: rest.index(END)] if END in rest else rest
+                for _ in rest:
+                    score += probability
+                return drafts + rest, score
+            offset = len(drafts)
             column = [each[offset] for each in candidates]
-            draft = max(column, key=column.count) if column.count(column[0]) < len(column) else column[0]
+            draft = max(column, key=column.count)
             num_equal = column.count(draft)
             probability *= num_equal / len(column)
             if draft == END or probability < self._min_probability:

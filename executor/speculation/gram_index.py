@@ -177,7 +177,9 @@ class GramIndex:
             link = links[at]
             if link >> _DISTANCE_BITS == fingerprint and (scopes is None or scopes[at] == scope):
                 length = gram
-                if at > gram < len(newest) and tokens[at - gram - 1] == newest[gram]:
+                if at >= longest > gram and tokens[at - longest] != newest[longest - 1]:
+                    length = 0  # shorter than the longest one
+                elif at > gram < len(newest) and tokens[at - gram - 1] == newest[gram]:
                     length = self._match_length(context, at)
                 if length > longest:
                     longest, places = length, []
