@@ -151,7 +151,8 @@ class HeadDrafter:
 
     def num_missing(self, slots: Int, num_tokens: Int) -> Int:
         """See `Drafter.num_missing`."""
-        return np.maximum(num_tokens - 1 - self._num_computed[slots], 0)
+        missing: Int = np.maximum(num_tokens - 1 - self._num_computed[slots], 0)
+        return missing
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
         """See `Drafter.propose`."""

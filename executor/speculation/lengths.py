@@ -233,7 +233,10 @@ class DraftLengths:
         draft_base, draft_each = costs.step_time
         if costs.num_missing is not None and not draft_base + draft_each:
             draft_base, draft_each = PRIOR_DRAFT_COST * (base + each), PRIOR_DRAFT_COST * each
-        missing_s = draft_each * (np.zeros(len(slots)) if costs.num_missing is None else costs.num_missing)
+        num_missing: Floats = np.zeros(len(slots))
+        if costs.num_missing is not None:
+            num_missing = costs.num_missing.astype(np.float64)
+        missing_s: Floats = draft_each * num_missing
         rates = np.minimum(self._accepted[slots] / self._weights[slots], MAX_SHARE)
         found = self._found[slots]
         if num_forced is not None:

@@ -189,7 +189,7 @@ class Speculation:
             num_drafts=sum(num_drafts for _, num_drafts, _ in verified),
             num_accepted=sum(num_accepted for _, _, num_accepted in verified),
         )
-        self._lengths.note_step(slots[sampling], len(sampling), cost, step.asked)
+        self._lengths.note_step(slots[sampling].astype(np.int64), len(sampling), cost, step.asked)
         self._note_computed(slots, step.starts, counts, known - step.starts)
         if cost.num_tokens == len(slots) and not step.drafts and not self._drafter.reads_steps:
             self._end_plain()
@@ -203,7 +203,7 @@ class Speculation:
         num_rows, num_steps = len(plain.slots), plain.num_steps
         self._num_tokens[plain.slots] += num_steps
         cost = StepCost(num_rows, plain.seconds / num_steps, 0.0, 0, 0, num_steps)
-        self._lengths.note_step(plain.slots, num_rows, cost)
+        self._lengths.note_step(plain.slots.astype(np.int64), num_rows, cost)
 
     def _note_computed(self, *columns: NDArray[np.integer]) -> None:
         """Pass slots, starts, counts and valid tokens of a step's rows to a drafter that reads them."""

@@ -200,9 +200,9 @@ def test_response_items_resume_and_are_stored(kind: str, how: str) -> None:
 
         run = asyncio.run(play(router.url, requests, disturb))
         assert not differences(reference, run, requests)
-        assert sum(
-            router.gauge(f"quintet_route:{name}_total") for name in ("resumptions", "retries")
-        ), "no request was on the ended server"
+        assert sum(router.gauge(f"quintet_route:{name}_total") for name in ("resumptions", "retries")), (
+            "no request was on the ended server"
+        )
         assert router.gauge("quintet_route:broken_streams_total") == 0
         for result in run.results:
             [name] = (name for name, ours in result.names.items() if ours == "own")
