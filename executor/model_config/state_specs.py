@@ -239,7 +239,7 @@ class KvNeed:
 
 
 def num_draft_states(scheduler: SchedulerConfig, kv: KvSpec, num_blocks: int) -> int:
-    """Return the number of draft tokens whose states a step can save in each group; 0 without drafts or states.
+    """Return the number of draft tokens per step with saved states, in each group; 0 without drafts or states.
 
     See `quintet.executor.speculation.draft_states`.
     """

@@ -7,7 +7,7 @@ rate of that request. Tokens that a grammar forces have a rate of their own. Dra
 - each draft that is verified: ``each``;
 - a draft model's k-th drafts of all requests, computed in its k-th step: its own ``base``, and ``each`` per row;
 - a request that is asked for drafts: a fixed time, such as that of a search, whether the drafter finds any or not;
-- a request whose tokens the draft model has not computed yet: their time, over the typical number of steps of a request.
+- tokens of a request that the draft model has not computed yet: their time, over the typical number of steps of a request.
 
 The numbers with the most expected tokens per second are used. For a given rate, a draft is worth its probability over the
 rate, and each request's best number is known. The rate of these numbers is higher, and is used next, until it no longer
@@ -133,7 +133,7 @@ class StepCost:
     """Measured times of a step, and its drafts."""
 
     num_tokens: int
-    """Computed tokens, drafts included; 0 if the step has prompts, whose tokens take another time."""
+    """Computed tokens, drafts included; 0 if the step has prompts: their tokens take another time."""
     seconds: float
     """Time of the computation."""
     overhead_s: float

@@ -1,4 +1,4 @@
-"""Throughput with drafts whose numbers are chosen, over that without drafts, in simulated servers."""
+"""Throughput with chosen numbers of drafts over that without drafts, in simulated servers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def token_at(position: int) -> int:
 
 
 class Simulation:
-    """An executor whose requests draw `token_at`, and a drafter that takes time. Also the drafter."""
+    """An executor with requests that draw `token_at`, and a drafter that takes time. Also the drafter."""
 
     step_time = 0.0, 0.0
     output_cache = None

@@ -475,7 +475,7 @@ def test_missing_dimensions_are_derived(tmp_path: Path) -> None:
             "layer_types is ['full_attention']; it must be a list of 2 words",
         ),
         ({"architectures": ["OurForCausalLM"], "num_attention_heads": 0}, "num_attention_heads is 0"),
-        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"dtype": "complex64"}, "dtype is 'complex64'"),
     ],
 )
 def test_invalid_config_names_the_key(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
