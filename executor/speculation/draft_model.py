@@ -48,6 +48,7 @@ class DraftModel:
     """A `quintet.executor.speculation.drafters.Drafter` with weights and KV memory."""
 
     output_cache = None
+    reads_steps = False
 
     def __init__(
         self,
@@ -86,21 +87,30 @@ class DraftModel:
 
     def note(self, plan: StepPlan) -> None:
         """See `Drafter.note`. Blocks that the served model fills, copies or restores have no keys and values here."""
-        begins = np.zeros(len(self._num_computed), np.int64)
         if plan.new_rows:
             self._num_computed[[row.slot for row in plan.new_rows]] = _UNKNOWN
-            slots, starts = np.frombuffer(plan.slots, np.int32), np.frombuffer(plan.starts, np.int32)
-            begins[slots] = np.where(self._num_computed[slots] == _UNKNOWN, starts, 0)
         if plan.blocks:
+            begins = np.zeros(len(self._num_computed), np.int64)
+            if plan.new_rows:
+                slots, starts = np.frombuffer(plan.slots, np.int32), np.frombuffer(plan.starts, np.int32)
+                begins[slots] = np.where(self._num_computed[slots] == _UNKNOWN, starts, 0)
             entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 4)
             entries = entries[entries[:, 1] == self._group]
             is_filled = (entries[:, 2] + 1) * self._block_size > begins[entries[:, 0]]
             self._block_tokens[entries[is_filled, 3]] = 0
-        self._block_tokens[np.frombuffer(plan.swaps_in, np.int32)[::2]] = 0
-        self._block_tokens[np.frombuffer(plan.copies, np.int32)[1::2]] = 0
+        if plan.swaps_in:
+            self._block_tokens[np.frombuffer(plan.swaps_in, np.int32)[::2]] = 0
+        if plan.copies:
+            self._block_tokens[np.frombuffer(plan.copies, np.int32)[1::2]] = 0
 
     def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
         """See `Drafter.note_computed`."""
+
+    def num_missing(self, slots: Int, num_tokens: Int) -> Int:
+        """See `Drafter.num_missing`."""
+        known = self._known(slots, num_tokens)
+        missing: Int = num_tokens - 1 - known - self._num_matching(slots, known, num_tokens)
+        return np.maximum(missing, 0)
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
         """See `Drafter.propose`."""

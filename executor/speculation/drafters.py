@@ -42,6 +42,10 @@ class Drafter(Protocol):
     def output_cache(self) -> OutputCache | None:
         """Outputs of earlier requests, if the drafter uses them."""
 
+    @property
+    def reads_steps(self) -> bool:
+        """True if the drafter needs `note_computed`."""
+
     def end(self, slot: int, num_tokens: int) -> None:
         """Note that the request of a slot ended or was preempted, with so many known tokens. The tables still hold them."""
 
@@ -52,6 +56,12 @@ class Drafter(Protocol):
         """Note the rows of a step that the served model has computed, with or without drafts. Columns are int64[R].
 
         num_valid: computed tokens of each row, without rejected drafts.
+        """
+
+    def num_missing(self, slots: Int, num_tokens: Int) -> Int | None:
+        """Return the tokens that `propose` computes for each slot, besides the newest one. None if it computes none.
+
+        num_tokens: known tokens of each slot, as in `DraftRows`.
         """
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
@@ -66,6 +76,7 @@ class NgramDrafter:
 
     step_time = 0.0, 0.0
     output_cache = None
+    reads_steps = False
 
     def __init__(self, tables: SlotTables, shortest: int, longest: int) -> None:
         self._token_ids: Tokens = tables.token_ids.numpy()
@@ -82,6 +93,9 @@ class NgramDrafter:
 
     def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
         """See `Drafter.note_computed`."""
+
+    def num_missing(self, slots: Int, num_tokens: Int) -> None:
+        """See `Drafter.num_missing`."""
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
         """See `Drafter.propose`."""
@@ -114,6 +128,7 @@ class SuffixDrafter:
     """
 
     step_time = 0.0, 0.0
+    reads_steps = False
 
     def __init__(self, config: SpeculativeConfig, tables: SlotTables) -> None:
         self._token_ids: Tokens = tables.token_ids.numpy()
@@ -154,6 +169,9 @@ class SuffixDrafter:
 
     def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
         """See `Drafter.note_computed`."""
+
+    def num_missing(self, slots: Int, num_tokens: Int) -> None:
+        """See `Drafter.num_missing`."""
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
         """See `Drafter.propose`."""

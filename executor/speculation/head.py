@@ -90,6 +90,7 @@ class HeadDrafter:
         self._time = StepTime()
 
     output_cache = None
+    reads_steps = True
 
     @property
     def step_time(self) -> tuple[float, float]:
@@ -147,6 +148,11 @@ class HeadDrafter:
         places = torch.from_numpy(slots[rows][newest]), torch.from_numpy(positions[newest] % NUM_FEATURES)
         self._features[places] = features[torch.from_numpy(newest)]
         self._num_known[slots] = ends
+
+    def num_missing(self, slots: Int, num_tokens: Int) -> Int:
+        """See `Drafter.num_missing`."""
+        missing: Int = np.maximum(num_tokens - 1 - self._num_computed[slots], 0)
+        return missing
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
         """See `Drafter.propose`."""

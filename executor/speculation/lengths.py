@@ -2,27 +2,42 @@
 
 A step of ``n`` tokens takes about ``base + n * each`` seconds; both are fitted to recent steps. The first draft of a
 request is accepted with probability ``p``, the second with ``p ** 2`` and so on; ``p`` is the recent acceptance
-rate of that request. Tokens that a grammar forces have a rate of their own. A draft is worth its time while its
-probability, over ``each`` seconds, exceeds the tokens per second of the step without it. Drafts are taken in order of
-their probability, over all requests.
+rate of that request. Tokens that a grammar forces have a rate of their own. Drafts cost time too:
 
-A draft model computes the k-th drafts of all requests in its k-th step, which has a base time too. So the choice is made
-for each maximum length, and the one with the most tokens per second is used.
+- each draft that is verified: ``each``;
+- a draft model's k-th drafts of all requests, computed in its k-th step: its own ``base``, and ``each`` per row;
+- a request that is asked for drafts: a fixed time, such as that of a search, whether the drafter finds any or not;
+- tokens of a request that the draft model has not computed yet: their time, over the typical number of steps of a request.
 
-Every `TRIAL_EVERY` steps, a request without drafts verifies one, to update its acceptance rate. Trials take at most
-`TRIAL_SHARE` of the time. A new request starts with the recent acceptance rate of all requests.
+The numbers with the most expected tokens per second are used. For a given rate, a draft is worth its probability over the
+rate, and each request's best number is known. The rate of these numbers is higher, and is used next, until it no longer
+grows (Dinkelbach, 1967).
+
+Every `TRIAL_EVERY` steps, a request without drafts verifies one, to update its acceptance rate. A new request starts with the
+recent acceptance rate of all requests, which remains part of its estimate. Where no drafts pay, the next choice is some steps
+later. All costs are paid from a `quintet.executor.speculation.budget.DraftBudget`. It limits trials, and the loss if estimates
+are wrong.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-STEP_MEMORY, DRAFT_MEMORY = 0.98, 0.9
-"""Weight of the past at each new step, and at each new draft."""
+from quintet.executor.ragged import Int
+from quintet.executor.speculation.budget import DraftBudget, Floats
 
-PRIOR_SHARE, PRIOR_WEIGHT = 0.6, 2.0
-"""Assumed acceptance of the first request, and the number of drafts that the acceptance of a new request counts as."""
+STEP_MEMORY, SLOPE_MEMORY, DRAFT_MEMORY = 0.98, 0.995, 0.97
+"""Weight of the past at each new step: in the mean time, and in the time per token; and at each new draft."""
+
+PRIOR_SHARE, PRIOR_WEIGHT, MAX_SHARE = 0.6, 8.0, 0.99
+"""Assumed acceptance of the first request; the number of drafts that the acceptance of all requests counts as in the estimate
+of each; and the highest acceptance rate."""
+
+SEARCH_MEMORY = 0.9
+"""Weight of the past in the time of searches, and in the share that finds drafts."""
 
 FORCED_SHARE = 0.95
 """Assumed acceptance of the tokens that a grammar forces, for a new request."""
@@ -33,59 +48,136 @@ TYPICAL_MEMORY = 0.99
 PRIOR_COST = 0.2
 """Assumed ratio of ``each`` to the time of a step of one token, until steps of different sizes were measured."""
 
-TRIAL_EVERY = 32
-"""Steps after which a request without drafts tries one."""
+PRIOR_DRAFT_COST = 0.25
+"""Assumed ratio of a draft model's step time to that of the served model, until steps of the draft model were measured."""
 
-TRIAL_SHARE, TRIAL_MEMORY = 0.01, 0.999
-"""Maximum share of trials in the time of recent steps, and the weight of the past at each new step."""
+TRIAL_EVERY, RECHECK_EVERY = 32, 512
+"""Steps after which a request without drafts tries one: if drafts may pay with a better acceptance rate, and if not."""
+
+MIN_PAUSE, MAX_PAUSE = 4, 32
+"""Steps between two choices if no drafts pay. The pause doubles from one to the next."""
+
+REQUEST_STEPS, REQUEST_MEMORY = 64.0, 0.9
+"""Assumed steps of a request, until some have ended; and the weight of the past at each end."""
+
+MAX_ROUNDS = 6
+"""Maximum rounds of the search for the best numbers. Three are usual."""
 
 
 class StepTime:
     """Linear fit of the time of a step to its number of tokens, with exponential forgetting."""
 
+    __slots__ = ("_covariance", "_num_steps", "_recent", "_slow", "_variance")
+
     def __init__(self) -> None:
-        self._sums = np.zeros(5)
-        """Weighted sums of 1, tokens, seconds, tokens squared, and tokens times seconds."""
+        self._num_steps = 0
+        self._recent, self._slow = (0.0, 0.0), (0.0, 0.0)
+        """Mean tokens and seconds of recent steps, and of more steps."""
+        self._variance, self._covariance = 0.0, 0.0
+        """Of the tokens, and of tokens and seconds, over those more steps."""
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Add a measurement."""
-        x, y = float(num_tokens), seconds
-        self._sums = STEP_MEMORY * self._sums + (1.0, x, y, x * x, x * y)
+        self._num_steps += 1
+        part = max(1.0 - STEP_MEMORY, 1.0 / self._num_steps)
+        x, y = self._recent
+        self._recent = x + part * (num_tokens - x), y + part * (seconds - y)
+        part = max(1.0 - SLOPE_MEMORY, 1.0 / self._num_steps)
+        x, y = self._slow
+        more_x, more_y = num_tokens - x, seconds - y
+        self._slow = x + part * more_x, y + part * more_y
+        self._variance = (1.0 - part) * (self._variance + part * more_x * more_x)
+        self._covariance = (1.0 - part) * (self._covariance + part * more_x * more_y)
 
     def fit(self) -> tuple[float, float]:
         """Return ``base`` and ``each`` in seconds; (0, 0) before the first measurement."""
-        weight, x, y, xx, xy = self._sums.tolist()
-        if not weight:
+        if not self._num_steps:
             return 0.0, 0.0
-        mean_x, mean_y = x / weight, y / weight
-        spread = xx / weight - mean_x * mean_x
+        mean_x, mean_y = self._recent
         each = PRIOR_COST * mean_y / (1.0 + PRIOR_COST * (mean_x - 1.0))
-        if spread > 0.01 * mean_x * mean_x:
-            each = (xy / weight - mean_x * mean_y) / spread
+        if self._variance > 0.002 * self._slow[0] ** 2:
+            each = self._covariance / self._variance
         each = min(max(each, 0.01 * mean_y / mean_x), mean_y / mean_x)
         return mean_y - each * mean_x, each
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCosts:
+    """Time of proposing drafts."""
+
+    step_time: tuple[float, float] = (0.0, 0.0)
+    """See `quintet.executor.speculation.drafters.Drafter.step_time`."""
+    num_missing: Int | None = None
+    """Tokens that the drafter computes before the first draft of each row, besides the newest. None: it computes none."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Chosen number of drafts of some rows."""
+
+    slots: Int
+    counts: Int
+    missing_s: Floats
+    """Expected time of the missing tokens of each row."""
+    is_trial: NDArray[np.bool_]
+    """Rows with one draft that is not expected to pay."""
+    model_s: float
+    """Expected time of a draft model's steps, missing tokens included."""
+    is_first: bool
+    """Some request has its first drafts; a search then indexes its tokens."""
+
+    def of_rows(self, rows: NDArray[np.bool_]) -> DraftCounts:
+        """Return the choice for these rows, all those with drafts among them."""
+        columns = self.slots[rows], self.counts[rows], self.missing_s[rows], self.is_trial[rows]
+        return DraftCounts(*columns, self.model_s, self.is_first)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Measured times of a step, and its drafts."""
+
+    num_tokens: int
+    """Computed tokens, drafts included; 0 if the step has prompts: their tokens take another time."""
+    seconds: float
+    """Time of the computation."""
+    overhead_s: float
+    """Time of choosing, proposing and accepting drafts."""
+    num_drafts: int
+    num_accepted: int
+    num_steps: int = 1
+    """Number of such steps; the times are means."""
 
 
 class DraftLengths:
     """Acceptance of each slot's drafts, and the number of drafts with the highest throughput."""
 
     def __init__(self, num_slots: int) -> None:
-        self.time = StepTime()
+        self.time, self._budget = StepTime(), DraftBudget(num_slots)
         self._accepted = np.zeros((num_slots, 2))
         """Weighted sums by slot, of the drafter's and of forced drafts."""
         self._weights = np.zeros((num_slots, 2))
-        self._num_waited = np.zeros(num_slots, np.int64)
-        self._typical = PRIOR_SHARE
-        self._is_trial = False
-        """The last choice has trials only."""
-        self._step_s, self._trial_s = 0.0, 0.0
-        """Weighted sums of the seconds of steps, and of proposing drafts for trials."""
+        self._found = np.ones(num_slots)
+        """Recent share of the searches by slot that found drafts."""
+        self._typical, self._request_steps = PRIOR_SHARE, REQUEST_STEPS
+        self._num_steps, self._next_choice, self._pause = 0, 0, MIN_PAUSE
+        self._began = np.zeros(num_slots, np.int64)
+        """First step of the request, by slot."""
+        self._last_draft = np.zeros(num_slots, np.int64)
+        self._row_s = 0.0
+        """Mean time of a row with drafts, besides that of a draft model's steps and of verification."""
 
     def begin(self, slot: int) -> None:
         """Forget the former request of a slot."""
-        self._accepted[slot] = self._typical * PRIOR_WEIGHT, FORCED_SHARE * PRIOR_WEIGHT
-        self._weights[slot] = PRIOR_WEIGHT
-        self._num_waited[slot] = 0
+        self._accepted[slot] = self._weights[slot] = 0.0
+        self._found[slot] = 1.0
+        self._began[slot] = self._last_draft[slot] = self._next_choice = self._num_steps
+        self._pause = MIN_PAUSE
+        self._budget.begin(slot)
+
+    def end(self, slot: int) -> None:
+        """Note that the request of a slot ended."""
+        num_steps = float(max(1, self._num_steps - self._began[slot]))
+        self._request_steps += (1.0 - REQUEST_MEMORY) * (num_steps - self._request_steps)
 
     def note(self, slot: int, num_accepted: int, num_drafts: int, num_forced: int = 0) -> None:
         """Record a verification. Drafts after the first rejected one are not counted. num_forced: the first of the drafts."""
@@ -97,66 +189,152 @@ class DraftLengths:
             if not is_forced:
                 self._typical += (1.0 - TYPICAL_MEMORY) * (is_accepted - self._typical)
 
-    def note_step(self, seconds: float, proposing_s: float) -> None:
-        """Record the time of a step, of which ``proposing_s`` was spent on proposing drafts."""
-        self._step_s = TRIAL_MEMORY * self._step_s + seconds
-        self._trial_s = TRIAL_MEMORY * self._trial_s + (proposing_s if self._is_trial else 0.0)
+    def rates(self, slots: Int) -> Floats:
+        """Return the estimated acceptance rate of these slots' drafts: ``[slots, 2]``, of the drafter's and of forced drafts."""
+        accepted = self._accepted[slots] + PRIOR_WEIGHT * np.array((self._typical, FORCED_SHARE))
+        return np.minimum(accepted / (self._weights[slots] + PRIOR_WEIGHT), MAX_SHARE)
+
+    def note_found(self, slots: Int, has_drafts: NDArray[np.bool_]) -> None:
+        """Record for which of these slots the drafter found drafts."""
+        self._found[slots] += (1.0 - SEARCH_MEMORY) * (has_drafts - self._found[slots])
+
+    def note_step(self, slots: Int, num_draws: int, step: StepCost, asked: DraftCounts | None = None) -> None:
+        """Record the time of a step of these slots. asked: its rows that were asked for drafts."""
+        if step.num_tokens:
+            self.time.note(step.num_tokens, step.seconds)
+        base, each = self.time.fit()
+        if not num_draws or not base + each:
+            return
+        plain_s, cost_s = base + each * num_draws, step.overhead_s + each * step.num_drafts
+        if asked is not None:
+            row_s = max(0.0, step.overhead_s - asked.model_s) / len(asked.slots)
+            if not asked.is_first:
+                self._row_s += (1.0 - SEARCH_MEMORY if self._row_s else 1.0) * (row_s - self._row_s)
+            invested_s = np.where(asked.is_trial, 0.0, asked.missing_s)
+            total_s = float(invested_s.sum())
+            if total_s:
+                invested_s *= min(1.0, step.overhead_s / total_s)
+                self._budget.invest(asked.slots, invested_s)
+                cost_s -= float(invested_s.sum())
+        saved_s = step.num_accepted * plain_s / num_draws
+        seconds = step.num_steps * (step.seconds + step.overhead_s)
+        self._budget.note_step(slots, plain_s, seconds, saved_s, cost_s)
+
+    def is_due(self, *, has_forced: bool = False) -> bool:
+        """Return whether to choose drafts in this step; call it once a step. has_forced: a grammar may force tokens."""
+        self._num_steps += 1
+        return self._budget.is_open and (has_forced or self._num_steps > self._next_choice)
 
     def choose(
         self,
-        slots: NDArray[np.int32],
-        most: NDArray[np.int64],
-        num_tokens: int,
+        slots: Int,
+        most: Int,
         num_draws: int,
-        draft_time: tuple[float, float] = (0.0, 0.0),
-        num_forced: NDArray[np.int64] | None = None,
-    ) -> NDArray[np.int64]:
+        costs: DraftCosts,
+        num_forced: Int | None = None,
+    ) -> DraftCounts:
         """Return the number of drafts to propose for each of these slots, at most ``most``.
 
-        num_tokens, num_draws: tokens that the step computes and draws without drafts. draft_time: see
-        `quintet.executor.speculation.drafters.Drafter.step_time`. num_forced: forced tokens of each slot, which are
-        proposed first.
+        num_draws: tokens that the step draws without drafts. num_forced: forced tokens of each slot, which are proposed
+        first.
         """
-        rates, forced_rates = np.minimum(self._accepted[slots] / self._weights[slots], 0.99).T
-        longest = int(most.max(initial=0))
-        numbers = np.arange(1, longest + 1)
-        of_forced = np.minimum(numbers, 0 if num_forced is None else num_forced[:, None])
-        expected_tokens: NDArray[np.float64] = rates[:, None] ** (numbers - of_forced)
-        expected_tokens = expected_tokens * forced_rates[:, None] ** of_forced
-        expected_tokens[numbers > most[:, None]] = 0.0
         base, each = self.time.fit()
-        draft_base, draft_each = draft_time
-        counts, best_rate = np.zeros(len(slots), np.int64), 0.0
-        if draft_base and base + each:
-            best_rate = num_draws / (base + each * num_tokens)
-        for depth in range(1, longest + 1) if draft_base else (longest,):
-            seconds = base + each * num_tokens + draft_base * depth
-            found, rate = _most_tokens(expected_tokens[:, :depth], seconds, each + draft_each, num_draws)
-            if rate <= best_rate:
-                break  # a longer draft costs as much, and is accepted less often
-            counts, best_rate = found, rate
-        self._num_waited[slots] = np.where(counts > 0, 0, self._num_waited[slots] + 1)
-        tries = (self._num_waited[slots] >= TRIAL_EVERY) & (most > 0)
-        tries &= self._trial_s <= TRIAL_SHARE * self._step_s
-        self._num_waited[slots[tries]] = 0
-        self._is_trial = bool(tries.any()) and not counts.any()
-        return np.where(tries, 1, counts)
+        draft_base, draft_each = costs.step_time
+        if costs.num_missing is not None and not draft_base + draft_each:
+            draft_base, draft_each = PRIOR_DRAFT_COST * (base + each), PRIOR_DRAFT_COST * each
+        num_missing: Floats = np.zeros(len(slots))
+        if costs.num_missing is not None:
+            num_missing = costs.num_missing.astype(np.float64)
+        missing_s: Floats = draft_each * num_missing
+        rates = self.rates(slots)
+        found = self._found[slots]
+        if num_forced is not None:
+            found = np.where(num_forced > 0, 1.0, found)
+        problem = _Drafts(
+            *(found, self._row_s + missing_s / self._request_steps, each + draft_each, draft_base),
+            *(num_draws, base + each * num_draws),
+        )
+        counts = problem.best_counts(_expected(rates, most, num_forced))
+        waited = np.where(counts > 0, 0, self._num_steps - self._last_draft[slots])
+        if (waited >= TRIAL_EVERY).any():
+            rates[:, 0] = MAX_SHARE
+            is_possible = problem.best_counts(_expected(rates, most, num_forced)) > 0
+            tries = (most > 0) & (waited >= np.where(is_possible, TRIAL_EVERY, RECHECK_EVERY))
+            self._limit_trials(tries, self._row_s + each + draft_each + draft_base + missing_s)
+        else:
+            tries = waited < 0
+        self._next_choice = self._num_steps
+        if counts.any():
+            self._pause = MIN_PAUSE
+        else:
+            self._next_choice += self._pause
+            self._pause = min(2 * self._pause, MAX_PAUSE)
+        counts[tries] = 1
+        asked = counts > 0
+        is_first = bool((self._last_draft[slots[asked]] == self._began[slots[asked]]).any())
+        self._last_draft[slots[asked]] = self._num_steps
+        model_s = draft_base * int(counts.max(initial=0)) + float(
+            draft_each * counts.sum() + missing_s[asked].sum()
+        )
+        return DraftCounts(slots, counts, missing_s, tries, model_s, is_first)
+
+    def _limit_trials(self, tries: NDArray[np.bool_], seconds: Floats) -> None:
+        """Remove the trials that the budget does not cover; prefer cheap ones."""
+        rows = np.flatnonzero(tries)
+        rows = rows[np.argsort(seconds[rows], kind="stable")]
+        tries[rows[~self._budget.can_pay(np.cumsum(seconds[rows]))]] = False
 
 
-def _most_tokens(
-    expected_tokens: NDArray[np.float64], seconds: float, each: float, num_draws: int
-) -> tuple[NDArray[np.int64], float]:
-    """Return the number of drafts of each request with the most tokens per second, and that rate.
+def _expected(rates: Floats, most: Int, num_forced: Int | None) -> Floats:
+    """Return the probability that each draft is accepted: ``[rows, drafts]``. rates: of a drafter's, and of forced drafts."""
+    numbers = np.arange(1, int(most.max(initial=0)) + 1)
+    if num_forced is None:
+        expected: Floats = rates[:, :1] ** numbers
+    else:
+        of_forced = np.minimum(numbers, num_forced[:, None])
+        expected = rates[:, :1] ** (numbers - of_forced) * rates[:, 1:] ** of_forced
+    expected[numbers > most[:, None]] = 0.0
+    return expected
 
-    expected_tokens: ``[requests, drafts]``, acceptance probabilities. seconds: of the step without drafts. each: seconds
-    of a draft.
-    """
-    ordered = np.sort(expected_tokens, axis=None)[::-1]
-    before = np.arange(len(ordered))
-    tokens_before = num_draws + np.concatenate(([0.0], np.cumsum(ordered)[:-1]))
-    is_worthwhile = ordered * (seconds + each * before) > tokens_before * each
-    num_chosen = int(np.argmin(is_worthwhile)) if not is_worthwhile.all() else len(is_worthwhile)
-    if not num_chosen:
-        return np.zeros(len(expected_tokens), np.int64), 0.0
-    counts = (expected_tokens >= ordered[num_chosen - 1]).sum(axis=1)
-    return counts, (num_draws + float(ordered[:num_chosen].sum())) / (seconds + each * num_chosen)
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """Times of a step, and of the drafts that it may verify."""
+
+    found: Floats
+    """Probability by row that the drafter finds drafts."""
+    row_s: Floats
+    """Time by row of asking for drafts."""
+    each_s: float
+    """Time of each draft."""
+    depth_s: float
+    """Time of the k-th drafts of all rows."""
+    num_draws: int
+    """Tokens without drafts."""
+    plain_s: float
+    """Time without drafts."""
+
+    def best_counts(self, expected: Floats) -> Int:
+        """Return the number of drafts of each row with the most tokens per second. expected: see `_expected`."""
+        counts = np.zeros(len(expected), np.int64)
+        if not expected.size or not self.plain_s:
+            return counts
+        numbers = np.arange(1, expected.shape[1] + 1)
+        found, rate = self.found[:, None], self.num_draws / self.plain_s
+        for _ in range(MAX_ROUNDS):
+            is_worthwhile = expected > rate * self.each_s
+            gains = found * np.cumsum(np.where(is_worthwhile, expected - rate * self.each_s, 0.0), axis=1)
+            gains -= rate * self.row_s[:, None]
+            of_depth = np.maximum(gains, 0.0).sum(axis=0) - rate * self.depth_s * numbers
+            best = int(of_depth.argmax())
+            chosen = is_worthwhile[:, : best + 1] & (gains[:, best : best + 1] > 0.0)
+            tokens = self.num_draws + float((found * expected[:, : best + 1])[chosen].sum())
+            found_counts = chosen.sum(axis=1)
+            seconds = self.plain_s + self.depth_s * int(found_counts.max())
+            seconds += float(
+                (self.each_s * self.found * found_counts + self.row_s * (found_counts > 0)).sum()
+            )
+            if tokens <= rate * seconds * (1.0 + 1e-9):
+                break
+            counts, rate = found_counts, tokens / seconds
+        return counts

@@ -28,9 +28,12 @@ from quintet.executor.speculation.draft_states import DraftStates
 from quintet.executor.speculation.drafters import Drafter, DraftRows
 from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.grammar_drafts import GrammarDrafts
-from quintet.executor.speculation.lengths import DraftLengths
+from quintet.executor.speculation.lengths import DraftCosts, DraftCounts, DraftLengths, StepCost
 from quintet.executor.speculation.output_cache import OutputCache
+from quintet.executor.speculation.plain_steps import PlainSteps
 from quintet.wire.step import StepPlan, StepResult, TokenLogprobs
+
+NO_STARTS: Int = np.empty(0, np.int64)
 
 
 def until_stop(drafts: Tokens, stop_ids: frozenset[int]) -> Tokens:
@@ -41,7 +44,7 @@ def until_stop(drafts: Tokens, stop_ids: frozenset[int]) -> Tokens:
     return drafts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class DraftedStep:
     """A plan with drafts, between its start and its result."""
 
@@ -50,10 +53,14 @@ class DraftedStep:
     starts: Int
     drafts: list[tuple[int, Tokens]]
     """Rows with drafts, ascending."""
+    asked: DraftCounts | None
+    """Chosen number of drafts of the slots that were asked for them."""
     proposing_s: float
-    """Time spent on proposing drafts."""
+    """Time spent on choosing and proposing drafts."""
     began_s: float
     """Start of the computation."""
+    plain: PlainSteps | None = None
+    """Steps that this one continues, if it has no drafts and the same rows; ``starts`` is empty then."""
 
 
 class Speculation:
@@ -67,8 +74,10 @@ class Speculation:
         max_rows: int,
         max_tokens: int,
         states: DraftStates | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """max_rows, max_tokens: the largest step, drafts included. states: of a model with recurrent states."""
+        self._clock = clock
         self._token_ids: Tokens = tables.token_ids.numpy()
         self._max_rows, self._max_tokens, self._states = max_rows, max_tokens, states
         self._drafter = drafter
@@ -80,6 +89,8 @@ class Speculation:
         self._ended_s = 0.0
         """End of the last step. Steps overlap in a pipeline; the later one is measured from there."""
         self._lengths = DraftLengths(len(self._token_ids))
+        self._plain: PlainSteps | None = None
+        """The newest steps, while they have no drafts and the same rows."""
 
     @property
     def output_cache(self) -> OutputCache | None:
@@ -88,11 +99,16 @@ class Speculation:
 
     def end_requests(self, freed: bytes) -> None:
         """Note the freed slots of a plan, before the slot tables change."""
+        if freed:
+            self._end_plain()
         for slot in np.frombuffer(freed, np.int32).tolist():
             self._drafter.end(slot, int(self._num_tokens[slot]))
+            self._lengths.end(slot)
 
     def note(self, plan: StepPlan) -> None:
         """Note a plan before `begin`, also one without drafts. The slot tables hold its deltas."""
+        if plan.new_rows:
+            self._end_plain()
         for new in plan.new_rows:
             self._num_tokens[new.slot] = len(new.token_ids) // 4
             self._stop_ids[new.slot] = frozenset(new.stop_ids)
@@ -104,10 +120,9 @@ class Speculation:
         if not plan.drafts:
             result = compute(plan)
             slots, starts, counts = (
-                np.frombuffer(column, np.int32).astype(np.int64)
-                for column in (plan.slots, plan.starts, plan.counts)
+                np.frombuffer(column, np.int32) for column in (plan.slots, plan.starts, plan.counts)
             )
-            self._drafter.note_computed(slots, starts, counts, counts)
+            self._note_computed(slots, starts, counts, counts)
             return result
         step = self.begin(plan)
         result = compute(step.plan)
@@ -116,77 +131,128 @@ class Speculation:
 
     def begin(self, plan: StepPlan) -> DraftedStep:
         """Add drafts to a plan. The tokens of all earlier steps with these slots are known."""
+        began_s = self._clock()
+        is_due = self._lengths.is_due(has_forced=self._grammar_drafts.is_used)
+        plain = self._plain
+        if plain is not None and not is_due and plain.has_next(plan):
+            return DraftedStep(plain.next(plan), NO_STARTS, [], None, 0.0, began_s, plain)
+        self._end_plain()
         slots, most = np.frombuffer(plan.slots, np.int32), np.frombuffer(plan.drafts, np.uint8)
         starts = np.where(most > 0, self._num_tokens[slots] - 1, np.frombuffer(plan.starts, np.int32))
-        began_s = time.perf_counter()
-        drafts = self._propose(plan, starts, most)
-        proposed_s = time.perf_counter()
-        counts, samples = (
-            np.frombuffer(plan.counts, np.int32).copy(),
-            np.frombuffer(plan.samples, np.uint8).copy(),
-        )
-        for row, proposed in drafts:
-            counts[row] += len(proposed)
-            samples[row] += len(proposed)
-        columns = {
-            "starts": starts.astype(np.int32).tobytes(),
-            "counts": counts.tobytes(),
-            "samples": samples.tobytes(),
-        }
+        columns = {"starts": starts.astype(np.int32).tobytes()}
+        asked, drafts = None, list[tuple[int, Tokens]]()
+        if is_due:
+            asked, drafts = self._propose(plan, slots, starts, most)
+        if drafts:
+            counts, samples = (
+                np.frombuffer(plan.counts, np.int32).copy(),
+                np.frombuffer(plan.samples, np.uint8).copy(),
+            )
+            for row, proposed in drafts:
+                counts[row] += len(proposed)
+                samples[row] += len(proposed)
+            columns |= {"counts": counts.tobytes(), "samples": samples.tobytes()}
         drafted = msgspec.structs.replace(plan, **columns, drafts=b"")
-        return DraftedStep(drafted, starts, drafts, proposed_s - began_s, proposed_s)
+        proposed_s = self._clock()
+        return DraftedStep(drafted, starts, drafts, asked, proposed_s - began_s, proposed_s)
 
     def end(self, step: DraftedStep, result: StepResult) -> None:
         """Verify the drafts of a computed step: remove rejected tokens from its result."""
-        slots, samples = np.frombuffer(step.plan.slots, np.int32), np.frombuffer(step.plan.samples, np.uint8)
-        counts, ended_s = np.frombuffer(step.plan.counts, np.int32), time.perf_counter()
+        ended_s = self._clock()
         seconds, self._ended_s = ended_s - max(step.began_s, self._ended_s), ended_s
-        if (counts == samples).all():  # no prefill
-            self._lengths.time.note(int(counts.sum()), seconds)
-        self._lengths.note_step(seconds + step.proposing_s, step.proposing_s)
-        num_tokens = self._accept(result, samples, step.drafts)
-        verified = [(int(slots[row]), len(drafts), int(num_tokens[row]) - 1) for row, drafts in step.drafts]
-        for slot, num_drafts, num_accepted in verified:
-            self._lengths.note(slot, num_accepted, num_drafts, self._grammar_drafts.num_forced(slot))
-        if self._states is not None:
-            self._states.restore(verified)
+        if step.plain is not None:
+            step.plain.end(result, seconds)
+            if step.plain is not self._plain:
+                self._num_tokens[step.plain.slots] += 1
+            return
+        slots, samples = np.frombuffer(step.plan.slots, np.int32), np.frombuffer(step.plan.samples, np.uint8)
+        counts = np.frombuffer(step.plan.counts, np.int32)
+        num_tokens, verified = samples, list[tuple[int, int, int]]()
+        if step.drafts:
+            num_tokens = self._accept(result, samples, step.drafts)
+            verified = [
+                (int(slots[row]), len(drafts), int(num_tokens[row]) - 1) for row, drafts in step.drafts
+            ]
+            for slot, num_drafts, num_accepted in verified:
+                self._lengths.note(slot, num_accepted, num_drafts, self._grammar_drafts.num_forced(slot))
+            if self._states is not None:
+                self._states.restore(verified)
         sampling = np.flatnonzero(samples)
         result.num_tokens = num_tokens[sampling].tobytes()
         result.num_drafts = (samples[sampling] - 1).astype(np.uint8).tobytes()
-        self._num_tokens[slots[sampling]] = (step.starts + counts - samples + 1 + num_tokens)[sampling]
-        columns = (slots, step.starts, counts, counts - samples + num_tokens)
-        self._drafter.note_computed(*(column.astype(np.int64) for column in columns))
-
-    def _propose(self, plan: StepPlan, starts: Int, most: NDArray[np.uint8]) -> list[tuple[int, Tokens]]:
-        """Return the drafts by row, and write them into the token table. starts: int64[R], of the executor."""
-        slots, num_planned = (
-            np.frombuffer(plan.slots, np.int32),
-            int(np.frombuffer(plan.counts, np.int32).sum()),
+        known = step.starts + counts - samples + num_tokens
+        self._num_tokens[slots[sampling]] = known[sampling] + 1
+        cost = StepCost(
+            num_tokens=int(counts.sum()) if step.plan.counts == samples.astype(np.int32).tobytes() else 0,
+            seconds=seconds,
+            overhead_s=step.proposing_s + self._clock() - ended_s,
+            num_drafts=sum(num_drafts for _, num_drafts, _ in verified),
+            num_accepted=sum(num_accepted for _, _, num_accepted in verified),
         )
-        num_free = min(self._max_tokens - num_planned, self._max_rows - plan.samples.count(1))
-        if self._states is not None:
-            num_free = min(num_free, self._states.num_states)
+        self._lengths.note_step(slots[sampling].astype(np.int64), len(sampling), cost, step.asked)
+        self._note_computed(slots, step.starts, counts, known - step.starts)
+        if cost.num_tokens == len(slots) and not step.drafts and not self._drafter.reads_steps:
+            self._end_plain()
+            self._plain = PlainSteps(step.plan, slots, (step.starts + 1).astype(np.int32))
+
+    def _end_plain(self) -> None:
+        """Update tables and statistics after steps of the same rows without drafts."""
+        plain, self._plain = self._plain, None
+        if plain is None or not plain.num_steps:
+            return
+        num_rows, num_steps = len(plain.slots), plain.num_steps
+        self._num_tokens[plain.slots] += num_steps
+        cost = StepCost(num_rows, plain.seconds / num_steps, 0.0, 0, 0, num_steps)
+        self._lengths.note_step(plain.slots.astype(np.int64), num_rows, cost)
+
+    def _note_computed(self, *columns: NDArray[np.integer]) -> None:
+        """Pass slots, starts, counts and valid tokens of a step's rows to a drafter that reads them."""
+        if self._drafter.reads_steps:
+            self._drafter.note_computed(*(column.astype(np.int64) for column in columns))
+
+    def _propose(
+        self, plan: StepPlan, slots: NDArray[np.int32], starts: Int, most: NDArray[np.uint8]
+    ) -> tuple[DraftCounts | None, list[tuple[int, Tokens]]]:
+        """Return the number of drafts by asked row, and the drafts by row, which are also in the token table.
+
+        starts: int64[R], of the executor.
+        """
         rows = self._running_rows(slots, starts, np.flatnonzero(most > 1))
+        if not len(rows):
+            return None, []
         limits = most[rows].astype(np.int64) - 1
         num_forced = self._grammar_drafts.begin(slots[rows].astype(np.int64), limits)
-        wanted = self._lengths.choose(
-            *(slots[rows], limits, num_planned, plan.samples.count(1)), self._drafter.step_time, num_forced
+        asked = self._choose(
+            plan, DraftRows(slots[rows].astype(np.int64), starts[rows] + 1, limits), num_forced
         )
-        used = np.cumsum(wanted)
-        wanted -= np.clip(used - num_free, 0, wanted)  # the last rows get fewer
-        rows, wanted = rows[wanted > 0], wanted[wanted > 0]
-        if not len(rows):
-            return []
+        is_asked = asked.counts > 0
+        if not is_asked.any():
+            return None, []
+        asked = asked.of_rows(is_asked)
+        rows = rows[is_asked]
         begins = starts[rows].astype(np.int64) + 1
+        proposals = self._grammar_drafts.propose(DraftRows(asked.slots, begins, asked.counts), self._drafter)
         drafts: list[tuple[int, Tokens]] = []
-        asked = DraftRows(slots[rows].astype(np.int64), begins, wanted)
-        proposals = self._grammar_drafts.propose(asked, self._drafter)
         for row, begin, proposed in zip(rows.tolist(), begins.tolist(), proposals, strict=True):
             tokens = until_stop(proposed, self._stop_ids[slots[row]]).copy()
             if len(tokens):
                 self._token_ids[slots[row], begin : begin + len(tokens)] = tokens
                 drafts.append((row, tokens))
-        return drafts
+        self._lengths.note_found(asked.slots, np.array([len(each) > 0 for each in proposals]))
+        return asked, drafts
+
+    def _choose(self, plan: StepPlan, rows: DraftRows, num_forced: Int) -> DraftCounts:
+        """Return the number of drafts of each row, within the limits of a step."""
+        num_draws = plan.samples.count(1)
+        num_planned = int(np.frombuffer(plan.counts, np.int32).sum())
+        num_free = min(self._max_tokens - num_planned, self._max_rows - num_draws)
+        if self._states is not None:
+            num_free = min(num_free, self._states.num_states)
+        costs = DraftCosts(self._drafter.step_time, self._drafter.num_missing(rows.slots, rows.num_tokens))
+        asked = self._lengths.choose(rows.slots, rows.counts, num_draws, costs, num_forced)
+        used = np.cumsum(asked.counts)
+        asked.counts[:] -= np.clip(used - num_free, 0, asked.counts)  # the last rows get fewer
+        return asked
 
     def _running_rows(self, slots: NDArray[np.int32], starts: Int, rows: Int) -> Int:
         """Return those of the rows that do not begin with a stop token.
@@ -204,8 +270,6 @@ class Speculation:
     ) -> NDArray[np.uint8]:
         """Remove rejected tokens from the result. Return the number of tokens of each row, at least 1 where it draws."""
         num_tokens = samples.copy()
-        if not drafts:
-            return num_tokens
         tokens = np.frombuffer(result.token_ids, np.int32)
         first_draws = np.cumsum(samples.astype(np.int64)) - samples
         is_kept = np.ones(len(tokens), np.bool_)

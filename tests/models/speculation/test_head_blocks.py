@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.speculation.test_bits import drafting_worker
@@ -83,10 +82,10 @@ def test_blocks_of_a_request_without_drafts_are_complete(bench: HeadBench) -> No
     (prompt,) = prompts_of((20,))
     assert bench.worker._speculation is not None
     lengths = bench.worker._speculation._lengths
-    choose, lengths.choose = lengths.choose, lambda slots, *_: np.zeros(len(slots), np.int64)  # type: ignore[method-assign]
+    is_due, lengths.is_due = lengths.is_due, lambda **_: False  # type: ignore[method-assign]
     driver.admit(1, prompt, msgspec.structs.replace(GREEDY, max_tokens=13))
     driver.run()
-    lengths.choose = choose  # type: ignore[method-assign]
+    lengths.is_due = is_due  # type: ignore[method-assign]
     driver.admit(2, [*prompt, *driver.outputs[1], 5, 6, 7], GREEDY)
     driver.run()
     assert driver.cached[2] == 32

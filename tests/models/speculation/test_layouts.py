@@ -12,7 +12,7 @@ from tests.models import byte_vocabulary
 from tests.models.distributed.ranks import config_of, in_ranks
 from tests.models.equality import few_blocks, with_blocks
 from tests.models.small_models import prompts_of
-from tests.models.speculation.test_bits import DRAFTS, PARAMS, Oracle, Recorder, run, send
+from tests.models.speculation.test_bits import DRAFTS, PARAMS, Oracle, Recorder, drafting, run, send
 from tests.models.speculation.test_structured import prompt_of
 from tests.models.speculation.test_structured import run as run_requests
 from tests.models.test_engine import changed
@@ -41,7 +41,7 @@ def foresee(worker: Worker | PipelineWorker, prompts: dict[int, list[int]], plai
     assert speculation is not None
     sequences = [prompt + plain.outputs[key] for key, prompt in prompts.items()]
     speculation._drafter = Oracle(worker, sequences)
-    speculation._lengths.choose = lambda slots, most, *_: most  # type: ignore[method-assign]
+    drafting(worker)
 
 
 @pytest.mark.drawn(2)
@@ -115,7 +115,7 @@ def test_stages_draft_the_outputs_of_earlier_requests(tmp_path: Path) -> None:
     with in_ranks(tmp_path, 1, stages=2, change=partial(with_drafts, drafts=suffix)) as loaded:
         worker: Any = loaded.worker
         plain = run(changed(loaded.config, speculative=None), worker, PARAMS["sampled"])
-        worker._speculation._lengths.choose = lambda slots, most, *_: most
+        drafting(worker)
         driver = Recorder(changed(loaded.config), worker)
         for first in (0, 100):
             send(driver, PARAMS["sampled"], first)

@@ -17,7 +17,7 @@ from tests.models import byte_vocabulary
 from tests.models.equality import few_blocks, load, with_blocks
 from tests.models.small_models import FAMILIES
 from tests.models.speculation.mtp_checkpoints import write
-from tests.models.speculation.test_bits import DRAFTS, Oracle, Recorder, drafting_worker
+from tests.models.speculation.test_bits import DRAFTS, Oracle, Recorder, choice_of, drafting_worker
 from tests.models.speculation.test_structured import budget, reasoned
 from tests.models.test_engine import changed, without_prefix_cache
 
@@ -179,7 +179,7 @@ class Mixed(Oracle):
         super().__init__(worker, sequences)
         self.end, self.note = drafter.end, drafter.note  # type: ignore[method-assign]
         self.note_computed = drafter.note_computed  # type: ignore[method-assign, assignment]
-        self._drafter = drafter
+        self._drafter, self.reads_steps = drafter, drafter.reads_steps
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
         pairs = zip(self._drafter.propose(rows), super().propose(rows), strict=True)
@@ -191,7 +191,8 @@ def drafts_with(rng: random.Random, worker: Worker, plain: Trace, requests: list
     speculation = worker._speculation
     assert speculation is not None
     draws = np.random.default_rng(rng.randrange(1 << 30))
-    speculation._lengths.choose = lambda slots, most, *_: draws.integers(0, most + 1)  # type: ignore[method-assign]
+    speculation._lengths.choose = lambda slots, most, *_: choice_of(slots, draws.integers(0, most + 1))  # type: ignore[method-assign]
+    speculation._lengths.is_due = lambda **_: bool(draws.random() < 0.6)  # type: ignore[method-assign]
     sequences = [requests[key // 10 - 1].prompt + outputs for key, outputs in plain.outputs.items()]
     drafter = speculation._drafter
     if isinstance(drafter, HeadDrafter):

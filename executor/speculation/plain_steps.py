@@ -1,0 +1,59 @@
+"""Consecutive steps of the same decode rows, all without drafts.
+
+Each row advances by one token a step, so only the starts differ from the step before. Tables and statistics are updated once,
+after the last of these steps.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from quintet.wire.step import StepPlan, StepResult
+
+MAX_STEPS = 64
+"""Steps after which tables and statistics are updated."""
+
+
+class PlainSteps:
+    """Steps without drafts after one with the same rows."""
+
+    __slots__ = (
+        "_counts",
+        "_no_drafts",
+        "_samples",
+        "_slot_column",
+        "_starts",
+        "num_steps",
+        "seconds",
+        "slots",
+    )
+
+    def __init__(self, plan: StepPlan, slots: NDArray[np.int32], starts: NDArray[np.int32]) -> None:
+        """plan: of decode rows without drafts, one token each. starts: int32[R], of the first of these steps."""
+        self._slot_column, self._counts, self._samples = plan.slots, plan.counts, plan.samples
+        self._no_drafts = bytes(len(plan.samples))
+        self._starts, self.slots = starts, slots
+        self.num_steps, self.seconds = 0, 0.0
+        """Number and total time of the computed steps."""
+
+    def has_next(self, plan: StepPlan) -> bool:
+        """Return whether the plan has the same rows, and each computes the newest token of its request."""
+        return (
+            plan.slots == self._slot_column
+            and plan.counts == self._counts
+            and plan.samples == self._samples
+            and 0 not in plan.drafts
+            and self.num_steps < MAX_STEPS
+        )
+
+    def next(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with the executor's starts."""
+        return msgspec.structs.replace(plan, starts=(self._starts + self.num_steps).tobytes(), drafts=b"")
+
+    def end(self, result: StepResult, seconds: float) -> None:
+        """Note the result and the time of a step."""
+        result.num_tokens, result.num_drafts = self._samples, self._no_drafts
+        self.num_steps += 1
+        self.seconds += seconds
