@@ -28,7 +28,7 @@ BODY = {
     "ignore_eos": True,
 }
 FOLDERS = ("wire", "process", "frontend", "tokenizer_proc", "core", "executor", "detokenizer_proc", "deploy")
-NUM_WARMUPS, NUM_REQUESTS = 3, 5
+NUM_WARMUPS, NUM_REQUESTS = 3, 15
 SETTLE_S = 0.1
 """Time before and after a request: processes receive the signal, and finish the request's last work."""
 
