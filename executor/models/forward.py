@@ -2,7 +2,8 @@
 
 The backend defines a value. Eager execution (`quintet.executor.backends.torch.eager`) uses tensors and computes at
 once. The recorded program (`quintet.executor.backends.cpu.program`) uses memory regions: it records operations once
-and runs them with one call per step. So a model does not depend on batches, block tables or steps.
+and runs them with one call per step. On a GPU (`quintet.executor.backends.cuda.forward`), operations launch kernels.
+So a model does not depend on batches, block tables or steps.
 
 Operations are pure: values never change and may be read in any order. The backend decides on fusion, in-place
 execution and elimination.

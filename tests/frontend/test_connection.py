@@ -210,7 +210,7 @@ def test_a_head_received_during_a_response_is_not_idle() -> None:
             is_first = False
             await go_on.wait()
         else:
-            await asyncio.sleep(3 * IDLE_S)
+            await asyncio.sleep(3 * IDLE_S)  # longer than the idle timeout, which must not apply
         await respond(send, 200)
 
     go_on = asyncio.Event()
