@@ -98,7 +98,7 @@ struct Outliers {
 
 // A packed weight. A weight in leaves is an array of leaves. The fields that describe the whole weight are equal in all leaves.
 struct Weight {
-  Dtype format;  // int8 for all integer formats
+  Dtype format;  // int8 for all coded formats
   index_t columns, depth;
   index_t group;  // k with one scale, or kWholeDepth
   bool paired;

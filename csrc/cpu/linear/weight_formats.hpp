@@ -31,7 +31,7 @@ enum class Scales : int {
 // own table.
 enum class Values : int { integer, fp8, nf4, fp4, tables };
 
-// Integer formats, from kFirstForm on; the floating-point formats before them are Dtypes. group 0: chosen by the caller, and a
+// Coded formats, from kFirstForm on; the floating-point formats before them are Dtypes. group 0: chosen by the caller, and a
 // scale block is one group.
 struct Form {
   Codes codes;

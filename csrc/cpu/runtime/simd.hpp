@@ -1,9 +1,9 @@
 // Vectors of fp32 and the element types of models, for the instruction set of the current compilation.
 //
-// Every kernel source is compiled once per instruction set (setup.py) into the namespace QT_ISA; only this header uses
-// intrinsics. Arithmetic uses explicit `fma`: contraction is off, so two instances of a template round alike. All functions are
-// in an unnamed or inline namespace, so the linker cannot merge code for AVX-512 with code for lesser processors. For the same
-// reason, kernel sources use no templates of the standard library.
+// Every kernel source is compiled once per instruction set (setup.py) into the namespace QT_ISA. Other files use intrinsics
+// only in a few measured fast paths. Arithmetic uses explicit `fma`: contraction is off, so two instances of a template round
+// alike. All functions are in an unnamed or inline namespace, so the linker cannot merge code for AVX-512 with code for lesser
+// processors. For the same reason, kernel sources use no templates of the standard library.
 #pragma once
 
 #include <cstdint>
