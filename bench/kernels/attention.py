@@ -2,11 +2,11 @@
 
     python -m bench.kernels.attention [--threads 2] [--repeats 9] [--save FILE]
 
-Every case runs over as many layers of scattered blocks as make 1 GiB (of cache, when rows decode), so that nothing stays in
-the processor's caches from one repeat to the next. Between the repeats the machine's limits are measured, with the same
-threads: reading memory, and multiplication in registers (`bench.kernels.limits`): fp32 FMA, for bf16 the dot product of pairs
-or the matrix unit where one of them is faster here. The table says which it was. Medians; shares are of the medians of the
-same case.
+Every case runs over as many layers of scattered blocks as make 1 GiB (of cache, when rows decode or verify drafts), so that
+nothing stays in the processor's caches from one repeat to the next. Between the repeats the machine's limits are measured, with
+the same threads: reading memory, and multiplication in registers (`bench.kernels.limits`): fp32 FMA, for bf16 the dot product
+of pairs or the matrix unit where one of them is faster here. The table says which it was. Medians; shares are of the medians of
+the same case.
 """
 
 from __future__ import annotations
@@ -80,10 +80,14 @@ class Case:
 S, M, WIDE = (14, 2, 64), (32, 8, 64), (16, 8, 128)
 """Heads, KV heads and numbers per head of Qwen2.5-0.5B, of Llama-3.2-1B and of a larger model."""
 
+DRAFTED = 9
+"""Tokens of a row that verifies eight drafts."""
+
 CASES = (
     *(Case(16, 1023, 1, *shape) for shape in (S, M, WIDE)),
     *(Case(16, 1023, 1, *shape, kv_dtype=narrow) for narrow in ("int8", "int4") for shape in (S, M, WIDE)),
     *(Case(1, 16_383, 1, *WIDE, kv_dtype=kv_dtype) for kv_dtype in ("bf16", "int8", "int4")),
+    *(Case(1, 8183, DRAFTED, *shape) for shape in (S, M)),
     Case(1, 1023, 1, *S),
     Case(1, 127, 1, *M),
     Case(32, 300, 1, *S),
@@ -131,7 +135,7 @@ class Layers:
         shape = (kv_dtype, case.kv_heads, case.head_dim, BLOCK_SIZE)
         first = PagedKv.of_blocks(num_blocks, *shape)
         self.cache_bytes = first.memory.numel()
-        self.count = max(1, TOTAL_BYTES // self.cache_bytes) if case.new == 1 else 2
+        self.count = max(1, TOTAL_BYTES // self.cache_bytes) if case.new <= DRAFTED else 2
         table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(case.rows, columns)
         self._fill(first, table, case, dtype)
         memory = [first.memory]

@@ -92,3 +92,14 @@ def test_threads_share_the_query_heads_of_one_kv_head(tmp_path: Path) -> None:
     assert (alone.pieces, shared.pieces, few.pieces) == (1, 2, 1)
     assert shared.cost == 2 * shared.busiest == alone.cost
     assert shared.bytes_again == alone.bytes > alone.bytes_again == 0
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_drafts_of_a_row_read_its_context_once(tmp_path: Path, threads: int) -> None:
+    """Nine tokens of seven query heads each exceed a group of tokens. Threads divide the keys, not the tokens."""
+    runner = worker_of(SHAPES["S"], tmp_path).runner
+    assert isinstance(runner, ProgramRunner)
+    operations = runner.balance([2039], [9], threads)
+    attention = next(each for each in operations if each.name.startswith("attention") and each.pieces)
+    assert attention.bytes_again == 0
+    assert attention.busiest * threads <= 1.05 * attention.cost

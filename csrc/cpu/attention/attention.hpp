@@ -84,8 +84,8 @@ struct AttentionPiece {
   index_t first, last;
   index_t all_first, all_last; // partitions of all pieces of these tokens
   // Partial results [units][parts of values][all_last - all_first][partial_floats]; null: the piece has all partitions. Each
-  // entry: sums [rows][numbers of a part], largest scores [rows], normalizers [rows]. Pieces with partial results have one
-  // group of tokens; the arrays hold its rows only.
+  // entry holds, for one group of tokens after another, sums [rows][numbers of a part], largest scores [rows], normalizers
+  // [rows].
   float* partials;
   index_t partial_floats;
   std::uint32_t* pending;      // [units][parts of values]: unfinished pieces of these tokens; null: another work merges

@@ -15,6 +15,9 @@ constexpr index_t kUnitCost = 1 << 18;   // least multiplications of a unit that
 // barrier of all threads.
 constexpr index_t kApartGain = 1 << 18;
 constexpr index_t kApartThreads = 8;  // fewer threads save little: the rest of the step is longer than such a unit
+// Most rows of a piece that is divided by keys. Partial results of 256 rows take as many bytes as half of their keys and values in
+// bf16; more rows are divided by tokens, and each part reads the keys again.
+constexpr index_t kSplitRows = 256;
 
 // True if VDPBF16PS is faster than fp32 FMA. On AMD's Zen 4 and 5 it is twice as fast. On Intel it is half as fast (Emerald
 // Rapids: one in two cycles); Intel processors with AMX use the AMX kernels. Chosen by vendor, not by measurement: the same
@@ -105,7 +108,7 @@ void AttentionCut::describe(const Step& step, index_t threads) {
   index_t keys = 0;  // keys that are multiplied with one unit's queries
   for (index_t row = 0; row < step.num_rows; ++row)
     for (index_t end = step.row_counts[row], begin; end > 0; end = begin) {
-      begin = begin_of(end, 1);
+      begin = end * call_.unit_heads > kSplitRows ? begin_of(end, 1) : 0;
       keys += cost_of(piece_of(step, row, begin, end));
     }
   // Cost limit of one piece, so that the threads finish together.
@@ -117,7 +120,7 @@ void AttentionCut::describe(const Step& step, index_t threads) {
     for (index_t end = step.row_counts[row], begin; end > 0; end = begin) {
       index_t groups = most_groups_;
       do begin = begin_of(end, groups);
-      while (cost_of(piece_of(step, row, begin, end)) > most && --groups);
+      while (!is_small(piece_of(step, row, begin, end), most) && --groups);
       pieces_.push_back(piece_of(step, row, begin, end));
       call_.unit_after_unit |= end - begin > call_.group_tokens;
     }
@@ -204,13 +207,20 @@ index_t AttentionCut::units_for(index_t threads, index_t most) const {
 // Number of partition ranges of a piece with the cost limit `most`.
 index_t AttentionCut::cuts_of(const AttentionPiece& piece, index_t most) const {
   const index_t wanted = std::max(index_t(1), most / kPartitionKeys / piece.count);  // partitions
-  return piece.count > call_.group_tokens ? 1 : quotient_up(piece.last - piece.first, wanted);
+  return piece.count * call_.unit_heads > kSplitRows ? 1 : quotient_up(piece.last - piece.first, wanted);
 }
 
 // Keys of the longest of these ranges.
 index_t AttentionCut::keys_of_cut(const AttentionPiece& piece, index_t most) const {
   const index_t all = piece.position + piece.count - seen_from(piece.position);
   return std::min(all, quotient_up(piece.last - piece.first, cuts_of(piece, most)) * kPartitionKeys);
+}
+
+// True if the threads finish together with pieces of this size. Ranges of partitions may cost twice the limit: parts by tokens
+// would cost less, but read the keys again.
+bool AttentionCut::is_small(const AttentionPiece& piece, index_t most) const {
+  const index_t limit = cuts_of(piece, most) > 1 ? 2 * most : most;
+  return keys_of_cut(piece, most) * piece.count <= limit;
 }
 
 // The cheapest division into separate score and value works, for pieces of at most kFewRows rows. Among equal costs, the one

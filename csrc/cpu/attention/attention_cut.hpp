@@ -52,6 +52,7 @@ class AttentionCut {
   AttentionPiece piece_of(const Step& step, index_t row, index_t begin, index_t end) const;
   index_t cost_of(const AttentionPiece& piece) const;
   index_t keys_of_cut(const AttentionPiece& piece, index_t most) const;
+  bool is_small(const AttentionPiece& piece, index_t most) const;
   void share_heads(index_t units);
   index_t units_for(index_t threads, index_t most) const;
   index_t cuts_of(const AttentionPiece& piece, index_t most) const;

@@ -200,7 +200,7 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
     for (index_t g = 0; g < num_groups; ++g) end_partition(piece, partition, partials, value_dim, groups[g]);
   }
   if (partials && !piece.pending) return;
-  if (partials && !join(piece, partials, piece.pending + unit, value_dim, groups[0])) return;  // split pieces have one group
+  if (partials && !join(piece, partials, piece.pending + unit, value_dim, groups, num_groups)) return;
   for (index_t g = 0; g < num_groups; ++g) finish<Element>(call, groups[g], heads.first, 0, value_dim);
 }
 

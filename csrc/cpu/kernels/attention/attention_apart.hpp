@@ -133,7 +133,7 @@ void weigh_unit(const AttentionCall& call, const AttentionPiece& piece, index_t 
     if (next == end || next % kPartitionTiles == 0)
       end_partition(piece, tile / kPartitionTiles, partials, numbers.count, group);
   });
-  if (partials && !join(piece, partials, piece.pending + place, numbers.count, group)) return;
+  if (partials && !join(piece, partials, piece.pending + place, numbers.count, &group, 1)) return;
   finish<Element>(call, group, heads.first, first, numbers.count);
 }
 

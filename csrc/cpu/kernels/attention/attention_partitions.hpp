@@ -79,6 +79,14 @@ void shares_of(const AttentionCall& call, const Group<Word>& group, index_t firs
   }
 }
 
+// A group's state of a partition in `partials` (AttentionPiece).
+template <class Word>
+QT_INLINE Partial stored_partial(const AttentionPiece& piece, index_t partition, float* partials, index_t value_dim,
+                                 const Group<Word>& group) {
+  float* const memory = partials + (partition - piece.all_first) * piece.partial_floats;
+  return partial_at(memory + group.first_row * (value_dim + 2), group.rows, value_dim);
+}
+
 // Ends a partition of a group. `partials`: buffer for the state until all pieces of these tokens are complete; null: merges it
 // directly.
 template <class Word>
@@ -86,8 +94,7 @@ void end_partition(const AttentionPiece& piece, index_t partition, float* partia
   float normalizer[kMaxRows];
   const Partial part = partial_of(group, normalizer), total = partial_at(group.total, group.rows, value_dim);
   if (partials)
-    copy(group.rows, value_dim, part,
-         partial_at(partials + (partition - piece.all_first) * piece.partial_floats, group.rows, value_dim));
+    copy(group.rows, value_dim, part, stored_partial(piece, partition, partials, value_dim, group));
   else if (partition == piece.first)
     copy(group.rows, value_dim, part, total);
   else
@@ -95,18 +102,21 @@ void end_partition(const AttentionPiece& piece, index_t partition, float* partia
   clear(group, value_dim);
 }
 
-// Marks a piece as complete after its partitions are stored. The last piece merges the partitions of all pieces; the others
-// return false.
+// Marks a piece as complete after its partitions are stored. The last piece merges the partitions of all pieces, for each group;
+// the others return false.
 template <class Word>
-bool join(const AttentionPiece& piece, float* partials, std::uint32_t* pending, index_t value_dim, Group<Word>& group) {
+bool join(const AttentionPiece& piece, float* partials, std::uint32_t* pending, index_t value_dim, Group<Word>* groups,
+          index_t num_groups) {
   if (__atomic_sub_fetch(pending, 1, __ATOMIC_ACQ_REL) != 0) return false;
-  const Partial total = partial_at(group.total, group.rows, value_dim);
-  for (index_t i = 0; i < piece.all_last - piece.all_first; ++i) {
-    const Partial part = partial_at(partials + i * piece.partial_floats, group.rows, value_dim);
-    if (i == 0)
-      copy(group.rows, value_dim, part, total);
-    else
-      merge(group.rows, value_dim, part, total);
+  for (index_t g = 0; g < num_groups; ++g) {
+    const Partial total = partial_at(groups[g].total, groups[g].rows, value_dim);
+    for (index_t i = piece.all_first; i < piece.all_last; ++i) {
+      const Partial part = stored_partial(piece, i, partials, value_dim, groups[g]);
+      if (i == piece.all_first)
+        copy(groups[g].rows, value_dim, part, total);
+      else
+        merge(groups[g].rows, value_dim, part, total);
+    }
   }
   return true;
 }

@@ -132,6 +132,7 @@ void begin_group(const AttentionCall& call, const AttentionPiece& piece, Heads h
   group.tokens = piece.count - skip < call.group_tokens ? piece.count - skip : call.group_tokens;
   group.heads = heads.count;
   group.rows = group.tokens * heads.count;
+  group.first_row = skip * heads.count;
   for (index_t r = 0; r < kMaxRows; ++r) group.shrink[r] = 0;
   clear(group, value_dim);
 }

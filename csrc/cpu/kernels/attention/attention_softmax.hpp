@@ -68,6 +68,7 @@ template <class Word>
 struct Group {
   index_t token, position;                   // the first token's index in the step, and its position
   index_t tokens, heads, rows;               // rows: tokens times heads, heads inner
+  index_t first_row;                         // rows of the piece's earlier groups
   alignas(64) float most[kMaxRows];          // largest score so far, times log2 e
   alignas(64) float shrink[kMaxRows];        // factor of the sums before a chunk is added
   alignas(64) float less[kMaxRows];          // `most`, or 0 while no key was seen
