@@ -2,11 +2,15 @@
 
     python -m bench.speculation [--model smollm2] [--method ngram] [--drafts 8] [--streams 1 8] [--rounds 5]
     python -m bench.speculation --method eagle3 --draft-model build/eagle3 --drafts 5 --kinds chat prose
+    python -m bench.speculation --model model.gguf --streams 1 --llama-cpp ~/.cache/quintet-peers/llamacpp/bin/python
 
 Both servers run at once, and one at a time is asked, in alternating order. Requests are greedy, and of a fixed length unless they
 have a JSON schema. Their prompts are cached by a request for one token before, so the time is that of decoding. Requests have a
 ``cache_salt`` of their own, so that suffix decoding does not find their earlier outputs. Only those of "similar requests" share
 one: each asks the same of other data.
+
+--llama-cpp: the Python of an environment with llama-cpp-python, such as that of `bench.peers`. Rows of one stream then have
+llama.cpp's tokens per second on the same GGUF file and prompt, without drafts and with its prompt lookup. Its answers may differ.
 
 Prints one JSON object: date, machine, commit; per kind and number of streams, tokens per second without drafts, the median ratio
 with drafts, the smallest and largest ratio, the acceptance rate, and the share of steps that accept the draft at each position.
@@ -17,8 +21,13 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import os
 import statistics
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -31,6 +40,8 @@ from quintet.deploy.http_client.pool import ConnectionPool, ask
 from quintet.deploy.tools.load_client.speculation import acceptance, read_counters
 
 NUM_TOKENS = 256
+LOOKUPS = ((0, 0), (2, 10), (3, 8), (3, 4))
+"""Settings of llama.cpp: compared tokens and drafts. The first one is without drafts, the second one its default."""
 SOURCE = (Path(__file__).parents[1] / "core" / "policy.py").read_text()
 NAMES = (
     "Lindqvist",
@@ -127,11 +138,53 @@ async def wave(server: Server, bodies: list[dict[str, object]]) -> tuple[float, 
     return sum(map(len, outputs)) / seconds, outputs
 
 
+@dataclass(slots=True)
+class LlamaCpp:
+    """A driver of llama.cpp (`bench.speculation_llamacpp`)."""
+
+    process: subprocess.Popen[str]
+
+    def tokens_per_s(self, prompt: list[int], ngram: int, drafts: int) -> float:
+        """Return tokens per second of a generation after its prompt is cached."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        rate = 0.0
+        for num_tokens in (2, NUM_TOKENS):
+            job = {"prompt": prompt, "num_tokens": num_tokens, "ngram": ngram, "drafts": drafts}
+            print(json.dumps(job), file=self.process.stdin, flush=True)
+            rate = json.loads(self.process.stdout.readline())["tokens_per_s"]
+        return rate
+
+
+@contextmanager
+def llama_cpp(python: Path, model: str, context: int) -> Iterator[LlamaCpp]:
+    """Run the driver until the block ends."""
+    script = Path(__file__).with_name("speculation_llamacpp.py")
+    arguments = [model, str(os.cpu_count()), str(context)]
+    command = [str(python), "-P", str(script), *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield LlamaCpp(process)
+
+
+def prompt_of(server: Server, body: dict[str, object]) -> list[int]:
+    """Return the token ids of a chat."""
+    asked = {"model": body["model"], "messages": body["messages"]}
+    found: list[int] = msgspec.json.decode(ask(server.target, "POST", "/tokenize", asked).body)["tokens"]
+    return found
+
+
 def compare(
-    plain: Server, drafting: Server, model: str, kind: str, streams: int, rounds: int
+    plain: Server,
+    drafting: Server,
+    peer: LlamaCpp | None,
+    model: str,
+    kind: str,
+    streams: int,
+    rounds: int,
 ) -> dict[str, object]:
     """Measure one row of the table."""
     rates: dict[str, list[float]] = {"plain": [], "drafting": []}
+    peer_rates: dict[tuple[int, int], list[float]] = {lookup: [] for lookup in LOOKUPS}
     before = read_counters(drafting.target)
     for number in range(rounds + 1):
         order = [("plain", plain), ("drafting", drafting)][:: 1 if number % 2 else -1]
@@ -142,11 +195,24 @@ def compare(
             rates[name].append(rate)
             outputs.append(found)
         assert outputs[0] == outputs[1], f"{kind}: outputs differ with drafts"
+        if peer is not None and kind not in SCHEMAS and streams == 1:
+            for lookup in LOOKUPS:
+                peer_rates[lookup].append(peer.tokens_per_s(prompt_of(plain, bodies[0]), *lookup))
         if number == 0:  # the warm-up
             rates = {"plain": [], "drafting": []}
             before = read_counters(drafting.target)
     accepted = acceptance(before, read_counters(drafting.target))
     ratios = [new / old for old, new in zip(rates["plain"], rates["drafting"], strict=True)]
+    medians = {lookup: statistics.median(found[1:]) for lookup, found in peer_rates.items() if found}
+    beside: dict[str, object] = {}
+    if medians:
+        best = max(medians, key=lambda lookup: medians[lookup])
+        beside = {
+            "llama_cpp_tokens_per_s": round(medians[LOOKUPS[0]], 1),
+            "llama_cpp_best_tokens_per_s": round(medians[best], 1),
+            "llama_cpp_best_lookup": best,
+            "ratio_to_llama_cpp": round(statistics.median(rates["drafting"]) / medians[best], 3),
+        }
     return {
         "kind": kind,
         "streams": streams,
@@ -155,6 +221,7 @@ def compare(
         "range": [round(min(ratios), 3), round(max(ratios), 3)],
         "accepted": 0.0 if accepted is None else accepted.acceptance_rate,
         "accepted_per_position": [] if accepted is None else accepted.acceptance_per_position,
+        **beside,
     }
 
 
@@ -162,26 +229,31 @@ def main() -> None:
     """Read arguments, measure, and print the result."""
     parser = command_parser(__doc__)
     parser.add_argument("--model", default="smollm2", help="model folder, file or packaged name")
-    methods = ("ngram", "suffix", "draft_model", "eagle3")
+    methods = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
     parser.add_argument("--method", default="ngram", choices=methods, help="source of drafts")
     parser.add_argument("--draft-model", help="draft model or head")
     parser.add_argument("--drafts", type=int, default=8, help="maximum drafts of a request in a step")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="concurrent requests")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements of each row")
     parser.add_argument("--kinds", nargs="+", choices=list(TEXTS), default=list(TEXTS), help="kinds of text")
+    parser.add_argument("--max-model-len", type=int, default=4096, help="context length")
+    parser.add_argument("--llama-cpp", type=Path, metavar="PYTHON", help="measure llama.cpp too")
     options = parser.parse_args()
     settings: dict[str, object] = {"method": options.method, "num_speculative_tokens": options.drafts}
     if options.draft_model:
         settings["model"] = options.draft_model
     config = json.dumps(settings)
-    flags = ["--kv-cache-memory", "1GB", "--max-model-len", "4096"]
+    length = options.max_model_len
+    flags = ["--kv-cache-memory", "1GB", "--max-model-len", str(length)]
+    python = options.llama_cpp
     with (
         serve(options.model, flags) as plain,
         serve(options.model, [*flags, "--speculative-config", config]) as drafting,
+        nullcontext() if python is None else llama_cpp(python, options.model, length) as peer,
     ):
         served = msgspec.json.decode(ask(plain.target, "GET", "/v1/models").body)["data"][0]["id"]
         rows = [
-            compare(plain, drafting, served, kind, streams, options.rounds)
+            compare(plain, drafting, peer, served, kind, streams, options.rounds)
             for streams in options.streams
             for kind in options.kinds
         ]

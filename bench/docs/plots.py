@@ -7,6 +7,7 @@ python -m bench.docs.plots --check    # exit 1 if a plot differs from its file
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -84,6 +85,41 @@ def curve(title: str, note: str, x_title: str, y_title: str, points: Sequence[tu
         text(14, top - 10, y_title, 11),
     ]
     return svg(WIDTH, height, parts)
+
+
+def scatter(
+    title: str, note: str, x_title: str, y_title: str, series: dict[str, Sequence[tuple[float, float]]]
+) -> str:
+    """Return an SVG of points; x is from 0 to 1, and a line is drawn at y = 1."""
+    top, bottom, left, right = 84.0, 310.0, 60.0, WIDTH - 40.0
+    points = [point for each in series.values() for point in each]
+    least, most = min(0.75, *(y for _, y in points)), max(y for _, y in points) + 0.25
+    lines = [quarter / 4 for quarter in range(math.ceil(4 * least), int(4 * most) + 1)]
+    parts = [text(14, 24, title, 15, bold=True), text(14, 44, note, 11)]
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return left + x * (right - left), bottom - (y - least) / (most - least) * (bottom - top)
+
+    for y in lines:
+        height = place(0, y)[1]
+        color = "#57606a" if y == 1 else "#d0d7de"
+        ends = f'x1="{left:.1f}" y1="{height:.1f}" x2="{right:.1f}" y2="{height:.1f}"'
+        parts.append(f'<line {ends} stroke="{color}"/>')
+        parts.append(text(left - 8, height + 4, f"{y:g}", 10, anchor="end"))
+    for tenth in range(0, 11, 2):
+        parts.append(text(place(tenth / 10, 0)[0], bottom + 18, f"{10 * tenth} %", 10, anchor="middle"))
+    key = 14.0
+    for (name, found), color in zip(series.items(), COLORS.values(), strict=False):
+        parts += [rectangle(key, 54, 10, 10, color), text(key + 15, 63, name, 11)]
+        key += 36 + 6.5 * len(name)
+        for x, y in found:
+            across, height = place(x, y)
+            parts.append(f'<circle cx="{across:.1f}" cy="{height:.1f}" r="4" fill="{color}"/>')
+    parts += [
+        text((left + right) / 2, bottom + 38, x_title, 11, anchor="middle"),
+        text(14, top - 6, y_title, 11),
+    ]
+    return svg(WIDTH, bottom + 52, parts)
 
 
 def svg(width: float, height: float, parts: Sequence[str]) -> str:
