@@ -34,8 +34,8 @@ from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.fitting import leaves_of
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.share import Share
 from quintet.executor.model_config.spec import DecoderSpec
@@ -129,7 +129,7 @@ class Room:
 
 def config_of(
     folder: Path,
-    card: dict[str, Any],
+    hf_config: dict[str, Any],
     room: Room,
     ranks: int = 1,
     *,
@@ -137,12 +137,12 @@ def config_of(
     leaves: int = 1,
     together: int = 1,
 ) -> EngineConfig:
-    """Return a configuration for a model card, with room for what ``room`` asks for; ``folder`` is its run folder."""
-    heads = card["num_attention_heads"]
-    head_dim = card.get("head_dim") or card["hidden_size"] // heads
+    """Return a configuration for a config, with room for what ``room`` asks for; ``folder`` is its run folder."""
+    heads = hf_config["num_attention_heads"]
+    head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // heads
     kv = full_layers(
-        card["num_hidden_layers"],
-        Share(0, ranks).of_kv_heads(card["num_key_value_heads"]).count,
+        hf_config["num_hidden_layers"],
+        Share(0, ranks).of_kv_heads(hf_config["num_key_value_heads"]).count,
         head_dim,
         4 if room.dtype == "float32" else 2,
         BLOCK_SIZE,
@@ -155,10 +155,10 @@ def config_of(
             path=str(folder),
             tokenizer_path=str(folder),
             served_names=["bench"],
-            architecture=card["architectures"][0],
-            card=json.dumps(card),
+            architecture=hf_config["architectures"][0],
+            hf_config=json.dumps(hf_config),
             dtype=room.dtype,
-            vocab_size=card["vocab_size"],
+            vocab_size=hf_config["vocab_size"],
             max_model_len=length,
             eos_token_ids=[],
             kv=kv,
@@ -206,8 +206,8 @@ def config_of_model(model: str, folder: Path, room: Room) -> EngineConfig:
     return msgspec.structs.replace(config, cache=cache)
 
 
-def _leaves_of(card: dict[str, Any]) -> int:
-    spec = FAMILIES[card["architectures"][0]].read(ModelCard(card, "the shape"))
+def _leaves_of(hf_config: dict[str, Any]) -> int:
+    spec = FAMILIES[hf_config["architectures"][0]].read(HfConfig(hf_config, "the shape"))
     assert isinstance(spec, DecoderSpec), spec
     return leaves_of(spec)
 
@@ -358,7 +358,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--brief", action="store_true", help="no operation by operation")
     args = parser.parse_args()
-    card = SHAPES[args.shape] | ({} if args.kv_heads is None else {"num_key_value_heads": args.kv_heads})
+    hf_config = SHAPES[args.shape] | ({} if args.kv_heads is None else {"num_key_value_heads": args.kv_heads})
     room = Room(**{each.name: getattr(args, each.name) for each in fields(Room)})
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
@@ -366,9 +366,9 @@ def main() -> None:
             config = config_of_model(args.model, Path(folder), room)
         else:
             config = config_of(
-                *(Path(folder), card, room, args.ranks),
+                *(Path(folder), hf_config, room, args.ranks),
                 whole_experts=args.whole_experts,
-                leaves=_leaves_of(card) if args.layout_invariant else 1,
+                leaves=_leaves_of(hf_config) if args.layout_invariant else 1,
                 together=args.kv_together,
             )
         with loaded(config) as (worker, config):

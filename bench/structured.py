@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from bench.arguments import command_parser
 from bench.null_model import make_null_model
 from quintet import LLM, SamplingParams, StructuredOutputsParams
-from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.hf_config import read_facts
 from quintet.process.grammars import open_matcher, open_vocabulary
 from quintet.wire.config import ModelConfig
 from quintet.wire.kv_spec import full_layers

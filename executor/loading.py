@@ -19,8 +19,8 @@ from quintet.executor.checkpoints.quant.registry import RoundedInputs, open_quan
 from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.checkpoints.weights.packed_cache import PackedCache
-from quintet.executor.model_config.card import card_of
 from quintet.executor.model_config.draft_heads import DRAFT_HEADS
+from quintet.executor.model_config.hf_config import hf_config_of
 from quintet.executor.model_config.share import WHOLE, Share
 from quintet.executor.models.model import CausalModel, Setting, build_model
 from quintet.wire.config import EngineConfig, ModelConfig
@@ -43,8 +43,8 @@ def load_model(
     on_device: whether our GPU kernels multiply by the weights. ahead: reserved memory for them, see
     `quintet.executor.checkpoints.weights.store.reserve`.
     """
-    card = card_of(config.model)
-    stored = recognise(card)
+    hf_config = hf_config_of(config.model)
+    stored = recognise(hf_config)
     files = None if config.executor.load_format == "dummy" else _open_files(config.model)
     contents = (
         None if files is None else {name: file.entries[name] for file in files for name in file.entries}
@@ -54,12 +54,12 @@ def load_model(
     dtype = MODEL_DTYPES[config.model.dtype]
     logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype
     setting = Setting(platform.device, dtype, rounded or quantization, share, logits_dtype)
-    model = build_model(config.model.architecture, card, setting)
+    model = build_model(config.model.architecture, hf_config, setting)
     if (
         rounded is not None and not rounded.num_layers and share.stages == 1
     ):  # other stages may have integer weights
-        raise ConfigError(_why_no_rounding(card.path, stored))
-    check_agreement(model, config.model, card.path, share)
+        raise ConfigError(_why_no_rounding(hf_config.path, stored))
+    check_agreement(model, config.model, hf_config.path, share)
     with torch.inference_mode():
         if files is None:
             fill_randomly(model.weights, config.executor.seed)
@@ -101,7 +101,7 @@ def _packed_cache(config: EngineConfig, share: Share) -> PackedCache | None:
 
 
 def check_agreement(model: CausalModel, resolved: ModelConfig, path: str, share: Share = WHOLE) -> None:
-    """Check that KV layers and vocabulary of the resolved configuration equal the card's. Raises `ConfigError`."""
+    """Check that KV layers and vocabulary of the resolved configuration equal the config's. Raises `ConfigError`."""
     attended = {layer for group in resolved.kv.groups if not group.is_state for layer in group.layers}
     for name, ours, theirs in (
         (

@@ -109,8 +109,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_names: list[str]
     """Model names accepted in requests; answers contain the first one."""
     architecture: str
-    """First of the model card's ``architectures``, e.g. ``LlamaForCausalLM``."""
-    card: str = "{}"
+    """First of the config's ``architectures``, e.g. ``LlamaForCausalLM``."""
+    hf_config: str = "{}"
     """Text of the folder's ``config.json``. The executor uses it at each start, even if the folder changes meanwhile."""
     implementation: ModelImpl = "quintet"
     trust_remote_code: bool = False

@@ -33,7 +33,7 @@ def part_paths(file: Path) -> list[Path]:
     return [file.with_name(f"{named['stem']}-{part:05}-of-{count:05}{GGUF}") for part in range(1, count + 1)]
 
 
-def card_path(model: Path) -> Path:
+def hf_config_path(model: Path) -> Path:
     """Return the path that errors name as the model config: the folder's ``config.json``, or the GGUF file."""
     return model if is_gguf(model) else model / "config.json"
 

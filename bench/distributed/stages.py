@@ -89,11 +89,11 @@ def run(
 
 def measure(shape: str, stages: int, threads: int) -> list[Figure]:
     """Load the model in so many stages, and measure each case."""
-    card, figures = SHAPES[shape], []
+    hf_config, figures = SHAPES[shape], []
     most = max(requests for requests, *_ in CASES)
     room = Room(rows=[most], new=512, context=256, threads=threads // stages)
     with tempfile.TemporaryDirectory() as folder:
-        config = config_of(Path(folder), card, room, 1)
+        config = config_of(Path(folder), hf_config, room, 1)
         scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=2048)
         executor = msgspec.structs.replace(config.executor, pipeline_parallel_size=stages)
         config = msgspec.structs.replace(config, scheduler=scheduler, executor=executor)

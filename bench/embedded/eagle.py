@@ -174,10 +174,10 @@ class Head(nn.Module):
             "vocab_size",
             "hidden_act",
         )
-        card: dict[str, Any] = {
+        hf_config: dict[str, Any] = {
             name: getattr(config, name) for name in (*kept, "rms_norm_eps", "max_position_embeddings")
         }
-        card |= {
+        hf_config |= {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "num_hidden_layers": 1,
@@ -187,7 +187,7 @@ class Head(nn.Module):
             "draft_vocab_size": len(self.ids),
             AUX_LAYERS: list(self.aux_layers),
         }
-        (folder / "config.json").write_text(json.dumps(card, indent=1) + "\n")
+        (folder / "config.json").write_text(json.dumps(hf_config, indent=1) + "\n")
 
 
 def key(name: str) -> str:

@@ -8,7 +8,7 @@ computed in turn, a few of each at a time, with the read rate measured between; 
 * of reading: the time in which so many bytes are read over the step's. A kind that Quintet has no layers for is computed by
   transformers, and its row says so.
 * x Llama: the step's time for a byte over that of a Llama with as many layers, heads and words. Its feed-forward is as
-  wide as makes it read as many bytes (`bench.families.kinds.llama_card`), computed by our layers. Of bytes that come with a
+  wide as makes it read as many bytes (`bench.families.kinds.llama_hf_config`), computed by our layers. Of bytes that come with a
   multiplication for each request it has as many as there are bytes; of a state each byte is one request's, and a scan's
   multiplications, some 5 an element, are fewer.
 * x llama.cpp: its time for a step over ours, where it knows the family and `python -m bench.peers install` was run.
@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 
 from bench.arguments import command_parser
-from bench.families.kinds import BITS, KINDS, card_of, llama_card
+from bench.families.kinds import BITS, KINDS, hf_config_of, llama_hf_config
 from bench.families.models import Decoding, Room, open_model
 from bench.families.peer import FORMATS, LlamaCpp, interpreter
 from bench.kernels.limits import Limits
@@ -128,8 +128,8 @@ def measure(kind: str, folder: Path, args: argparse.Namespace, limits: Limits) -
         context=args.context,
         max_steps=args.repetitions + 2 * IN_TURN,
     )
-    card = card_of(kind, args.dtype)
-    config, worker = open_model(folder / "kind", card, room)
+    hf_config = hf_config_of(kind, args.dtype)
+    config, worker = open_model(folder / "kind", hf_config, room)
     peer = None
     if (
         (python := interpreter(args.home.expanduser()))
@@ -142,7 +142,9 @@ def measure(kind: str, folder: Path, args: argparse.Namespace, limits: Limits) -
     try:
         for rows in args.rows:
             ours = Decoding(config, worker, rows, args.context)
-            twin = llama_card(args.dtype, args.quantization, card, ours.step_bytes(), rows * args.context)
+            twin = llama_hf_config(
+                args.dtype, args.quantization, hf_config, ours.step_bytes(), rows * args.context
+            )
             llama_model = open_model(folder / f"llama-{rows}", twin, replace(room, model_impl="quintet"))
             llama = Decoding(*llama_model, rows, args.context)
             turns = in_turn(limits, ours, llama, peer, args, rows)

@@ -74,7 +74,7 @@ class Context:
 
 
 def make_file(folder: Path, quantization: str) -> Path:
-    """Write the folder's card as GGUF and return the file. Raises KeyError where the kind is not known here."""
+    """Write the folder's config as GGUF and return the file. Raises KeyError where the kind is not known here."""
     plain = folder / "bf16.gguf"
     gguf_kinds.write(json.loads((folder / "config.json").read_text()), plain)
     if quantization == "none":

@@ -13,32 +13,32 @@ from typing import Any
 import gguf
 import numpy as np
 
-Card = Mapping[str, Any]
+ConfigJson = Mapping[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 """Of tensors, outputs first. Those of one dimension are fp32."""
 
 _RANDOM = 1 << 22
 
 
-def write(card: Card, target: Path) -> None:
-    """Write the card's model as one bf16 file. Raises KeyError where llama.cpp's form of the kind is not known here."""
-    arch, numbers, shapes = KINDS[card["model_type"]]
+def write(hf_config: ConfigJson, target: Path) -> None:
+    """Write the config's model as one bf16 file. Raises KeyError where llama.cpp's form of the kind is not known here."""
+    arch, numbers, shapes = KINDS[hf_config["model_type"]]
     writer = gguf.GGUFWriter(str(target), arch)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("none")
-    writer.add_vocab_size(card["vocab_size"])
-    writer.add_context_length(card["max_position_embeddings"])
-    writer.add_embedding_length(card["hidden_size"])
-    writer.add_block_count(card["num_hidden_layers"])
-    writer.add_head_count(card["num_attention_heads"])
-    writer.add_head_count_kv(1 if "kv_lora_rank" in card else _kv_heads(card))
-    writer.add_feed_forward_length(card["intermediate_size"])
+    writer.add_vocab_size(hf_config["vocab_size"])
+    writer.add_context_length(hf_config["max_position_embeddings"])
+    writer.add_embedding_length(hf_config["hidden_size"])
+    writer.add_block_count(hf_config["num_hidden_layers"])
+    writer.add_head_count(hf_config["num_attention_heads"])
+    writer.add_head_count_kv(1 if "kv_lora_rank" in hf_config else _kv_heads(hf_config))
+    writer.add_feed_forward_length(hf_config["intermediate_size"])
     writer.add_layer_norm_eps(1e-5)
     writer.add_layer_norm_rms_eps(1e-5)
-    numbers(writer, card)
+    numbers(writer, hf_config)
     normal = np.random.default_rng(0).standard_normal(_RANDOM).astype(np.float32) * 0.02
     upper = (normal.view(np.uint32) >> 16).astype(np.uint16)
-    for name, shape in shapes(card).items():
+    for name, shape in shapes(hf_config).items():
         if len(shape) == 1 or name.endswith(_ALWAYS_FLOAT):
             writer.add_tensor(name, np.resize(np.abs(normal) + np.float32(0.5), shape))
         else:
@@ -53,16 +53,16 @@ def write(card: Card, target: Path) -> None:
 _ALWAYS_FLOAT = ("ssm_a", "ssm_d", "ssm_conv1d.weight", "ssm_norm.weight", "ffn_gate_inp.weight")
 
 
-def _kv_heads(card: Card) -> int:
-    return int(card["num_key_value_heads"] or card["num_attention_heads"])
+def _kv_heads(hf_config: ConfigJson) -> int:
+    return int(hf_config["num_key_value_heads"] or hf_config["num_attention_heads"])
 
 
-def _head(card: Card) -> int:
-    return int(card["hidden_size"] // card["num_attention_heads"])
+def _head(hf_config: ConfigJson) -> int:
+    return int(hf_config["hidden_size"] // hf_config["num_attention_heads"])
 
 
-def _around(card: Card) -> Shapes:
-    hidden, words = card["hidden_size"], card["vocab_size"]
+def _around(hf_config: ConfigJson) -> Shapes:
+    hidden, words = hf_config["hidden_size"], hf_config["vocab_size"]
     return {
         "token_embd.weight": (words, hidden),
         "output.weight": (words, hidden),
@@ -70,16 +70,16 @@ def _around(card: Card) -> Shapes:
     }
 
 
-def _in_layers(card: Card, shapes: Shapes) -> Shapes:
+def _in_layers(hf_config: ConfigJson, shapes: Shapes) -> Shapes:
     return {
         f"blk.{layer}.{name}": shape
-        for layer in range(card["num_hidden_layers"])
+        for layer in range(hf_config["num_hidden_layers"])
         for name, shape in shapes.items()
     }
 
 
-def _attention(card: Card) -> Shapes:
-    hidden, keys = card["hidden_size"], _kv_heads(card) * _head(card)
+def _attention(hf_config: ConfigJson) -> Shapes:
+    hidden, keys = hf_config["hidden_size"], _kv_heads(hf_config) * _head(hf_config)
     return {
         "attn_q.weight": (hidden, hidden),
         "attn_k.weight": (keys, hidden),
@@ -88,8 +88,8 @@ def _attention(card: Card) -> Shapes:
     }
 
 
-def _gated(card: Card) -> Shapes:
-    hidden, width = card["hidden_size"], card["intermediate_size"]
+def _gated(hf_config: ConfigJson) -> Shapes:
+    hidden, width = hf_config["hidden_size"], hf_config["intermediate_size"]
     return {
         "ffn_gate.weight": (width, hidden),
         "ffn_up.weight": (width, hidden),
@@ -97,60 +97,62 @@ def _gated(card: Card) -> Shapes:
     }
 
 
-def _norms(card: Card, *names: str) -> Shapes:
-    return {f"{name}.weight": (card["hidden_size"],) for name in names}
+def _norms(hf_config: ConfigJson, *names: str) -> Shapes:
+    return {f"{name}.weight": (hf_config["hidden_size"],) for name in names}
 
 
-def _llama(card: Card, *more: Shapes) -> Shapes:
-    layer = _attention(card) | _gated(card) | _norms(card, "attn_norm", "ffn_norm")
+def _llama(hf_config: ConfigJson, *more: Shapes) -> Shapes:
+    layer = _attention(hf_config) | _gated(hf_config) | _norms(hf_config, "attn_norm", "ffn_norm")
     for shapes in more:
         layer |= shapes
-    return _around(card) | _in_layers(card, layer)
+    return _around(hf_config) | _in_layers(hf_config, layer)
 
 
-def _qwen3(card: Card) -> Shapes:
-    return _llama(card, {f"attn_{part}_norm.weight": (_head(card),) for part in "qk"})
+def _qwen3(hf_config: ConfigJson) -> Shapes:
+    return _llama(hf_config, {f"attn_{part}_norm.weight": (_head(hf_config),) for part in "qk"})
 
 
-def _olmo2(card: Card) -> Shapes:
-    layer = _attention(card) | _gated(card)
-    layer |= _norms(card, "post_attention_norm", "post_ffw_norm", "attn_q_norm")
-    layer["attn_k_norm.weight"] = (_kv_heads(card) * _head(card),)
-    return _around(card) | _in_layers(card, layer)
+def _olmo2(hf_config: ConfigJson) -> Shapes:
+    layer = _attention(hf_config) | _gated(hf_config)
+    layer |= _norms(hf_config, "post_attention_norm", "post_ffw_norm", "attn_q_norm")
+    layer["attn_k_norm.weight"] = (_kv_heads(hf_config) * _head(hf_config),)
+    return _around(hf_config) | _in_layers(hf_config, layer)
 
 
-def _gemma2(card: Card) -> Shapes:
-    shapes = _llama(card, _norms(card, "post_attention_norm", "post_ffw_norm"))
+def _gemma2(hf_config: ConfigJson) -> Shapes:
+    shapes = _llama(hf_config, _norms(hf_config, "post_attention_norm", "post_ffw_norm"))
     del shapes["output.weight"]
     return shapes
 
 
-def _plain(card: Card) -> Shapes:
+def _plain(hf_config: ConfigJson) -> Shapes:
     """Biases everywhere, one matrix for queries, keys and values, no gate: GPT-2 and its heirs."""
-    hidden, width = card["hidden_size"], card["intermediate_size"]
+    hidden, width = hf_config["hidden_size"], hf_config["intermediate_size"]
     matrices = {
         "attn_qkv": (3 * hidden, hidden),
         "attn_output": (hidden, hidden),
         "ffn_up": (width, hidden),
         "ffn_down": (hidden, width),
     }
-    layer: Shapes = _norms(card, "attn_norm", "ffn_norm")
+    layer: Shapes = _norms(hf_config, "attn_norm", "ffn_norm")
     layer |= {f"{name}.bias": (hidden,) for name in ("attn_norm", "ffn_norm")}
     for name, shape in matrices.items():
         layer |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    return _around(card) | {"output_norm.bias": (hidden,)} | _in_layers(card, layer)
+    return _around(hf_config) | {"output_norm.bias": (hidden,)} | _in_layers(hf_config, layer)
 
 
-def _gpt2(card: Card) -> Shapes:
-    return _plain(card) | {"position_embd.weight": (card["n_positions"], card["hidden_size"])}
+def _gpt2(hf_config: ConfigJson) -> Shapes:
+    return _plain(hf_config) | {"position_embd.weight": (hf_config["n_positions"], hf_config["hidden_size"])}
 
 
-def _bloom(card: Card) -> Shapes:
-    return _plain(card) | {f"token_embd_norm.{part}": (card["hidden_size"],) for part in ("weight", "bias")}
+def _bloom(hf_config: ConfigJson) -> Shapes:
+    return _plain(hf_config) | {
+        f"token_embd_norm.{part}": (hf_config["hidden_size"],) for part in ("weight", "bias")
+    }
 
 
-def _experts(card: Card, num: int, width: int) -> Shapes:
-    hidden = card["hidden_size"]
+def _experts(hf_config: ConfigJson, num: int, width: int) -> Shapes:
+    hidden = hf_config["hidden_size"]
     return {
         "ffn_gate_inp.weight": (num, hidden),
         "ffn_gate_exps.weight": (num, width, hidden),
@@ -159,44 +161,52 @@ def _experts(card: Card, num: int, width: int) -> Shapes:
     }
 
 
-def _mixtral(card: Card) -> Shapes:
-    layer = _attention(card) | _norms(card, "attn_norm", "ffn_norm")
-    layer |= _experts(card, card["num_local_experts"], card["intermediate_size"])
-    return _around(card) | _in_layers(card, layer)
+def _mixtral(hf_config: ConfigJson) -> Shapes:
+    layer = _attention(hf_config) | _norms(hf_config, "attn_norm", "ffn_norm")
+    layer |= _experts(hf_config, hf_config["num_local_experts"], hf_config["intermediate_size"])
+    return _around(hf_config) | _in_layers(hf_config, layer)
 
 
-def _deepseek2(card: Card) -> Shapes:
-    hidden, heads, latent = card["hidden_size"], card["num_attention_heads"], card["kv_lora_rank"]
-    nope, rotated, value = card["qk_nope_head_dim"], card["qk_rope_head_dim"], card["v_head_dim"]
+def _deepseek2(hf_config: ConfigJson) -> Shapes:
+    hidden, heads, latent = (
+        hf_config["hidden_size"],
+        hf_config["num_attention_heads"],
+        hf_config["kv_lora_rank"],
+    )
+    nope, rotated, value = (
+        hf_config["qk_nope_head_dim"],
+        hf_config["qk_rope_head_dim"],
+        hf_config["v_head_dim"],
+    )
     layer: Shapes = {
-        "attn_q_a.weight": (card["q_lora_rank"], hidden),
-        "attn_q_a_norm.weight": (card["q_lora_rank"],),
-        "attn_q_b.weight": (heads * (nope + rotated), card["q_lora_rank"]),
+        "attn_q_a.weight": (hf_config["q_lora_rank"], hidden),
+        "attn_q_a_norm.weight": (hf_config["q_lora_rank"],),
+        "attn_q_b.weight": (heads * (nope + rotated), hf_config["q_lora_rank"]),
         "attn_kv_a_mqa.weight": (latent + rotated, hidden),
         "attn_kv_a_norm.weight": (latent,),
         "attn_k_b.weight": (heads, latent, nope),
         "attn_v_b.weight": (heads, value, latent),
         "attn_output.weight": (hidden, heads * value),
     }
-    layer |= _norms(card, "attn_norm", "ffn_norm")
-    width, num_dense = card["moe_intermediate_size"], card["first_k_dense_replace"]
-    shared = width * card["n_shared_experts"]
-    routed = _experts(card, card["n_routed_experts"], width) | {
+    layer |= _norms(hf_config, "attn_norm", "ffn_norm")
+    width, num_dense = hf_config["moe_intermediate_size"], hf_config["first_k_dense_replace"]
+    shared = width * hf_config["n_shared_experts"]
+    routed = _experts(hf_config, hf_config["n_routed_experts"], width) | {
         "ffn_gate_shexp.weight": (shared, hidden),
         "ffn_up_shexp.weight": (shared, hidden),
         "ffn_down_shexp.weight": (hidden, shared),
     }
-    shapes = _around(card)
-    for index in range(card["num_hidden_layers"]):
-        of_layer = layer | (_gated(card) if index < num_dense else routed)
+    shapes = _around(hf_config)
+    for index in range(hf_config["num_hidden_layers"]):
+        of_layer = layer | (_gated(hf_config) if index < num_dense else routed)
         shapes |= {f"blk.{index}.{name}": shape for name, shape in of_layer.items()}
     return shapes
 
 
-def _mamba2(card: Card) -> Shapes:
-    hidden, heads = card["hidden_size"], card["num_heads"]
-    inner = heads * card["head_dim"]
-    mixed = inner + 2 * card["n_groups"] * card["state_size"]
+def _mamba2(hf_config: ConfigJson) -> Shapes:
+    hidden, heads = hf_config["hidden_size"], hf_config["num_heads"]
+    inner = heads * hf_config["head_dim"]
+    mixed = inner + 2 * hf_config["n_groups"] * hf_config["state_size"]
     layer: Shapes = {
         "ssm_in.weight": (inner + mixed + heads, hidden),
         "ssm_conv1d.weight": (mixed, 4),
@@ -204,69 +214,69 @@ def _mamba2(card: Card) -> Shapes:
         "ssm_dt.bias": (heads,),
         "ssm_a": (heads, 1),
         "ssm_d": (heads, 1),
-        "ssm_norm.weight": (card["n_groups"], inner // card["n_groups"]),
+        "ssm_norm.weight": (hf_config["n_groups"], inner // hf_config["n_groups"]),
         "ssm_out.weight": (hidden, inner),
     }
-    return _around(card) | _in_layers(card, layer | _norms(card, "attn_norm"))
+    return _around(hf_config) | _in_layers(hf_config, layer | _norms(hf_config, "attn_norm"))
 
 
-def _rotates(writer: Any, card: Card) -> None:
-    writer.add_rope_dimension_count(_head(card))
+def _rotates(writer: Any, hf_config: ConfigJson) -> None:
+    writer.add_rope_dimension_count(_head(hf_config))
     writer.add_rope_freq_base(10000.0)
 
 
-def _parallel(writer: Any, card: Card) -> None:
-    _rotates(writer, card)
+def _parallel(writer: Any, hf_config: ConfigJson) -> None:
+    _rotates(writer, hf_config)
     writer.add_parallel_residual(True)
 
 
-def _capped(writer: Any, card: Card) -> None:
-    _rotates(writer, card)
-    writer.add_key_length(card["head_dim"])
-    writer.add_value_length(card["head_dim"])
+def _capped(writer: Any, hf_config: ConfigJson) -> None:
+    _rotates(writer, hf_config)
+    writer.add_key_length(hf_config["head_dim"])
+    writer.add_value_length(hf_config["head_dim"])
     writer.add_attn_logit_softcapping(50.0)
     writer.add_final_logit_softcapping(30.0)
-    writer.add_sliding_window(card["sliding_window"])
+    writer.add_sliding_window(hf_config["sliding_window"])
 
 
-def _chooses(writer: Any, card: Card) -> None:
-    _rotates(writer, card)
-    writer.add_expert_count(card["num_local_experts"])
-    writer.add_expert_used_count(card["num_experts_per_tok"])
+def _chooses(writer: Any, hf_config: ConfigJson) -> None:
+    _rotates(writer, hf_config)
+    writer.add_expert_count(hf_config["num_local_experts"])
+    writer.add_expert_used_count(hf_config["num_experts_per_tok"])
 
 
-def _latent(writer: Any, card: Card) -> None:
-    rotated, latent = card["qk_rope_head_dim"], card["kv_lora_rank"]
+def _latent(writer: Any, hf_config: ConfigJson) -> None:
+    rotated, latent = hf_config["qk_rope_head_dim"], hf_config["kv_lora_rank"]
     writer.add_key_length(latent + rotated)
     writer.add_value_length(latent)
-    writer.add_key_length_mla(card["qk_nope_head_dim"] + rotated)
-    writer.add_value_length_mla(card["v_head_dim"])
-    writer.add_q_lora_rank(card["q_lora_rank"])
+    writer.add_key_length_mla(hf_config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(hf_config["v_head_dim"])
+    writer.add_q_lora_rank(hf_config["q_lora_rank"])
     writer.add_kv_lora_rank(latent)
     writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(10000.0)
-    writer.add_leading_dense_block_count(card["first_k_dense_replace"])
-    writer.add_expert_count(card["n_routed_experts"])
-    writer.add_expert_used_count(card["num_experts_per_tok"])
-    writer.add_expert_shared_count(card["n_shared_experts"])
-    writer.add_expert_feed_forward_length(card["moe_intermediate_size"])
+    writer.add_leading_dense_block_count(hf_config["first_k_dense_replace"])
+    writer.add_expert_count(hf_config["n_routed_experts"])
+    writer.add_expert_used_count(hf_config["num_experts_per_tok"])
+    writer.add_expert_shared_count(hf_config["n_shared_experts"])
+    writer.add_expert_feed_forward_length(hf_config["moe_intermediate_size"])
     writer.add_expert_weights_scale(1.0)
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
 
 
-def _keeps_state(writer: Any, card: Card) -> None:
+def _keeps_state(writer: Any, hf_config: ConfigJson) -> None:
     writer.add_ssm_conv_kernel(4)
-    writer.add_ssm_inner_size(card["num_heads"] * card["head_dim"])
-    writer.add_ssm_state_size(card["state_size"])
-    writer.add_ssm_time_step_rank(card["num_heads"])
-    writer.add_ssm_group_count(card["n_groups"])
+    writer.add_ssm_inner_size(hf_config["num_heads"] * hf_config["head_dim"])
+    writer.add_ssm_state_size(hf_config["state_size"])
+    writer.add_ssm_time_step_rank(hf_config["num_heads"])
+    writer.add_ssm_group_count(hf_config["n_groups"])
 
 
-def _nothing(writer: Any, card: Card) -> None:
+def _nothing(writer: Any, hf_config: ConfigJson) -> None:
     pass
 
 
-KINDS: dict[str, tuple[str, Callable[[Any, Card], None], Callable[[Card], Shapes]]] = {
+KINDS: dict[str, tuple[str, Callable[[Any, ConfigJson], None], Callable[[ConfigJson], Shapes]]] = {
     "llama": ("llama", _rotates, _llama),
     "mistral": ("llama", _rotates, _llama),
     "qwen3": ("qwen3", _rotates, _qwen3),
@@ -279,5 +289,5 @@ KINDS: dict[str, tuple[str, Callable[[Any, Card], None], Callable[[Card], Shapes
     "deepseek_v2": ("deepseek2", _latent, _deepseek2),
     "mamba2": ("mamba2", _keeps_state, _mamba2),
 }
-"""By the card's model_type: llama.cpp's architecture, its numbers, its tensors. Its Llama has no window: at the context that is
+"""By the config's model_type: llama.cpp's architecture, its numbers, its tensors. Its Llama has no window: at the context that is
 measured it sees as much."""

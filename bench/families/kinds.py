@@ -1,4 +1,4 @@
-"""A small model of each kind of family, as its card; and the Llama that reads as many bytes."""
+"""A small model of each kind of family, as its config; and the Llama that reads as many bytes."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ KINDS: dict[str, dict[str, Any]] = {
 """Defaults are those of `_SMALL`."""
 
 
-def card_of(kind: str, dtype: str) -> dict[str, Any]:
-    """Return the kind's card."""
+def hf_config_of(kind: str, dtype: str) -> dict[str, Any]:
+    """Return the kind's config."""
     return _SMALL | {"dtype": dtype, "tie_word_embeddings": False} | KINDS[kind]
 
 
@@ -120,19 +120,23 @@ BITS = {"none": 16.0, "int8": 8.0, "w8a8": 8.0, "int4": 4.125}
 """Of a weight of the layers, by quantization; logits have eight where layers have four. Of fp32 twice as many as none has."""
 
 
-def llama_card(
+def llama_hf_config(
     dtype: str, quantization: str, like: Mapping[str, Any], step_bytes: int, num_keys: int
 ) -> dict[str, Any]:
-    """Return the card of a Llama with as many key heads as ``like``, with a decode step of about ``step_bytes``.
+    """Return the config of a Llama with as many key heads as ``like``, with a decode step of about ``step_bytes``.
 
     num_keys: of all requests of the step. The feed-forward makes up the difference; its width is a multiple of 32.
     """
-    card = card_of("llama", dtype)
-    heads, hidden, layers = card["num_attention_heads"], card["hidden_size"], card["num_hidden_layers"]
+    hf_config = hf_config_of("llama", dtype)
+    heads, hidden, layers = (
+        hf_config["num_attention_heads"],
+        hf_config["hidden_size"],
+        hf_config["num_hidden_layers"],
+    )
     kv_heads, size = like["num_key_value_heads"] or heads, 4 if dtype == "float32" else 2
     each = BITS[quantization] / 16 * size
     keys = 2 * num_keys * kv_heads * (hidden // heads) * size * layers
-    logits = card["vocab_size"] * hidden * (each if quantization == "none" else 1)
+    logits = hf_config["vocab_size"] * hidden * (each if quantization == "none" else 1)
     attention = layers * 2 * hidden * hidden * (1 + kv_heads / heads) * each
     width = (step_bytes - keys - logits - attention) / (3 * layers * hidden * each)
-    return card | {"num_key_value_heads": kv_heads, "intermediate_size": max(1, round(width / 32)) * 32}
+    return hf_config | {"num_key_value_heads": kv_heads, "intermediate_size": max(1, round(width / 32)) * 32}

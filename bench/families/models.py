@@ -37,10 +37,10 @@ class Room:
     max_steps: int
 
 
-def open_model(folder: Path, card: Mapping[str, Any], room: Room) -> tuple[EngineConfig, Worker]:
-    """Write the card and load it as `quintet serve --load-format dummy` would. Raises `ConfigError`."""
+def open_model(folder: Path, hf_config: Mapping[str, Any], room: Room) -> tuple[EngineConfig, Worker]:
+    """Write the config and load it as `quintet serve --load-format dummy` would. Raises `ConfigError`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(card))
+    (folder / "config.json").write_text(json.dumps(hf_config))
     (folder / "tokenizer.json").write_text("{}")
     options = Options(
         model=str(folder),

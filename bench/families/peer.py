@@ -21,7 +21,7 @@ def interpreter(home: Path) -> Path | None:
 
 
 class LlamaCpp:
-    """llama.cpp with the model of the card in ``folder``."""
+    """llama.cpp with the model of the config in ``folder``."""
 
     def __init__(self, python: Path, folder: Path, quantization: str, threads: int, steps: int) -> None:
         """steps: as many as each number of rows is asked for, at most. Raises ValueError where it does not load such a model."""

@@ -28,7 +28,7 @@ STATIC_BATCH = 64
 
 def make_model(shape: Shape, device: str) -> Any:
     """Return transformers' model of the shape, made on the device."""
-    config = transformers.AutoConfig.for_model(**shape.card)
+    config = transformers.AutoConfig.for_model(**shape.hf_config)
     models: Any = transformers.AutoModelForCausalLM
     with torch.device(device):
         return models.from_config(config, dtype=torch.bfloat16).eval()

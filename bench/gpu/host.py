@@ -31,7 +31,7 @@ from quintet.executor.backends.registry import make_worker
 from quintet.executor.checkpoints.weights.load import fill_randomly
 from quintet.executor.context import WorkerContext
 from quintet.executor.interface import StepWorker
-from quintet.executor.model_config.card import card_of
+from quintet.executor.model_config.hf_config import hf_config_of
 from quintet.executor.models.model import Setting, build_model
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.config import EngineConfig
@@ -138,7 +138,7 @@ def open_worker(shape: Shape, device: str, folder: Path) -> tuple[StepWorker, Ho
     cache = msgspec.structs.replace(config.cache, memory_bytes=512 << 20)
     config = msgspec.structs.replace(config, cache=cache)
     setting = Setting(host.torch_device, torch.bfloat16, RowMajor())
-    model = build_model(config.model.architecture, card_of(config.model), setting)
+    model = build_model(config.model.architecture, hf_config_of(config.model), setting)
     fill_randomly(model.weights, 0)
     worker = make_device_worker(host, model, WorkerContext(config))
     host.checks_arguments = False  # as on a GPU, after boot

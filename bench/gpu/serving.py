@@ -74,9 +74,9 @@ def tell(name: str, summary: Summary, report: Report) -> None:
 
 
 def write_model(folder: Path, device: str) -> None:
-    """Write the card and a tokenizer of the shape that is measured; a server makes up the weights."""
+    """Write the config and a tokenizer of the shape that is measured; a server makes up the weights."""
     shape = shape_for(device)
-    (folder / "config.json").write_text(json.dumps(shape.card))
+    (folder / "config.json").write_text(json.dumps(shape.hf_config))
     write_tokenizer(folder, shape.vocab_size, shape.max_len)
 
 

@@ -1,6 +1,6 @@
 """Models of a well-known shape with random weights, and what a step of them must move and multiply.
 
-Knows no engine: counts bytes and floating-point operations from the model card alone.
+Knows no engine: counts bytes and floating-point operations from the config alone.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Shape:
         return linear + 4 * self.layers * self.heads * self.head_dim * pairs
 
     @property
-    def card(self) -> dict[str, Any]:
-        """The model card."""
+    def hf_config(self) -> dict[str, Any]:
+        """The config."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -120,8 +120,8 @@ def engine_config(
             path=str(folder),
             tokenizer_path=str(folder),
             served_names=["bench"],
-            architecture=shape.card["architectures"][0],
-            card=json.dumps(shape.card),
+            architecture=shape.hf_config["architectures"][0],
+            hf_config=json.dumps(shape.hf_config),
             dtype="bfloat16",
             vocab_size=shape.vocab_size,
             max_model_len=max_model_len,

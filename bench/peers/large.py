@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from bench.arguments import command_parser
 from bench.null_model import SPECIALS, write_tokenizer
 from quintet.deploy.config.gguf.vocabulary import vocabulary_of
-from quintet.executor.checkpoints.gguf.writing.card import Config
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config
 from quintet.executor.checkpoints.gguf.writing.metadata import metadata_of
 from quintet.executor.checkpoints.gguf.writing.model import add_value
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES, Model, type_of

@@ -183,8 +183,8 @@ def _in_format(written: Written, source: Source, scratch: Path) -> Path:
     shutil.copytree(source.folder, out)
     kept, _ = in_format(written, load_file(source.folder / "model.safetensors"))
     save_file(kept, out / "model.safetensors")
-    card = json.loads((source.folder / "config.json").read_bytes())
-    (out / "config.json").write_text(json.dumps(card | {"quantization_config": written.section}))
+    hf_config = json.loads((source.folder / "config.json").read_bytes())
+    (out / "config.json").write_text(json.dumps(hf_config | {"quantization_config": written.section}))
     return out
 
 

@@ -13,9 +13,9 @@ from quintet.deploy.config.build import Resolution, resolve
 from quintet.deploy.config.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
 from quintet.deploy.tools.draft_plan import DraftPlan, draft_plan, draft_rows, draft_state_bytes
 from quintet.deploy.tools.kv_plan import KvDiskPlan, disk_plan, peers_plan, rows_of, store_plan
-from quintet.executor.model_config.card import card_of
 from quintet.executor.model_config.describe import describe
 from quintet.executor.model_config.fitting import describe_share
+from quintet.executor.model_config.hf_config import hf_config_of
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.share import share_of, stage_layers
 from quintet.executor.model_config.spec import DecoderSpec
@@ -282,7 +282,7 @@ def _spec_of(model: ModelConfig) -> DecoderSpec | None:
     family = FAMILIES.get(model.architecture)
     if model.implementation != "quintet" or family is None:
         return None
-    spec = family.read(card_of(model))
+    spec = family.read(hf_config_of(model))
     return spec if isinstance(spec, DecoderSpec) else None
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from quintet.deploy.config.memory import format_size
-from quintet.deploy.config.model.card import ModelFacts, read_facts
+from quintet.deploy.config.model.hf_config import ModelFacts, read_facts
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.tools.quantize.target import (
     MAX_CALIBRATION_TOKENS,
@@ -25,9 +25,9 @@ from quintet.deploy.tools.quantize.target import (
 )
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import GGUF, card_path, is_gguf
+from quintet.wire.model_files import GGUF, hf_config_path, is_gguf
 
 _SPARE_BYTES = 64 << 20
 """Allowance for metadata, mostly the vocabulary."""
@@ -167,7 +167,7 @@ def _write_gguf(facts: ModelFacts, out: Path, mix: str) -> None:
     from quintet.executor.checkpoints.gguf.writing.model import plan_of, write_gguf  # imports torch
 
     source = facts.path
-    plan = plan_of(source, MIXES[mix], json.loads(facts.card))
+    plan = plan_of(source, MIXES[mix], json.loads(facts.hf_config))
     vocabulary = vocabulary_of(source, tokenizer_of(source))
     check_space(out, plan.num_bytes + _SPARE_BYTES)
     with (
@@ -184,8 +184,8 @@ def _write_folder(facts: ModelFacts, out: Path, name: str, calibration: str | No
     )
 
     source = facts.path
-    card = ModelCard(json.loads(facts.card), str(card_path(source)))
-    plan = plan_of(source, facts.architecture, card, TARGETS[name])
+    hf_config = HfConfig(json.loads(facts.hf_config), str(hf_config_path(source)))
+    plan = plan_of(source, facts.architecture, hf_config, TARGETS[name])
     check_space(out, plan.num_bytes + _SPARE_BYTES)
     if calibration is not None:
         from quintet.deploy.tools.quantize.calibration import calibrate

@@ -25,8 +25,8 @@ from quintet.deploy.config.memory import (
     format_size,
     parse_size,
 )
-from quintet.deploy.config.model.card import ModelFacts, Overrides, read_facts
 from quintet.deploy.config.model.chat_templates import read_chat_templates
+from quintet.deploy.config.model.hf_config import ModelFacts, Overrides, read_facts
 from quintet.deploy.config.model.implementation import check_transformers_flags, note_of
 from quintet.deploy.config.model.packaged_models import packaged_generation
 from quintet.deploy.config.model.source import locate_model
@@ -67,7 +67,7 @@ from quintet.wire.config import (
 )
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
-from quintet.wire.model_files import card_path, is_gguf
+from quintet.wire.model_files import hf_config_path, is_gguf
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def _cache_config(
     available_bytes: memory of a rank. reserved_bytes: the part used by weights and shared memory. Appends to ``notes``.
     """
     max_model_len = rules.derive_max_model_len(
-        options.max_model_len, facts.max_model_len, card_path(facts.path)
+        options.max_model_len, facts.max_model_len, hf_config_path(facts.path)
     )
     step_tokens = rules.most_step_tokens(options, device, max_model_len)
     memory_bytes = _kv_memory(
@@ -273,7 +273,7 @@ def _model_config(
         tokenizer_path=str(folder),
         served_names=options.served_model_name or [options.model or embedded.NAME],
         architecture=facts.architecture,
-        card=facts.card,
+        hf_config=facts.hf_config,
         implementation=facts.implementation,
         trust_remote_code=options.trust_remote_code,
         dtype=dtype,

@@ -12,7 +12,7 @@ import msgspec
 
 from quintet.deploy.config import rules
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.model.card import ModelFacts
+from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.model.weights import (
     WeightFacts,
@@ -25,16 +25,16 @@ from quintet.deploy.config.model.weights import (
 from quintet.deploy.config.speculation import FLAG
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.model_config import eagle, mtp
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.draft_heads import NUM_FEATURES
 from quintet.executor.model_config.eagle import AUX_LAYERS, EagleSpec
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.mtp import MTP_NAMES, MtpSpec
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.spec import DecoderSpec, KvNeed
 from quintet.wire.config import DTYPE_BYTES, DraftModelConfig, Dtype, ModelConfig, Quantization
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
-from quintet.wire.model_files import card_path, parse_json, read_json
+from quintet.wire.model_files import hf_config_path, parse_json, read_json
 
 _DECODER = "quintet.executor.models.decoder:Decoder"
 
@@ -46,7 +46,7 @@ class Head:
     name: str
     path: Path
     architecture: str
-    card: str
+    hf_config: str
     spec: EagleSpec | MtpSpec
     weights: WeightFacts | None
     """None for dummy weights."""
@@ -79,7 +79,7 @@ class HeadFacts:
                 tokenizer_path=model.tokenizer_path,
                 served_names=[self.head.name],
                 architecture=self.head.architecture,
-                card=self.head.card,
+                hf_config=self.head.hf_config,
                 dtype=self.dtype,
                 vocab_size=self.head.spec.draft_vocab_size,
                 max_model_len=model.max_model_len,
@@ -133,14 +133,14 @@ def _eagle_head(name: str, options: Options, target: ModelFacts) -> Head:
             f"{FLAG}: head {name!r} has pickled weights: convert them with `quintet convert`, and give the new folder"
         )
     served = _served_spec(target)
-    card = eagle.eagle_card(read_json(path), () if weights is None else weights.contents)
-    spec = eagle.read_eagle(ModelCard(card, str(path)))
+    hf_config = eagle.eagle_hf_config(read_json(path), () if weights is None else weights.contents)
+    spec = eagle.read_eagle(HfConfig(hf_config, str(path)))
     if not spec.aux_layers:
-        card[AUX_LAYERS] = list(eagle.default_aux_layers(len(served.layers)))
-        spec = eagle.read_eagle(ModelCard(card, str(path)))
+        hf_config[AUX_LAYERS] = list(eagle.default_aux_layers(len(served.layers)))
+        spec = eagle.read_eagle(HfConfig(hf_config, str(path)))
     _check_fit(name, spec, served, str(target.path))
     quantization = loaded_quantization(options)
-    return Head(name, folder, eagle.ARCHITECTURE, json.dumps(card), spec, weights, quantization)
+    return Head(name, folder, eagle.ARCHITECTURE, json.dumps(hf_config), spec, weights, quantization)
 
 
 def _mtp_head(options: Options, target: ModelFacts) -> Head:
@@ -148,9 +148,9 @@ def _mtp_head(options: Options, target: ModelFacts) -> Head:
         raise ConfigError(
             f"{FLAG}: the method mtp is not supported for {target.architecture}, only for {', '.join(MTP_NAMES)}: use ngram"
         )
-    path = card_path(target.path)
-    card = parse_json(target.card, path) | {mtp.SERVED: target.architecture}
-    spec = mtp.read_mtp(ModelCard(card, str(path)))
+    path = hf_config_path(target.path)
+    hf_config = parse_json(target.hf_config, path) | {mtp.SERVED: target.architecture}
+    spec = mtp.read_mtp(HfConfig(hf_config, str(path)))
     weights = None
     if options.load_format == "auto":
         contents = read_weight_facts(target.path).contents
@@ -161,7 +161,7 @@ def _mtp_head(options: Options, target: ModelFacts) -> Head:
                 " safetensors of the whole model, or the method ngram"
             )
     quantization = choose_quantization(options, "cpu", target)
-    text = json.dumps(card)
+    text = json.dumps(hf_config)
     return Head("mtp", target.path, mtp.ARCHITECTURE, text, spec, weights, quantization, target.stored)
 
 
@@ -169,7 +169,7 @@ def _served_spec(target: ModelFacts) -> DecoderSpec:
     family = FAMILIES.get(target.architecture)
     spec = None
     if target.implementation == "quintet" and family is not None and family.builder == _DECODER:
-        spec = family.read(ModelCard(parse_json(target.card, target.path), str(target.path)))
+        spec = family.read(HfConfig(parse_json(target.hf_config, target.path), str(target.path)))
     if not isinstance(spec, DecoderSpec):
         raise ConfigError(f"{FLAG}: the method eagle3 is not supported for {target.architecture}: use ngram")
     return spec

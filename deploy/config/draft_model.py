@@ -9,7 +9,7 @@ from typing import Any
 
 from quintet.deploy.config.draft_head import HeadFacts, draft_kv, read_head
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.model.card import ModelFacts, read_facts
+from quintet.deploy.config.model.hf_config import ModelFacts, read_facts
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.deploy.config.model.weights import loaded_quantization, read_weight_facts, weight_bytes_of
@@ -49,7 +49,7 @@ class DraftFacts:
                 tokenizer_path=str(tokenizer),
                 served_names=[self.name],
                 architecture=self.facts.architecture,
-                card=self.facts.card,
+                hf_config=self.facts.hf_config,
                 dtype=self.dtype,
                 vocab_size=self.facts.vocab_size,
                 embedding_width=self.facts.embedding_width,

@@ -11,9 +11,8 @@ from quintet.deploy.config.eplb import check_copies, eplb_config, num_copied
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import check_first
 from quintet.deploy.config.kv.transfer import leaves_executor
-from quintet.deploy.config.model.card import ModelFacts
+from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.deploy.config.rank_checks import check_gpu_ranks, why_not_stored
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.fitting import (
     MOST_RANKS,
@@ -24,13 +23,14 @@ from quintet.executor.model_config.fitting import (
     sizes_that_fit,
     why_not,
 )
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.share import KV_GATHER_BYTES, Share, shared_bytes, stage_layers
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, StateSpec
 from quintet.executor.model_config.state_specs import Mamba2Spec
 from quintet.wire.config import DTYPE_BYTES
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import card_path, parse_json
+from quintet.wire.model_files import hf_config_path, parse_json
 
 FLAG, STAGES_FLAG = "--tensor-parallel-size", "--pipeline-parallel-size"
 INVARIANT_FLAG, CONTEXT_FLAG = "--layout-invariant", "--decode-context-parallel-size"
@@ -76,7 +76,7 @@ def check_flags(options: Options, device: str) -> None:
 
 def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
     """Return the facts with KV, states and layers of one rank. Raises `ConfigError` with valid sizes."""
-    size, path = options.tensor_parallel_size, card_path(facts.path)
+    size, path = options.tensor_parallel_size, hf_config_path(facts.path)
     if options.pipeline_parallel_size > 1:
         facts = _with_stages(options, facts)
     if size == 1:
@@ -122,7 +122,7 @@ def sum_leaves(options: Options, facts: ModelFacts) -> int:
     """
     if not options.layout_invariant:
         return 1
-    size, path, spec = options.tensor_parallel_size, card_path(facts.path), _spec_of(facts)
+    size, path, spec = options.tensor_parallel_size, hf_config_path(facts.path), _spec_of(facts)
     if spec is None:
         raise ConfigError(
             f"{INVARIANT_FLAG}: {path} uses transformers, which does not support ranks; drop the flag"
@@ -158,8 +158,8 @@ def check_gpu_rows(options: Options, facts: ModelFacts, device: str, dtype_bytes
         odd = next((depth for depth in depths if depth * dtype_bytes % 16), None)
         if odd is not None:
             raise ConfigError(
-                f"{FLAG} {size}: each rank of {card_path(facts.path)} would have rows of {odd} numbers, but GPU kernels require"
-                f" multiples of {16 // dtype_bytes}: use fewer ranks, or --device cpu"
+                f"{FLAG} {size}: each rank of {hf_config_path(facts.path)} would have rows of {odd} numbers, but GPU kernels"
+                f" require multiples of {16 // dtype_bytes}: use fewer ranks, or --device cpu"
             )
 
 
@@ -182,7 +182,7 @@ def check_attention(options: Options, facts: ModelFacts, device: str, block_size
     for need in facts.kv_needs:
         if need is not None and (need.key_dim > MOST_IN_KEY or need.value_dim > MOST_IN_VALUE):
             raise ConfigError(
-                f"{_given(options)}: {card_path(facts.path)} has heads with key width {need.key_dim} and value width"
+                f"{_given(options)}: {hf_config_path(facts.path)} has heads with key width {need.key_dim} and value width"
                 f" {need.value_dim}; the maxima for ranks are {MOST_IN_KEY} and {MOST_IN_VALUE}: drop the flag"
             )
 
@@ -199,7 +199,9 @@ def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: 
     spec = _spec_of(facts) if size * stages > 1 and device == "cpu" else None
     if spec is None:
         return 0
-    longest = rules.derive_max_model_len(options.max_model_len, facts.max_model_len, card_path(facts.path))
+    longest = rules.derive_max_model_len(
+        options.max_model_len, facts.max_model_len, hf_config_path(facts.path)
+    )
     step_tokens = rules.most_step_tokens(options, device, longest)
     eplb = eplb_config(options)
     places = 0 if eplb is None else eplb.num_redundant_experts // size
@@ -212,7 +214,7 @@ def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: 
 
 def _with_stages(options: Options, facts: ModelFacts) -> ModelFacts:
     """Return the facts with the layers of each stage. Raises `ConfigError` for too many stages."""
-    stages, path, spec = options.pipeline_parallel_size, card_path(facts.path), _spec_of(facts)
+    stages, path, spec = options.pipeline_parallel_size, hf_config_path(facts.path), _spec_of(facts)
     if spec is None:
         raise ConfigError(
             f"{STAGES_FLAG} {stages}: {path} cannot be divided into stages: {_UNKNOWN_LAYERS}; drop the flag"
@@ -257,6 +259,6 @@ def _spec_of(facts: ModelFacts) -> DecoderSpec | None:
     family = FAMILIES.get(facts.architecture)
     if facts.implementation != "quintet" or family is None:
         return None
-    path = card_path(facts.path)
-    spec = family.read(ModelCard(parse_json(facts.card, path), str(path)))
+    path = hf_config_path(facts.path)
+    spec = family.read(HfConfig(parse_json(facts.hf_config, path), str(path)))
     return spec if isinstance(spec, DecoderSpec) else None

@@ -12,12 +12,12 @@ import msgspec
 from quintet.deploy.config.flag_values import count
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
-from quintet.deploy.config.model.card import ModelFacts
+from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.executor.model_config.spec import KvNeed
 from quintet.wire.config import KvFormat
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.kv_spec import Kind, KvSpec, LayerKv, group_layers, padded_head
-from quintet.wire.model_files import card_path
+from quintet.wire.model_files import hf_config_path
 from quintet.wire.params import SamplingParams
 
 MAX_SOCKET_PATH = 107
@@ -139,7 +139,7 @@ def check_expert_widths(facts: ModelFacts, device: str, dtype_bytes: int) -> Non
     odd = sorted(depth for depth in facts.expert_depths if depth * dtype_bytes % 16)
     if device == "cuda" and odd:
         raise ConfigError(
-            f"{card_path(facts.path)}: experts have rows of {odd[0]} numbers, but GPU kernels require multiples of"
+            f"{hf_config_path(facts.path)}: experts have rows of {odd[0]} numbers, but GPU kernels require multiples of"
             f" {16 // dtype_bytes}: set --device cpu, or --model-impl transformers"
         )
 

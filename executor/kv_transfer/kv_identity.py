@@ -70,7 +70,7 @@ def _content_of(config: EngineConfig, runner: str) -> dict[str, object]:
     model = config.model
     library = open_library()
     return {
-        "card": hashlib.sha256(model.card.encode()).hexdigest(),
+        "hf_config": hashlib.sha256(model.hf_config.encode()).hexdigest(),
         "architecture": model.architecture,
         "implementation": model.implementation,
         "weights": _weights_of(config),

@@ -1,7 +1,7 @@
 """EAGLE-3 draft heads: one layer over the hidden states of the served model (Li et al., "EAGLE-3", 2025).
 
 Two formats of ``config.json`` exist: that of the authors, and that of the library ``speculators``, with the layer's values in
-``transformer_layer_config``. `eagle_card` converts both into one card.
+``transformer_layer_config``. `eagle_hf_config` converts both into one config.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     HIDDEN,
@@ -31,7 +31,7 @@ ARCHITECTURE = "Eagle3Speculator"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _LAYER_KEYS = "transformer_layer_config"
 _OWN_EMBEDDING, _TOKEN_MAP, _LAYER_NAME = "own_embedding", "token_map", "layer_name"
-"""Keys of the converted card: whether the checkpoint has these tensors, and its name of the layer."""
+"""Keys of the converted config: whether the checkpoint has these tensors, and its name of the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({2, num_layers // 2, num_layers - 3}))
 
 
-def eagle_card(config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-    """Return the card of a head. tensors: names in its checkpoint."""
+def eagle_hf_config(config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """Return the config of a head. tensors: names in its checkpoint."""
     names = {name.removeprefix("model.") for name in tensors}
     nested = config.get("eagle_config")
     return {
@@ -76,34 +76,34 @@ def eagle_card(config: Mapping[str, Any], tensors: Collection[str]) -> dict[str,
     }
 
 
-def read_eagle(card: ModelCard) -> EagleSpec:
-    """Return the spec of a converted card. Raises `ConfigError`."""
-    if num_layers(card) != 1:
-        raise card.wrong("num_hidden_layers", "1: heads with several layers are not supported")
+def read_eagle(hf_config: HfConfig) -> EagleSpec:
+    """Return the spec of a converted config. Raises `ConfigError`."""
+    if num_layers(hf_config) != 1:
+        raise hf_config.wrong("num_hidden_layers", "1: heads with several layers are not supported")
     for key in ("fc_norm", "norm_output"):
-        if card.flag(key, False):
-            raise card.wrong(key, "false: this variant of EAGLE-3 is not supported")
-    biased = card.flag("attention_bias", False)
-    mixer = attention(card, positions=2048, qkv_bias=biased, output_bias=biased)
-    layer = pre_norm(rms(card), mixer, gated(card, biased=card.flag("mlp_bias", False)))
-    names = Names(layer=f"model.{card.word(_LAYER_NAME, ('layers.0', 'midlayer'), 'midlayer')}")
-    spec = decoder(card, (layer,), rms(card), names=names)
-    vocab_size = card.whole(VOCAB, 1, MAX_VOCAB)
+        if hf_config.flag(key, False):
+            raise hf_config.wrong(key, "false: this variant of EAGLE-3 is not supported")
+    biased = hf_config.flag("attention_bias", False)
+    mixer = attention(hf_config, positions=2048, qkv_bias=biased, output_bias=biased)
+    layer = pre_norm(rms(hf_config), mixer, gated(hf_config, biased=hf_config.flag("mlp_bias", False)))
+    names = Names(layer=f"model.{hf_config.word(_LAYER_NAME, ('layers.0', 'midlayer'), 'midlayer')}")
+    spec = decoder(hf_config, (layer,), rms(hf_config), names=names)
+    vocab_size = hf_config.whole(VOCAB, 1, MAX_VOCAB)
     return EagleSpec(
         **{field.name: getattr(spec, field.name) for field in fields(spec)},
-        draft_vocab_size=card.whole("draft_vocab_size", 1, vocab_size, vocab_size),
-        target_hidden_size=card.whole(("target_hidden_size", *HIDDEN), 1, MAX_WIDTH),
-        aux_layers=_aux_layers(card),
-        norm_before_residual=card.flag("norm_before_residual", False),
-        norm_before_fc=card.flag("norm_before_fc", False),
-        has_embedding=card.flag(_OWN_EMBEDDING, False),
-        has_token_map=card.flag(_TOKEN_MAP, False),
+        draft_vocab_size=hf_config.whole("draft_vocab_size", 1, vocab_size, vocab_size),
+        target_hidden_size=hf_config.whole(("target_hidden_size", *HIDDEN), 1, MAX_WIDTH),
+        aux_layers=_aux_layers(hf_config),
+        norm_before_residual=hf_config.flag("norm_before_residual", False),
+        norm_before_fc=hf_config.flag("norm_before_fc", False),
+        has_embedding=hf_config.flag(_OWN_EMBEDDING, False),
+        has_token_map=hf_config.flag(_TOKEN_MAP, False),
     )
 
 
-def _aux_layers(card: ModelCard) -> tuple[int, ...]:
+def _aux_layers(hf_config: HfConfig) -> tuple[int, ...]:
     key = (AUX_LAYERS, "aux_hidden_state_layer_ids")
-    value = card.values.get(card.spelling(key))
+    value = hf_config.values.get(hf_config.spelling(key))
     if value is None:
         return ()
     if (
@@ -111,5 +111,5 @@ def _aux_layers(card: ModelCard) -> tuple[int, ...]:
         or not value
         or any(type(each) is not int or not 0 <= each <= MAX_LAYERS for each in value)
     ):
-        raise card.wrong(key, "a list of layer numbers")
+        raise hf_config.wrong(key, "a list of layer numbers")
     return tuple(sorted(set(value)))

@@ -1,21 +1,21 @@
 """Multi-token prediction layers of checkpoints (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 2.2).
 
 A layer proposes the token after the next one. It is a decoder layer of the model's own kind, and has its own norms and
-projection. Embedding and output layer are the model's; copies of them in a checkpoint are not read. A layer's card is the
-model's card with one more key, `SERVED`.
+projection. Embedding and output layer are the model's; copies of them in a checkpoint are not read. A layer's config is the
+model's config with one more key, `SERVED`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.spec import DecoderSpec
 
 ARCHITECTURE = "MultiTokenPredictor"
 SERVED = "served_architecture"
-"""Key of a card: the architecture of the model."""
+"""Key of a config: the architecture of the model."""
 _COPIES = ("embed_tokens.", "shared_head.head.")
 """Tensors of a layer that repeat the model's."""
 
@@ -106,10 +106,10 @@ class MtpSpec(DecoderSpec):
         return sum(block.num_parameters(hidden) for block in blocks) + 2 * hidden * hidden
 
 
-def read_mtp(card: ModelCard) -> MtpSpec:
+def read_mtp(hf_config: HfConfig) -> MtpSpec:
     """Return the spec of a model's first prediction layer. Raises `ConfigError`."""
-    architecture = card.word(SERVED, tuple(MTP_NAMES), "")
-    spec = FAMILIES[architecture].read(card)
+    architecture = hf_config.word(SERVED, tuple(MTP_NAMES), "")
+    spec = FAMILIES[architecture].read(hf_config)
     assert isinstance(spec, DecoderSpec), architecture
     parts = MTP_NAMES[architecture].of(len(spec.layers))
     like = (

@@ -1,6 +1,6 @@
-"""Registry of supported architectures, by the name in a model card.
+"""Registry of supported architectures, by the name in a config.
 
-`deploy` reads a card with this table before start-up; the executor builds the model with the same function. Imports
+`deploy` reads a config with this table before start-up; the executor builds the model with the same function. Imports
 no torch. Each file of ``families/`` has the architectures of one lineage.
 """
 
@@ -63,7 +63,7 @@ FAMILIES: dict[str, Family] = {
     **sigmoid_moe.FAMILIES,
     **text_model.FAMILIES,
 }
-"""Families by the card's architecture name."""
+"""Families by the config's architecture name."""
 
 _VERSION = re.compile(r"[0-9]{1,3}(_[0-9]{1,2})?")
 _ENDINGS = ("LMHeadModel", "Model")
@@ -81,7 +81,7 @@ _KINDS = {
 
 
 def architecture_of(model_type: str, *, is_part: bool) -> str:
-    """Return the architecture of a card that has only a ``model_type``: a known one, or the name by transformers' convention.
+    """Return the architecture of a config that has only a ``model_type``: a known one, or the name by transformers' convention.
 
     is_part: whether the text model is a part of a multimodal model.
     """

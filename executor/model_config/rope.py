@@ -1,4 +1,4 @@
-"""Read the settings of rotary position embedding (RoPE) from a model card.
+"""Read the settings of rotary position embedding (RoPE) from a config.
 
 `quintet.executor.models.layers.rope` computes the rotation. Imports no torch: `deploy` derives the context length
 from these settings.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quintet.executor.model_config.card import Key, ModelCard
+from quintet.executor.model_config.hf_config import HfConfig, Key
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "factors")
-"""RoPE types of cards. `RopeSpec` has one more, ``stairs``, for Qwen 1."""
+"""RoPE types of configs. `RopeSpec` has one more, ``stairs``, for Qwen 1."""
 _ALIASES = {"su": "longrope", "mrope": "default"}
 """Older names of types; multimodal positions equal plain positions for text."""
 
@@ -33,7 +33,7 @@ class RopeSpec:
     rotary_dim: int
     """Number of rotated elements of a head, from the first; even."""
     max_positions: int
-    """The card's ``max_position_embeddings``."""
+    """The config's ``max_position_embeddings``."""
     original_positions: int
     """Context length of pretraining, for types that extend it."""
     factor: float | None = None
@@ -69,7 +69,7 @@ class RopeSpec:
     def reach(self) -> int:
         """The maximum context length that the position encoding supports, scaling included.
 
-        The cards of llama3 and longrope include scaling in ``max_position_embeddings``; the other types multiply it.
+        The configs of llama3 and longrope include scaling in ``max_position_embeddings``; the other types multiply it.
         """
         if self.kind in {"linear", "dynamic"}:
             assert self.factor is not None
@@ -80,7 +80,7 @@ class RopeSpec:
 
 
 def rope_spec(
-    card: ModelCard,
+    hf_config: HfConfig,
     head_dim: int,
     max_positions: int,
     *,
@@ -91,28 +91,28 @@ def rope_spec(
     theta_key: Key = THETA,
     scaled: bool = True,
 ) -> RopeSpec:
-    """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (older cards).
+    """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (older configs).
 
     ``max_positions``, ``theta``, ``share`` (rotated fraction of a head): defaults of the family. ``rotary_dim``: for
-    families that count rotated elements instead. ``layer_type``: the rotation to read from a card with one per layer
-    type. For older cards, ``theta_key`` and ``scaled`` (whether scaling applies) select it. Raises `ConfigError` with
+    families that count rotated elements instead. ``layer_type``: the rotation to read from a config with one per layer
+    type. For older configs, ``theta_key`` and ``scaled`` (whether scaling applies) select it. Raises `ConfigError` with
     the value, what was found and what is allowed.
     """
-    max_positions = card.whole(POSITIONS, 1, MAX_POSITIONS, max_positions)
-    parameters = _parameters(card, layer_type, scaled)
+    max_positions = hf_config.whole(POSITIONS, 1, MAX_POSITIONS, max_positions)
+    parameters = _parameters(hf_config, layer_type, scaled)
     kind = _kind(parameters)
 
-    def either(key: Key) -> ModelCard:
-        return parameters if parameters.has(key) else card
+    def either(key: Key) -> HfConfig:
+        return parameters if parameters.has(key) else hf_config
 
-    original = card if card.has("original_max_position_embeddings") else parameters
+    original = hf_config if hf_config.has("original_max_position_embeddings") else parameters
     least, most = 1.0 + 1e-6, 1e15
     least_original = 2 if kind == "longrope" else 1
     spec = RopeSpec(
         kind=kind,
         theta=parameters.real(THETA, least, most)
         if parameters.has(THETA)
-        else card.real(theta_key, least, most, theta),
+        else hf_config.real(theta_key, least, most, theta),
         rotary_dim=rotary_dim or _rotary_dim(either(SHARE), head_dim, share),
         max_positions=max_positions,
         original_positions=original.whole(
@@ -127,10 +127,10 @@ def rope_spec(
     return spec
 
 
-def _parameters(card: ModelCard, layer_type: str | None, scaled: bool) -> ModelCard:
-    """Return the settings of the rotation, or of one layer type's rotation in a card with several."""
-    new = card.section("rope_parameters")
-    parameters = new if new.values else card.section("rope_scaling")
+def _parameters(hf_config: HfConfig, layer_type: str | None, scaled: bool) -> HfConfig:
+    """Return the settings of the rotation, or of one layer type's rotation in a config with several."""
+    new = hf_config.section("rope_parameters")
+    parameters = new if new.values else hf_config.section("rope_scaling")
     if layer_type is not None and isinstance(parameters.values.get(layer_type), dict):
         return parameters.section(layer_type)
     for key, value in parameters.values.items():
@@ -138,10 +138,10 @@ def _parameters(card: ModelCard, layer_type: str | None, scaled: bool) -> ModelC
             raise parameters.wrong(
                 key, "one setting for all layers: this family does not support a rotation per layer type"
             )
-    return parameters if scaled or new.values else ModelCard({}, card.path)
+    return parameters if scaled or new.values else HfConfig({}, hf_config.path)
 
 
-def _with_scaling(spec: RopeSpec, parameters: ModelCard) -> RopeSpec:
+def _with_scaling(spec: RopeSpec, parameters: HfConfig) -> RopeSpec:
     """Return ``spec`` with the settings of its type."""
 
     def optional(key: str, least: float) -> float | None:
@@ -190,19 +190,19 @@ def _with_scaling(spec: RopeSpec, parameters: ModelCard) -> RopeSpec:
     return spec
 
 
-def _kind(parameters: ModelCard) -> str:
+def _kind(parameters: HfConfig) -> str:
     key = "rope_type" if parameters.has("rope_type") else "type"
     kind = parameters.word(key, (*KINDS, *_ALIASES), "default")
     if kind == "yarn" and parameters.has("short_factor"):
-        return "longrope"  # used by the first cards of Phi 3
+        return "longrope"  # used by the first configs of Phi 3
     return _ALIASES.get(kind, kind)
 
 
-def _rotary_dim(card: ModelCard, head_dim: int, share: float) -> int:
-    share = card.real(SHARE, 0.0, 1.0, share)
+def _rotary_dim(hf_config: HfConfig, head_dim: int, share: float) -> int:
+    share = hf_config.real(SHARE, 0.0, 1.0, share)
     rotary_dim = int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2:
-        raise card.wrong(
+        raise hf_config.wrong(
             SHARE,
             f"a fraction that rotates an even number of a head's {head_dim} elements, at least 2; {share:g} rotates {rotary_dim}",
         )

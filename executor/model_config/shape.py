@@ -1,7 +1,7 @@
-"""Common parts of card readers: keys of a decoder's sizes, and usual building blocks.
+"""Common parts of config readers: keys of a decoder's sizes, and usual building blocks.
 
 Every function takes the family's defaults, those of its configuration class in transformers, for values missing in a
-card.
+config.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quintet.executor.model_config.card import Key, ModelCard
 from quintet.executor.model_config.experts import ExpertsLayout
+from quintet.executor.model_config.hf_config import HfConfig, Key
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import MAX_POSITIONS, POSITIONS, RopeSpec, rope_spec
 from quintet.executor.model_config.spec import (
@@ -48,7 +48,7 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "m
 WIDTH = "intermediate_size"
 RMS_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 SEPARATE_MATRICES = "matrices_apart"
-"""Key of cards converted from GGUF: matrices are separate."""
+"""Key of configs converted from GGUF: matrices are separate."""
 LAYER_EPS = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation", "activation")
 
@@ -64,66 +64,70 @@ _ACTIVATIONS = {
     "relu2": Activation.RELU2,
     "quick_gelu": Activation.QUICK_GELU,
 }
-"""Activations by their names in cards."""
+"""Activations by their names in configs."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Names in ``layer_types`` of layers with full attention and with a sliding window."""
 
 
-def hidden_size(card: ModelCard) -> int:
+def hidden_size(hf_config: HfConfig) -> int:
     """Return the width of the residual stream."""
-    return card.whole(HIDDEN, 1, MAX_WIDTH)
+    return hf_config.whole(HIDDEN, 1, MAX_WIDTH)
 
 
-def num_layers(card: ModelCard) -> int:
+def num_layers(hf_config: HfConfig) -> int:
     """Return the number of layers."""
-    return card.whole(LAYERS, 1, MAX_LAYERS)
+    return hf_config.whole(LAYERS, 1, MAX_LAYERS)
 
 
-def num_heads(card: ModelCard) -> int:
+def num_heads(hf_config: HfConfig) -> int:
     """Return the number of query heads."""
-    return card.whole(HEADS, 1, MAX_HEADS)
+    return hf_config.whole(HEADS, 1, MAX_HEADS)
 
 
-def num_kv_heads(card: ModelCard, default: int | None = None) -> int:
+def num_kv_heads(hf_config: HfConfig, default: int | None = None) -> int:
     """Return the number of KV heads: as many as query heads for null, or if absent without ``default``."""
-    heads = num_heads(card)
-    stated = card.spelling(KV_HEADS) in card.values  # null means as many as query heads
-    count = card.whole(KV_HEADS, 1, MAX_HEADS, heads if stated else default or heads)
+    heads = num_heads(hf_config)
+    stated = hf_config.spelling(KV_HEADS) in hf_config.values  # null means as many as query heads
+    count = hf_config.whole(KV_HEADS, 1, MAX_HEADS, heads if stated else default or heads)
     if heads % count:
-        raise card.wrong(KV_HEADS, f"a divisor of {card.spelling(HEADS)}, {heads}")
+        raise hf_config.wrong(KV_HEADS, f"a divisor of {hf_config.spelling(HEADS)}, {heads}")
     return count
 
 
-def head_width(card: ModelCard, default: int | None = None) -> int:
-    """Return the head width: the card's, else ``default``, else hidden size divided by heads."""
-    heads = num_heads(card)
-    width = hidden_size(card)
-    if default is None and not card.has("head_dim") and width > heads and width % heads:
-        raise card.wrong(HEADS, f"a divisor of {card.spelling(HIDDEN)}, {width}, if head_dim is absent")
-    dim = card.whole("head_dim", 1, MAX_HEAD_DIM, default or width // heads)
+def head_width(hf_config: HfConfig, default: int | None = None) -> int:
+    """Return the head width: the config's, else ``default``, else hidden size divided by heads."""
+    heads = num_heads(hf_config)
+    width = hidden_size(hf_config)
+    if default is None and not hf_config.has("head_dim") and width > heads and width % heads:
+        raise hf_config.wrong(
+            HEADS, f"a divisor of {hf_config.spelling(HIDDEN)}, {width}, if head_dim is absent"
+        )
+    dim = hf_config.whole("head_dim", 1, MAX_HEAD_DIM, default or width // heads)
     if heads * dim > MAX_WIDTH:
-        raise card.wrong("head_dim", f"a width with which {heads} heads have at most {MAX_WIDTH} elements")
+        raise hf_config.wrong(
+            "head_dim", f"a width with which {heads} heads have at most {MAX_WIDTH} elements"
+        )
     return dim
 
 
-def max_positions(card: ModelCard, default: int | None = None) -> int:
-    """Return the card's maximum context length before scaling."""
-    return card.whole(POSITIONS, 1, MAX_POSITIONS, default)
+def max_positions(hf_config: HfConfig, default: int | None = None) -> int:
+    """Return the config's maximum context length before scaling."""
+    return hf_config.whole(POSITIONS, 1, MAX_POSITIONS, default)
 
 
-def rotated_numbers(card: ModelCard, head_dim: int, default: int | None = None) -> int | None:
+def rotated_numbers(hf_config: HfConfig, head_dim: int, default: int | None = None) -> int | None:
     """Return the number of rotated elements of a head, for families that count them; None if absent without default."""
-    if default is None and not card.has("rotary_dim"):
+    if default is None and not hf_config.has("rotary_dim"):
         return None
-    count = card.whole("rotary_dim", 2, head_dim, default)
+    count = hf_config.whole("rotary_dim", 2, head_dim, default)
     if count % 2:
-        raise card.wrong("rotary_dim", "an even number")
+        raise hf_config.wrong("rotary_dim", "an even number")
     return count
 
 
 def attention(
-    card: ModelCard,
+    hf_config: HfConfig,
     *,
     positions: int | None = None,
     theta: float = 10000.0,
@@ -133,61 +137,65 @@ def attention(
     rotated: bool = True,
     **switches: Any,
 ) -> AttentionSpec:
-    """Return full attention with the card's rotation, if ``rotated``; ``switches`` are fields of `AttentionSpec`.
+    """Return full attention with the config's rotation, if ``rotated``; ``switches`` are fields of `AttentionSpec`.
 
     ``positions``, ``theta`` and ``share`` (see `rope_spec`), ``kv_heads``, ``head_dim``: the family's defaults.
     """
-    heads, dim = num_heads(card), head_width(card, head_dim)
+    heads, dim = num_heads(hf_config), head_width(hf_config, head_dim)
     usual: dict[str, Any] = {
         "num_heads": heads,
-        "num_kv_heads": num_kv_heads(card, kv_heads),
+        "num_kv_heads": num_kv_heads(hf_config, kv_heads),
         "head_dim": dim,
         "value_dim": dim,
         "scale": dim**-0.5,
         "rope": None,
     }
     if rotated and "rope" not in switches:
-        usual["rope"] = rope_spec(card, dim, positions or 0, theta=theta, share=share)
+        usual["rope"] = rope_spec(hf_config, dim, positions or 0, theta=theta, share=share)
     return AttentionSpec(**(usual | switches))
 
 
-def activation(card: ModelCard, default: str, key: Key = ACTIVATION) -> Activation:
+def activation(hf_config: HfConfig, default: str, key: Key = ACTIVATION) -> Activation:
     """Return the feed-forward's activation."""
-    return _ACTIVATIONS[card.word(key, tuple(_ACTIVATIONS), default)]
+    return _ACTIVATIONS[hf_config.word(key, tuple(_ACTIVATIONS), default)]
 
 
 def gated(
-    card: ModelCard, default: str = "silu", key: Key = ACTIVATION, width: int | None = None, **switches: Any
+    hf_config: HfConfig,
+    default: str = "silu",
+    key: Key = ACTIVATION,
+    width: int | None = None,
+    **switches: Any,
 ) -> MlpSpec:
     """Return a gated feed-forward. ``default`` and ``key``: of its activation; ``switches``: fields of `MlpSpec`."""
-    wide = card.whole(WIDTH, 1, MAX_WIDTH) if width is None else width
-    return MlpSpec(width=wide, **({"activation": activation(card, default, key)} | switches))
+    wide = hf_config.whole(WIDTH, 1, MAX_WIDTH) if width is None else width
+    return MlpSpec(width=wide, **({"activation": activation(hf_config, default, key)} | switches))
 
 
 def plain(
-    card: ModelCard, default: str, key: Key = ACTIVATION, width: int | None = None, **switches: Any
+    hf_config: HfConfig, default: str, key: Key = ACTIVATION, width: int | None = None, **switches: Any
 ) -> MlpSpec:
     """Return a feed-forward without a gate, of ``width`` or of the `plain_width` under the usual key."""
-    wide = plain_width(card, WIDTH) if width is None else width
-    return MlpSpec(width=wide, activation=activation(card, default, key), gated=False, **switches)
+    wide = plain_width(hf_config, WIDTH) if width is None else width
+    return MlpSpec(width=wide, activation=activation(hf_config, default, key), gated=False, **switches)
 
 
-def plain_width(card: ModelCard, key: Key) -> int:
+def plain_width(hf_config: HfConfig, key: Key) -> int:
     """Return the width of a feed-forward without a gate: by default four times the hidden size.
 
-    ``key``: the family's own key. Some cards also have another family's key, which is ignored.
+    ``key``: the family's own key. Some configs also have another family's key, which is ignored.
     """
-    return card.whole(key, 1, MAX_WIDTH, 4 * hidden_size(card))
+    return hf_config.whole(key, 1, MAX_WIDTH, 4 * hidden_size(hf_config))
 
 
-def rms(card: ModelCard, default: float = 1e-6, **switches: Any) -> NormSpec:
-    """Return an RMS norm with the card's epsilon; ``switches`` are fields of `NormSpec`."""
-    return NormSpec(kind=NormKind.RMS, eps=card.real(RMS_EPS, 1e-12, 1.0, default), **switches)
+def rms(hf_config: HfConfig, default: float = 1e-6, **switches: Any) -> NormSpec:
+    """Return an RMS norm with the config's epsilon; ``switches`` are fields of `NormSpec`."""
+    return NormSpec(kind=NormKind.RMS, eps=hf_config.real(RMS_EPS, 1e-12, 1.0, default), **switches)
 
 
-def layer_norm(card: ModelCard, default: float = 1e-5, **switches: Any) -> NormSpec:
-    """Return a layer norm with the card's epsilon and, by default, a bias."""
-    eps = card.real(LAYER_EPS, 1e-12, 1.0, default)
+def layer_norm(hf_config: HfConfig, default: float = 1e-5, **switches: Any) -> NormSpec:
+    """Return a layer norm with the config's epsilon and, by default, a bias."""
+    eps = hf_config.real(LAYER_EPS, 1e-12, 1.0, default)
     usual: dict[str, Any] = {"kind": NormKind.LAYER, "eps": eps, "biased": True}
     return NormSpec(**(usual | switches))
 
@@ -219,79 +227,79 @@ def side_by_side(norm: NormSpec, mixer: AttentionSpec, mlp: MlpSpec) -> LayerSpe
     return LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=Norms(before=norm), mlp_norms=Norms(), parallel=True)
 
 
-def factor(card: ModelCard, key: str, default: float = 1.0) -> float:
+def factor(hf_config: HfConfig, key: str, default: float = 1.0) -> float:
     """Return a multiplier or divisor."""
-    return card.real(key, 1e-6, 1e6, default)
+    return hf_config.real(key, 1e-6, 1e6, default)
 
 
-def refuse(card: ModelCard, key: str) -> None:
-    """Reject a card with a switch that makes it another kind of model."""
-    if card.flag(key, False):
-        raise card.wrong(key, "false: otherwise the model is not a text-only decoder")
+def refuse(hf_config: HfConfig, key: str) -> None:
+    """Reject a config with a switch that makes it another kind of model."""
+    if hf_config.flag(key, False):
+        raise hf_config.wrong(key, "false: otherwise the model is not a text-only decoder")
 
 
 def nullable(
-    card: ModelCard, key: str, least: float, most: float, default: float | None = None
+    hf_config: HfConfig, key: str, least: float, most: float, default: float | None = None
 ) -> float | None:
     """Return a number: None for null, ``default`` if absent."""
-    if not card.has(key) and (key in card.values or default is None):
+    if not hf_config.has(key) and (key in hf_config.values or default is None):
         return None
-    return card.real(key, least, most, default)
+    return hf_config.real(key, least, most, default)
 
 
-def window(card: ModelCard, default: int | None = None, key: str = "sliding_window") -> int | None:
-    """Return the card's sliding window or chunk length: None for null, ``default`` if absent."""
-    if not card.has(key) and (key in card.values or default is None):
+def window(hf_config: HfConfig, default: int | None = None, key: str = "sliding_window") -> int | None:
+    """Return the config's sliding window or chunk length: None for null, ``default`` if absent."""
+    if not hf_config.has(key) and (key in hf_config.values or default is None):
         return None
-    return card.whole(key, 1, MAX_POSITIONS, default)
+    return hf_config.whole(key, 1, MAX_POSITIONS, default)
 
 
-def every_full(card: ModelCard, period: int) -> list[str]:
+def every_full(hf_config: HfConfig, period: int) -> list[str]:
     """Return each layer's kind: full attention in the last of every ``period`` layers, a sliding window in the others."""
-    return [SLIDING if (i + 1) % period else FULL for i in range(num_layers(card))]
+    return [SLIDING if (i + 1) % period else FULL for i in range(num_layers(hf_config))]
 
 
-def layer_kinds(card: ModelCard, usual: list[str]) -> list[str]:
-    """Return each layer's kind, `FULL` or `SLIDING`; ``usual`` if the card does not list them."""
-    return layer_types(card, (FULL, SLIDING)) if card.has("layer_types") else usual
+def layer_kinds(hf_config: HfConfig, usual: list[str]) -> list[str]:
+    """Return each layer's kind, `FULL` or `SLIDING`; ``usual`` if the config does not list them."""
+    return layer_types(hf_config, (FULL, SLIDING)) if hf_config.has("layer_types") else usual
 
 
-def layer_types(card: ModelCard, known: Sequence[str]) -> list[str]:
-    """Return each layer's kind from the card's list. Raises `ConfigError` for kinds not in ``known``."""
-    kinds, count = card.values.get("layer_types"), num_layers(card)
+def layer_types(hf_config: HfConfig, known: Sequence[str]) -> list[str]:
+    """Return each layer's kind from the config's list. Raises `ConfigError` for kinds not in ``known``."""
+    kinds, count = hf_config.values.get("layer_types"), num_layers(hf_config)
     if not isinstance(kinds, list) or len(kinds) != count or not all(kind in known for kind in kinds):
-        raise card.wrong("layer_types", f"a list of {count} words, each {' or '.join(known)}")
+        raise hf_config.wrong("layer_types", f"a list of {count} words, each {' or '.join(known)}")
     return kinds
 
 
-def rotated_layers(card: ModelCard) -> list[bool]:
+def rotated_layers(hf_config: HfConfig) -> list[bool]:
     """Return whether each layer has rotation.
 
     ``no_rope_layers`` has a 0 for each layer without. If the list is absent or empty, the last of every
     ``no_rope_layer_interval`` layers has none.
     """
-    count, flags = num_layers(card), card.values.get("no_rope_layers")
+    count, flags = num_layers(hf_config), hf_config.values.get("no_rope_layers")
     if flags is None or flags == []:
-        interval = card.whole("no_rope_layer_interval", 1, MAX_LAYERS, 4)
+        interval = hf_config.whole("no_rope_layer_interval", 1, MAX_LAYERS, 4)
         return [(layer + 1) % interval != 0 for layer in range(count)]
     if not isinstance(flags, list) or len(flags) != count or not all(flag in (0, 1) for flag in flags):
-        raise card.wrong("no_rope_layers", f"a list of {count} numbers, each 0 (not rotated) or 1")
+        raise hf_config.wrong("no_rope_layers", f"a list of {count} numbers, each 0 (not rotated) or 1")
     return [bool(flag) for flag in flags]
 
 
-def layered_windows(card: ModelCard) -> tuple[int | None, ...]:
+def layered_windows(hf_config: HfConfig) -> tuple[int | None, ...]:
     """Return each layer's sliding window by Qwen's rule.
 
     Layers from ``max_window_layers`` on have one if ``use_sliding_window``, unless ``layer_types`` lists them.
     """
-    width = window(card, 4096) if card.flag("use_sliding_window", False) else None
+    width = window(hf_config, 4096) if hf_config.flag("use_sliding_window", False) else None
     if width is None:
-        return (None,) * num_layers(card)
-    if card.has("layer_types"):
-        kinds = layer_types(card, (FULL, SLIDING))
+        return (None,) * num_layers(hf_config)
+    if hf_config.has("layer_types"):
+        kinds = layer_types(hf_config, (FULL, SLIDING))
         return tuple(width if kind == SLIDING else None for kind in kinds)
-    first = card.whole("max_window_layers", 0, MAX_LAYERS, 28)
-    return tuple(width if layer >= first else None for layer in range(num_layers(card)))
+    first = hf_config.whole("max_window_layers", 0, MAX_LAYERS, 28)
+    return tuple(width if layer >= first else None for layer in range(num_layers(hf_config)))
 
 
 def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
@@ -301,14 +309,14 @@ def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec
     return tuple(replace(layer, mixer=replace(mixer, window=each)) for each in windows)
 
 
-def rotated_reach(card: ModelCard, ropes: Iterable[RopeSpec | None]) -> int:
-    """Return the maximum context length of all rotations; without rotation, the card's number of positions."""
+def rotated_reach(hf_config: HfConfig, ropes: Iterable[RopeSpec | None]) -> int:
+    """Return the maximum context length of all rotations; without rotation, the config's number of positions."""
     reaches = [rope.reach for rope in ropes if rope is not None]
-    return max(reaches) if reaches else max_positions(card)
+    return max(reaches) if reaches else max_positions(hf_config)
 
 
 def decoder(
-    card: ModelCard,
+    hf_config: HfConfig,
     layers: Sequence[LayerSpec],
     final_norm: NormSpec | None,
     predictors: int = 0,
@@ -317,25 +325,25 @@ def decoder(
     """Return the decoder; ``switches`` are fields of `DecoderSpec`. ``tie_word_embeddings`` defaults to false.
 
     The context length follows from learned positions or rotations, unless ``reach`` is given. ``predictors``: number
-    of multi-token prediction layers after the last one that a checkpoint may have; they are not loaded. The card may
+    of multi-token prediction layers after the last one that a checkpoint may have; they are not loaded. The config may
     state more.
     """
     usual: dict[str, Any] = {
-        "vocab_size": card.whole(VOCAB, 1, MAX_VOCAB),
-        "hidden_size": hidden_size(card),
+        "vocab_size": hf_config.whole(VOCAB, 1, MAX_VOCAB),
+        "hidden_size": hidden_size(hf_config),
         "layers": tuple(layers),
         "final_norm": final_norm,
-        "tied": card.flag("tie_word_embeddings", False),
+        "tied": hf_config.flag("tie_word_embeddings", False),
     }
     if switches.get("positions") is not None:
         usual["reach"] = switches["positions"].count
     elif "reach" not in switches:
         attentions = [layer.attention for layer in layers if layer.attention is not None]
-        usual["reach"] = rotated_reach(card, [each.rope for each in attentions])
-    count, names = card.whole(PREDICTORS, 0, MAX_LAYERS, predictors), switches.get("names", Names())
-    unread = (names.in_layer(num_layers(card) + i, "*") for i in range(max(predictors, count)))
+        usual["reach"] = rotated_reach(hf_config, [each.rope for each in attentions])
+    count, names = hf_config.whole(PREDICTORS, 0, MAX_LAYERS, predictors), switches.get("names", Names())
+    unread = (names.in_layer(num_layers(hf_config) + i, "*") for i in range(max(predictors, count)))
     spec = DecoderSpec(**(usual | switches | {"names": replace(names, ignored=(*names.ignored, *unread))}))
-    return _apart(spec) if card.flag(SEPARATE_MATRICES, False) else spec
+    return _apart(spec) if hf_config.flag(SEPARATE_MATRICES, False) else spec
 
 
 def _apart(spec: DecoderSpec) -> DecoderSpec:

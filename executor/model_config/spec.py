@@ -1,4 +1,4 @@
-"""Specifications of models as values: read from a card, followed by the model builder.
+"""Specifications of models as values: read from a config, followed by the model builder.
 
 A `DecoderSpec` is a tuple of layers: mixer, feed-forward and norms. Imports no torch. `quintet.executor.models.decoder`
 builds the model; `quintet.executor.model_config.registry` has the readers.

@@ -1,27 +1,27 @@
-"""Text models of multimodal architectures: reads the card's ``text_config``; other parts' weights are not loaded."""
+"""Text models of multimodal architectures: reads the config's ``text_config``; other parts' weights are not loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.families import dense, gemma, llama, llama4, qwen_next
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.spec import DecoderSpec
 
 
-def text_of(read: Callable[[ModelCard], DecoderSpec], inner: str = "") -> Callable[[ModelCard], DecoderSpec]:
-    """Return a reader of the ``text_config`` in a multimodal card.
+def text_of(read: Callable[[HfConfig], DecoderSpec], inner: str = "") -> Callable[[HfConfig], DecoderSpec]:
+    """Return a reader of the ``text_config`` in a multimodal config.
 
     inner: prefix of the text model's names instead of ``model.``, if they are not all below ``language_model``.
     """
 
-    def reader(card: ModelCard) -> DecoderSpec:
-        text = card.section("text_config")
-        tied = card if card.has("tie_word_embeddings") else text
+    def reader(hf_config: HfConfig) -> DecoderSpec:
+        text = hf_config.section("text_config")
+        tied = hf_config if hf_config.has("tie_word_embeddings") else text
         values = dict(text.values) | {"tie_word_embeddings": tied.values.get("tie_word_embeddings")}
-        spec = read(ModelCard(values, text.path, text.inside))
+        spec = read(HfConfig(values, text.path, text.inside))
         ignored = (
             *spec.names.ignored,
             "*vision_tower.*",
@@ -41,17 +41,17 @@ def text_of(read: Callable[[ModelCard], DecoderSpec], inner: str = "") -> Callab
     return reader
 
 
-def qwen2_vl(card: ModelCard) -> DecoderSpec:
-    """Qwen2-VL and 2.5-VL: the text model's values may be at the top level of the card."""
-    text = card.section("text_config") if card.has("text_config") else card
+def qwen2_vl(hf_config: HfConfig) -> DecoderSpec:
+    """Qwen2-VL and 2.5-VL: the text model's values may be at the top level of the config."""
+    text = hf_config.section("text_config") if hf_config.has("text_config") else hf_config
     spec = llama.qwen2(text)
     return replace(spec, names=replace(spec.names, ignored=("*visual.*",)))
 
 
-def mistral3(card: ModelCard) -> DecoderSpec:
+def mistral3(hf_config: HfConfig) -> DecoderSpec:
     """Mistral Small 3.1 and later; Ministral 3."""
-    kind = card.word("model_type", ("mistral", "ministral3"), "mistral")
-    return dense.ministral3(card) if kind == "ministral3" else llama.mistral(card)
+    kind = hf_config.word("model_type", ("mistral", "ministral3"), "mistral")
+    return dense.ministral3(hf_config) if kind == "ministral3" else llama.mistral(hf_config)
 
 
 FAMILIES = {

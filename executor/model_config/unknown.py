@@ -1,13 +1,13 @@
 """Models without a registry entry: provided by another package, or run in transformers.
 
-Reads the usual keys of a card; the executor compares them with the model.
+Reads the usual keys of a config; the executor compares them with the model.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.rope import rope_spec
 from quintet.executor.model_config.shape import (
     HIDDEN,
@@ -36,45 +36,45 @@ class UnknownSpec:
     state_needs: tuple[StateNeed | None, ...] = ()
 
 
-def unknown(card: ModelCard) -> UnknownSpec:
+def unknown(hf_config: HfConfig) -> UnknownSpec:
     """Read the values needed for serving. An unsupported rotation type does not extend the context.
 
-    Of a multimodal card, read the section for text.
+    Of a multimodal config, read the section for text.
     """
-    text = card.section("text_config")
-    if text.values and not card.has(HIDDEN):
-        card = text
-    needs = _kv_needs(card)
-    reach, fixed_rope_len = max_positions(card), None
+    text = hf_config.section("text_config")
+    if text.values and not hf_config.has(HIDDEN):
+        hf_config = text
+    needs = _kv_needs(hf_config)
+    reach, fixed_rope_len = max_positions(hf_config), None
     try:
-        rope = rope_spec(card, needs[0].key_dim, reach)
+        rope = rope_spec(hf_config, needs[0].key_dim, reach)
         reach, fixed_rope_len = rope.reach, rope.fixed_len
     except ConfigError:
         pass
     return UnknownSpec(
-        vocab_size=card.whole("vocab_size", 1, MAX_VOCAB),
+        vocab_size=hf_config.whole("vocab_size", 1, MAX_VOCAB),
         kv_needs=needs,
         reach=reach,
         fixed_rope_len=fixed_rope_len,
     )
 
 
-def _kv_needs(card: ModelCard) -> tuple[KvNeed, ...]:
+def _kv_needs(hf_config: HfConfig) -> tuple[KvNeed, ...]:
     """Return every layer's keys and values: uncompressed heads, even for latent attention."""
-    if card.has("qk_rope_head_dim") and card.has("v_head_dim"):
+    if hf_config.has("qk_rope_head_dim") and hf_config.has("v_head_dim"):
         parts = ("qk_nope_head_dim", "qk_rope_head_dim")
-        key_dim = sum(card.whole(part, 0, MAX_HEAD_DIM) for part in parts)
-        value_dim = card.whole("v_head_dim", 1, MAX_HEAD_DIM)
-        return (KvNeed(num_heads(card), key_dim, value_dim),) * num_layers(card)
-    return tuple(_kv_need(_card_of_layer(card, index)) for index in range(num_layers(card)))
+        key_dim = sum(hf_config.whole(part, 0, MAX_HEAD_DIM) for part in parts)
+        value_dim = hf_config.whole("v_head_dim", 1, MAX_HEAD_DIM)
+        return (KvNeed(num_heads(hf_config), key_dim, value_dim),) * num_layers(hf_config)
+    return tuple(_kv_need(_hf_config_of_layer(hf_config, index)) for index in range(num_layers(hf_config)))
 
 
-def _kv_need(card: ModelCard) -> KvNeed:
-    dim = head_width(card)
-    return KvNeed(num_kv_heads(card), dim, dim)
+def _kv_need(hf_config: HfConfig) -> KvNeed:
+    dim = head_width(hf_config)
+    return KvNeed(num_kv_heads(hf_config), dim, dim)
 
 
-def _card_of_layer(card: ModelCard, index: int) -> ModelCard:
-    """Return the card for one layer, with overrides from ``per_layer_config`` by layer number."""
-    own = card.section("per_layer_config").section(str(index))
-    return replace(card, values={**card.values, **own.values}) if own.values else card
+def _hf_config_of_layer(hf_config: HfConfig, index: int) -> HfConfig:
+    """Return the config for one layer, with overrides from ``per_layer_config`` by layer number."""
+    own = hf_config.section("per_layer_config").section(str(index))
+    return replace(hf_config, values={**hf_config.values, **own.values}) if own.values else hf_config

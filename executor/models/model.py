@@ -1,4 +1,4 @@
-"""Interface of a model for the worker, its settings, and its construction from a card."""
+"""Interface of a model for the worker, its settings, and its construction from a config."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from quintet.executor.backends.platforms.platform import entry_point_path, import_string
 from quintet.executor.checkpoints.quant.method import Quantization
 from quintet.executor.checkpoints.weights.plan import WeightPlan
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.draft_heads import DRAFT_HEADS
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES, nearest
 from quintet.executor.model_config.share import WHOLE, Share
 from quintet.executor.model_config.spec import ModelSpec
@@ -62,7 +62,7 @@ class CausalModel(Protocol):
         """Return ``[num_rows, vocab_size]`` of ``hidden [num_rows, hidden]``, in `Setting.logits_dtype`."""
 
 
-def build_model(architecture: str, card: ModelCard, setting: Setting) -> CausalModel:
+def build_model(architecture: str, hf_config: HfConfig, setting: Setting) -> CausalModel:
     """Return the model, its weights not yet loaded. Raises `ConfigError` for an unsupported architecture.
 
     Packages can register models as entry points of the group ``quintet.models``, named after the architecture.
@@ -70,15 +70,15 @@ def build_model(architecture: str, card: ModelCard, setting: Setting) -> CausalM
     family = FAMILIES.get(architecture) or DRAFT_HEADS.get(architecture)
     if family is not None:
         builder: Callable[[ModelSpec, Setting], CausalModel] = import_string(family.builder)
-        return builder(family.read(card), setting)
+        return builder(family.read(hf_config), setting)
     path = entry_point_path("quintet.models", architecture)
     if path is None:
         near = nearest(architecture)
         raise ConfigError(
-            f"{card.path}: unsupported architecture {architecture!r:.80}"
+            f"{hf_config.path}: unsupported architecture {architecture!r:.80}"
             f"{f'; the nearest supported one is {near}' if near else '; docs/models.md lists the supported ones'}. Install a"
             " package that registers it under 'quintet.models', or try --model-impl transformers, which runs the model in"
             " transformers"
         )
-    build: Callable[[ModelCard, Setting], CausalModel] = import_string(path)
-    return build(card, setting)
+    build: Callable[[HfConfig, Setting], CausalModel] = import_string(path)
+    return build(hf_config, setting)

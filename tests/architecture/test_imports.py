@@ -71,7 +71,7 @@ INNER = {
     "deploy/config": {
         *("deploy.config", "deploy.embedded", "process", "wire", "executor.model_config"),
         *(f"{CHECKPOINTS}.{module}" for module in ("weights.files", "weights.header", "quant.formats")),
-        *(f"{CHECKPOINTS}.gguf.{module}" for module in ("card", "header", "parts")),
+        *(f"{CHECKPOINTS}.gguf.{module}" for module in ("hf_config", "header", "parts")),
         *("executor.backends.platforms.cores", "executor.kv_transfer.store.connector"),
         *("detokenizer_proc.parsers", "tokenizer_proc.template_files", "tokenizer_proc.template_environment"),
     },

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench.families.kinds import KINDS, card_of, llama_card
+from bench.families.kinds import KINDS, hf_config_of, llama_hf_config
 from bench.families.models import Decoding, Room, open_model
 
 from quintet.executor.backends.cpu.ops.host_library import open_library
@@ -15,16 +15,16 @@ pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels
 SMALL = {"num_hidden_layers": 2, "vocab_size": 512, "n_layer": 2}
 
 
-def decoding(folder: Path, card: dict[str, object], rows: int) -> Decoding:
+def decoding(folder: Path, hf_config: dict[str, object], rows: int) -> Decoding:
     room = Room("bfloat16", "none", "quintet", threads=1, max_rows=rows, context=32, max_steps=8)
-    return Decoding(*open_model(folder, card | SMALL, room), rows, room.context)
+    return Decoding(*open_model(folder, hf_config | SMALL, room), rows, room.context)
 
 
 def test_bytes_count_the_chosen_experts(tmp_path: Path) -> None:
-    card = card_of("experts", "bfloat16")
-    one, four = (decoding(tmp_path / str(rows), card, rows).step_bytes() for rows in (1, 4))
-    expert = 3 * card["hidden_size"] * card["intermediate_size"] * 2
-    layers, chosen, experts = 2, card["num_experts_per_tok"], card["num_local_experts"]
+    hf_config = hf_config_of("experts", "bfloat16")
+    one, four = (decoding(tmp_path / str(rows), hf_config, rows).step_bytes() for rows in (1, 4))
+    expert = 3 * hf_config["hidden_size"] * hf_config["intermediate_size"] * 2
+    layers, chosen, experts = 2, hf_config["num_experts_per_tok"], hf_config["num_local_experts"]
     assert layers * chosen * expert < one < layers * (chosen + 1) * expert
     more, keys = four - one, 3 * 33 * layers * 2 * 4 * 64 * 2
     assert more >= layers * expert  # rows have different tokens, so different experts
@@ -36,7 +36,7 @@ def test_equivalent_llama_reads_as_many_bytes(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KINDS, "llama", KINDS["llama"] | SMALL)
-    card = card_of(kind, "bfloat16")
-    wanted = decoding(tmp_path / "kind", card, 2).step_bytes()
-    llama = llama_card("bfloat16", "none", card, wanted, 2 * 32)
+    hf_config = hf_config_of(kind, "bfloat16")
+    wanted = decoding(tmp_path / "kind", hf_config, 2).step_bytes()
+    llama = llama_hf_config("bfloat16", "none", hf_config, wanted, 2 * 32)
     assert decoding(tmp_path / "llama", llama, 2).step_bytes() == pytest.approx(wanted, rel=0.02)

@@ -13,7 +13,7 @@ import torch
 from tests.cuda.test_worker import worker_on
 from tests.models.equality import alone, load
 from tests.models.test_engine import CoreAndWorker, changed
-from tests.models.test_hybrids import CARD, PROMPTS, greedy, hybrid
+from tests.models.test_hybrids import HF_CONFIG, PROMPTS, greedy, hybrid
 
 from quintet.core import recurrent_state
 from quintet.executor.backends.cuda.device import Device
@@ -22,7 +22,7 @@ from quintet.executor.model_config.registry import FAMILIES
 
 def test_hybrid_tokens_equal_torch(tmp_path: Path, device: Device) -> None:
     """In chunks that end at state checkpoints, in batches, with prefix cache hits, and with parallel samples of one prompt."""
-    (tmp_path / "config.json").write_text(json.dumps(CARD))
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
     (tmp_path / "tokenizer.json").write_text("{}")
     family = replace(FAMILIES["MistralForCausalLM"], read=hybrid)
     with (
@@ -47,7 +47,7 @@ def test_hybrid_tokens_equal_torch(tmp_path: Path, device: Device) -> None:
 def test_hybrid_steps_are_split_on_oom(
     tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CARD))
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
     (tmp_path / "tokenizer.json").write_text("{}")
     family = replace(FAMILIES["MistralForCausalLM"], read=hybrid)
     with mock.patch.dict(FAMILIES, {"HybridForTests": family}):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.models.conftest import engine_config
-from tests.models.odd_models import CARD, KINDS, OddModel
+from tests.models.odd_models import HF_CONFIG, KINDS, OddModel
 from tests.models.test_engine import CoreAndWorker
 from tests.models.test_odd_models import PROMPTS, by_torch
 
@@ -34,7 +34,7 @@ class RowMajor:
 def test_tokens_equal_torch(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Device
 ) -> None:
-    config = engine_config(tmp_path, CARD, 16, 128)
+    config = engine_config(tmp_path, HF_CONFIG, 16, 128)
     setting = Setting(device.torch_device, torch.float32, RowMajor())
     with torch.inference_mode():
         model = OddModel(kind, setting)

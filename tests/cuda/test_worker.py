@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.cuda.kernels.row_major import RowMajor
-from tests.gpu.small import CARD, SMALLER, run_all
+from tests.gpu.small import HF_CONFIG, SMALLER, run_all
 from tests.models import byte_vocabulary, equality
 from tests.models.conftest import engine_config, in_groups, serve
 from tests.models.kv.test_swapping import with_host_memory
@@ -38,7 +38,7 @@ from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.context import WorkerContext
 from quintet.executor.loading import MODEL_DTYPES as DTYPES
-from quintet.executor.model_config.card import card_of
+from quintet.executor.model_config.hf_config import hf_config_of
 from quintet.executor.model_config.share import WHOLE, Share
 from quintet.executor.models.model import CausalModel, Setting, build_model
 from quintet.wire.config import EngineConfig
@@ -79,7 +79,7 @@ def model_on(device: Device, config: EngineConfig, share: Share = WHOLE) -> Caus
     """Return the configured model, or a rank's share, on the device; weights stay coded where the checkpoint has codes."""
     path, stored, dtype = (
         Path(config.model.path),
-        recognise(card_of(config.model)),
+        recognise(hf_config_of(config.model)),
         DTYPES[config.model.dtype],
     )
     files: Sequence[WeightFile] = ()
@@ -93,7 +93,7 @@ def model_on(device: Device, config: EngineConfig, share: Share = WHOLE) -> Caus
         quantization = StoredQuantization(stored, quantization, contents, on_device=True)
     logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype
     setting = Setting(device.torch_device, dtype, quantization, share, logits_dtype)
-    model = build_model(config.model.architecture, card_of(config.model), setting)
+    model = build_model(config.model.architecture, hf_config_of(config.model), setting)
     with torch.inference_mode():
         if config.executor.load_format == "dummy":
             fill_randomly(model.weights, config.executor.seed)
@@ -303,9 +303,9 @@ def test_oom_step_is_split(
 
 def test_fp8_cache_changes_logprobs_slightly(tmp_path: Path, device: Device) -> None:
     """e4m3 keeps three fraction bits, so keys and values are off by up to 1/16, and scores change slightly."""
-    card = CARD | SMALLER | {"head_dim": 64}
-    (tmp_path / "config.json").write_text(json.dumps(card))
-    config = engine_config(tmp_path, card, 16, 128, "bfloat16", load_format="dummy", seed=3)
+    hf_config = HF_CONFIG | SMALLER | {"head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    config = engine_config(tmp_path, hf_config, 16, 128, "bfloat16", load_format="dummy", seed=3)
     config = changed(config, max_num_seqs=4)
     settings = SamplingParams(temperature=0.0, max_tokens=1, seed=0, logprobs=5)
     logprobs_by_dtype = {}

@@ -13,7 +13,7 @@ import pytest
 from bench.gpu.engine import EngineAlone
 from tests.cuda.test_worker import worker_on
 from tests.gpu.small import (
-    CARD,
+    HF_CONFIG,
     SMALLER,
     params,
     prompts,
@@ -40,10 +40,10 @@ Bits = list[tuple[int, bytes, bytes]]
 
 
 def invariant_config(folder: Path) -> EngineConfig:
-    card = CARD | SMALLER | {"head_dim": 64}
-    (folder / "config.json").write_text(json.dumps(card))
+    hf_config = HF_CONFIG | SMALLER | {"head_dim": 64}
+    (folder / "config.json").write_text(json.dumps(hf_config))
     config = engine_config(
-        folder, card, 16, 128, "bfloat16", load_format="dummy", seed=3, batch_invariant=True
+        folder, hf_config, 16, 128, "bfloat16", load_format="dummy", seed=3, batch_invariant=True
     )
     return with_scheduler(with_blocks(config, 200), max_num_seqs=len(REQUESTS))
 

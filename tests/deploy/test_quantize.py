@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quintet.deploy.cli.main import main
-from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.hf_config import read_facts
 from quintet.deploy.embedded import default_model_path
 from quintet.deploy.tools.quantize import target
 from quintet.deploy.tools.quantize.target import WINDOW
@@ -40,8 +40,8 @@ def folder(tmp_path: Path) -> Path:
     source = Path(default_model_path())
     for path in (*source.glob("*.json"), *source.glob("*.jinja")):
         (folder / path.name).write_bytes(path.read_bytes())
-    card = json.loads((folder / "config.json").read_bytes())
-    (folder / "config.json").write_text(json.dumps(card | {"num_hidden_layers": 1}))
+    hf_config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(hf_config | {"num_hidden_layers": 1}))
     tensors = load_file(source / "model.safetensors")
     kept = {
         name: tensor for name, tensor in tensors.items() if ".layers." not in name or ".layers.0." in name
@@ -85,11 +85,11 @@ def test_errors_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str], t
     assert quantize(folder, out, "--format", "q8_0") == 0
     capsys.readouterr()
     assert "is a GGUF file" in refused(capsys, out, tmp_path / "again.gguf", "--format", "q4_0")
-    card = json.loads((folder / "config.json").read_bytes())
+    hf_config = json.loads((folder / "config.json").read_bytes())
     section = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
-    (folder / "config.json").write_text(json.dumps(card | {"quantization_config": section}))
+    (folder / "config.json").write_text(json.dumps(hf_config | {"quantization_config": section}))
     assert "is already quantized" in refused(capsys, folder, tmp_path / "b.gguf", "--format", "q4_0")
-    (folder / "config.json").write_text(json.dumps(card | {"model_type": "opt"}))
+    (folder / "config.json").write_text(json.dumps(hf_config | {"model_type": "opt"}))
     assert "is not supported for GGUF output" in refused(
         capsys, folder, tmp_path / "b.gguf", "--format", "q4_0"
     )
@@ -154,8 +154,8 @@ def test_formats_are_listed_largest_first() -> None:
 def test_missing_config_key_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    card = json.loads((folder / "config.json").read_bytes())
-    (folder / "config.json").write_text(json.dumps(card | {"model_type": "granite"}))
+    hf_config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(hf_config | {"model_type": "granite"}))
     line = refused(capsys, folder, tmp_path / "b.gguf", "--format", "q4_0")
     assert "config.json has no 'attention_multiplier'" in line
 
@@ -171,8 +171,8 @@ def test_missing_tokenizer_names_searched_paths(
 def test_evaluation_windows_fit_the_context(folder: Path) -> None:
     text = Path(json.__file__).read_text()
     assert window_of(1 << 20) == WINDOW
-    card = json.loads((folder / "config.json").read_bytes())
-    (folder / "config.json").write_text(json.dumps(card | {"max_position_embeddings": 100}))
+    hf_config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(hf_config | {"max_position_embeddings": 100}))
     assert {len(each) for each in windows_of_text(read_facts(folder), text)[:-1]} == {99}
     with pytest.raises(ConfigError, match="at least 3 are needed"):
         window_of(2)

@@ -24,9 +24,9 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def worker_of(shape: dict[str, object], folder: Path) -> Worker:
     """Return a worker with one layer and a small vocabulary: the division does not depend on the number of layers."""
-    card = shape | {"num_hidden_layers": 1, "vocab_size": 1024}
+    hf_config = shape | {"num_hidden_layers": 1, "vocab_size": 1024}
     room = Room(rows=[32], context=2048, new=1, repetitions=0)
-    return make_worker(config_of(folder, card, room))
+    return make_worker(config_of(folder, hf_config, room))
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -84,7 +84,7 @@ ROWS: dict[str, Row] = {
     "starcoder2": of_transformers("Starcoder2Config", sliding_window=None),
     "baichuan": remote_code.ROWS["baichuan 7b"],
     "baichuan, 13b": of_module(
-        remote_code.CARD_13B | {"hidden_size": 80, "num_attention_heads": 5, "num_hidden_layers": 40},
+        remote_code.HF_CONFIG_13B | {"hidden_size": 80, "num_attention_heads": 5, "num_hidden_layers": 40},
         Baichuan,
     ),
     "bailingmoe": moe.ROWS["granite moe, as ling"],

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quintet.executor.checkpoints.gguf.writing.card import usual
+from quintet.executor.checkpoints.gguf.writing.hf_config import usual
 from quintet.executor.checkpoints.gguf.writing.model import plan_of, write_gguf
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 

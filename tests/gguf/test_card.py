@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.hf_config import read_facts
 from quintet.executor.checkpoints.gguf.architectures import ARCHITECTURES
-from quintet.executor.checkpoints.gguf.card import REFUSED, card_of_gguf
 from quintet.executor.checkpoints.gguf.header import GgufHeader, Tensor
+from quintet.executor.checkpoints.gguf.hf_config import REFUSED, hf_config_of_gguf
 from quintet.executor.checkpoints.gguf.parts import GgufParts, read_parts
 from quintet.executor.checkpoints.gguf.types import TYPES
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.wire.errors import ConfigError
 from tests.gguf.families import ROWS
@@ -65,8 +65,8 @@ def parsed(metadata: dict[str, Any], tensors: tuple[str, ...] = ("token_embd.wei
 def _check(arch: str, values: dict[str, Any]) -> None:
     metadata = {f"{arch}.{key}": value for key, value in values.items()} | {"general.architecture": arch}
     try:
-        card = json.loads(card_of_gguf(parsed(metadata)))
-        FAMILIES[card["architectures"][0]].read(ModelCard(card, "model.gguf"))
+        hf_config = json.loads(hf_config_of_gguf(parsed(metadata)))
+        FAMILIES[hf_config["architectures"][0]].read(HfConfig(hf_config, "model.gguf"))
     except ConfigError as error:
         assert str(error).startswith("model.gguf: ") and "\n" not in str(error)
 
@@ -91,9 +91,9 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"unsupported GGUF architecture 'rwkv9'; supported: apertus, arcee, baichuan"
     ):
-        card_of_gguf(parsed({"general.architecture": "rwkv9"}))
+        hf_config_of_gguf(parsed({"general.architecture": "rwkv9"}))
     with pytest.raises(ConfigError, match=r"general\.architecture is None"):
-        card_of_gguf(parsed({}))
+        hf_config_of_gguf(parsed({}))
 
 
 def test_every_architecture_of_gguf_is_supported_or_has_a_reason() -> None:
@@ -105,7 +105,7 @@ def test_every_architecture_of_gguf_is_supported_or_has_a_reason() -> None:
     with pytest.raises(
         ConfigError, match="unsupported GGUF architecture 'rwkv7': its recurrent layers are not implemented"
     ):
-        card_of_gguf(parsed({"general.architecture": "rwkv7"}))
+        hf_config_of_gguf(parsed({"general.architecture": "rwkv7"}))
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_errors_name_the_keys_of_the_file(wrong: dict[str, Any], expected: str) 
         "attention.layer_norm_rms_epsilon": 1e-5,
     }
     metadata = {f"llama.{key}": value for key, value in (values | wrong).items()}
-    card = json.loads(card_of_gguf(parsed(metadata | {"general.architecture": "llama"})))
+    hf_config = json.loads(hf_config_of_gguf(parsed(metadata | {"general.architecture": "llama"})))
     with pytest.raises(ConfigError, match=rf"^model\.gguf: {re.escape(expected)}"):
-        FAMILIES[card["architectures"][0]].read(ModelCard(card, "model.gguf"))
+        FAMILIES[hf_config["architectures"][0]].read(HfConfig(hf_config, "model.gguf"))
 
 
 @pytest.fixture(scope="module")

@@ -193,7 +193,7 @@ def test_a_setting_without_a_gguf_key_is_rejected(tmp_path: Path) -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"cannot express layers\[\d\]\.mixer\.window: the card has 9, a file would have None",
+        match=r"cannot express layers\[\d\]\.mixer\.window: the config has 9, a file would have None",
     ):
         write_gguf(plan_of(tmp_path, MIXES["q8_0"]), tmp_path / "model.gguf", names_of_ids(tmp_path))
 

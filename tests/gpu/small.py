@@ -1,6 +1,6 @@
 """Small models for GPU tests: shapes that our kernels take, random weights, and an engine.
 
-Cards and prompts are the same on every device. The CPU uses smaller ones, to debug the tests only.
+Configs and prompts are the same on every device. The CPU uses smaller ones, to debug the tests only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 BLOCK_SIZE = 16
 MAX_LEN = 512
 
-CARD: dict[str, Any] = {
+HF_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_act": "silu",
@@ -53,11 +53,19 @@ LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 127, 128, 129, 200, 257)
 def dummy_config(
     folder: Path, device_name: str, *, dtype: Dtype = "bfloat16", **executor: Any
 ) -> EngineConfig:
-    """Write a card into ``folder`` and return a configuration with random weights for 64 requests at once."""
-    card = CARD if device_name == "cuda" else CARD | SMALLER
-    (folder / "config.json").write_text(json.dumps(card))
+    """Write a config into ``folder`` and return a configuration with random weights for 64 requests at once."""
+    hf_config = HF_CONFIG if device_name == "cuda" else HF_CONFIG | SMALLER
+    (folder / "config.json").write_text(json.dumps(hf_config))
     config = engine_config(
-        folder, card, BLOCK_SIZE, MAX_LEN, dtype, load_format="dummy", seed=3, device=device_name, **executor
+        folder,
+        hf_config,
+        BLOCK_SIZE,
+        MAX_LEN,
+        dtype,
+        load_format="dummy",
+        seed=3,
+        device=device_name,
+        **executor,
     )
     return with_scheduler(with_blocks(config, 1200), max_num_seqs=64, max_num_batched_tokens=4096)
 

@@ -34,8 +34,8 @@ def test_oom_step_is_split(tmp_path: Path, device_name: str, limit: None) -> Non
     config = with_scheduler(
         dummy_config(tmp_path, device_name, batch_invariant=True), max_num_batched_tokens=BUDGET
     )
-    card = json.loads((tmp_path / "config.json").read_text()) | WIDE
-    (tmp_path / "config.json").write_text(json.dumps(card))
+    hf_config = json.loads((tmp_path / "config.json").read_text()) | WIDE
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
     config = with_layers(config, 2)
     worker = ready_worker(config)
     requested = {number: (prompt, params(number, 8)) for number, prompt in enumerate(prompts(60, 200), 1)}

@@ -92,8 +92,8 @@ class Pair:
         model = model.to(torch.bfloat16)
         model.save_pretrained(folder)
         self.reference: Any = model.to(device_name)
-        card = json.loads((folder / "config.json").read_bytes())
-        config = engine_config(folder, card, BLOCK_SIZE, 256, "bfloat16", device=device_name)
+        hf_config = json.loads((folder / "config.json").read_bytes())
+        config = engine_config(folder, hf_config, BLOCK_SIZE, 256, "bfloat16", device=device_name)
         self.config: EngineConfig = with_scheduler(with_blocks(config, 64 * 16), max_num_seqs=64)
         self.worker: StepWorker = ready_worker(self.config)
 

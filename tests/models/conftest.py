@@ -17,7 +17,7 @@ from tests.models.random_checkpoints import batched_logits, greedy
 
 from quintet.deploy.config import rules
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.hf_config import read_facts
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.worker import Worker
 from quintet.wire.codec import pack_i32, pack_u8, unpack_i32
@@ -201,18 +201,18 @@ class Served:
 
 def engine_config(
     folder: Path,
-    card: dict[str, Any],
+    hf_config: dict[str, Any],
     block_size: int,
     max_model_len: int,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     **executor: Any,
 ) -> EngineConfig:
     """Resolve a configuration for a tiny model, as ``deploy`` would for layers without a window."""
-    heads = card["num_attention_heads"]
+    heads = hf_config["num_attention_heads"]
     kv = full_layers(
-        num_layers=card["num_hidden_layers"],
-        num_kv_heads=card.get("num_key_value_heads") or heads,
-        head_dim=card.get("head_dim") or card["hidden_size"] // heads,
+        num_layers=hf_config["num_hidden_layers"],
+        num_kv_heads=hf_config.get("num_key_value_heads") or heads,
+        head_dim=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
         dtype_bytes=4 if dtype == "float32" else 2,
         block_size=block_size,
     )
@@ -222,10 +222,10 @@ def engine_config(
             path=str(folder),
             tokenizer_path=str(folder),
             served_names=["tiny"],
-            architecture=card["architectures"][0],
-            card=json.dumps(card),
+            architecture=hf_config["architectures"][0],
+            hf_config=json.dumps(hf_config),
             dtype=dtype,
-            vocab_size=card["vocab_size"],
+            vocab_size=hf_config["vocab_size"],
             max_model_len=max_model_len,
             eos_token_ids=[],
             kv=kv,
@@ -267,8 +267,8 @@ def serve(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Serve
         reference.save_pretrained(tmp_path, **save)
         import json
 
-        card = json.loads((tmp_path / "config.json").read_bytes())
-        resolved = engine_config(tmp_path, card, block_size, max_model_len)
+        hf_config = json.loads((tmp_path / "config.json").read_bytes())
+        resolved = engine_config(tmp_path, hf_config, block_size, max_model_len)
         return Served(reference, SmallCore(make_worker(resolved), block_size), resolved)
 
     return serve

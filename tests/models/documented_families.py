@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.describe import describe
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.spec import DecoderSpec
 
@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 16,
     "max_position_embeddings": 4096,
 }
-"""Required keys of a card; all others have the family's defaults."""
+"""Required keys of a config; all others have the family's defaults."""
 MORE: dict[str, dict[str, Any]] = {
     "BaichuanForCausalLM": {"max_position_embeddings": None, "model_max_length": 4096},
     "GPTNeoForCausalLM": {"attention_layers": ["global", "local"] * 6},
@@ -42,9 +42,9 @@ MORE: dict[str, dict[str, Any]] = {
 """Additional required keys, by architecture."""
 
 
-def card_of(architecture: str) -> ModelCard:
-    """Return a minimal card of the architecture."""
-    return ModelCard(SIZES | MORE.get(architecture, {}), "config.json")
+def hf_config_of(architecture: str) -> HfConfig:
+    """Return a minimal config of the architecture."""
+    return HfConfig(SIZES | MORE.get(architecture, {}), "config.json")
 
 
 def table() -> str:
@@ -52,7 +52,7 @@ def table() -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     columns: list[str] = []
     for architecture, family in FAMILIES.items():
-        spec = family.read(card_of(architecture))
+        spec = family.read(hf_config_of(architecture))
         described = describe(spec) if isinstance(spec, DecoderSpec) else {}
         columns = columns or list(described)
         rows.setdefault((family.words, *described.values()), []).append(architecture)

@@ -16,7 +16,7 @@ from quintet.executor.models.model import Setting
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDE = 97, 64, 2, 4, 2, 16, 96
 Q_WIDTH, KV_WIDTH = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-CARD = {
+HF_CONFIG = {
     "architectures": ["Odd"],
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,

@@ -62,8 +62,8 @@ class Row:
 
     make: Callable[[Path], Logits]
     """Writes ``config.json`` and ``model.safetensors`` (or the family's other files) into a folder."""
-    card: Mapping[str, Any] = field(default_factory=dict)
-    """Additional or replaced keys of the card, as in published checkpoints."""
+    hf_config: Mapping[str, Any] = field(default_factory=dict)
+    """Additional or replaced keys of the config, as in published checkpoints."""
     close: float = CLOSE
     """Replaces `CLOSE`, where the row gives the reason."""
     quantized: tuple[float, float] = (0.99, 0.7)
@@ -101,7 +101,7 @@ class ReferenceModule(Protocol):
 def of_transformers(
     config: str,
     seed: int = 1,
-    card: Mapping[str, Any] | None = None,
+    hf_config: Mapping[str, Any] | None = None,
     attention: str = "eager",
     **settings: Any,
 ) -> Row:
@@ -122,7 +122,7 @@ def of_transformers(
         model.save_pretrained(folder)
         return batched_logits(model)
 
-    return Row(make, card or {})
+    return Row(make, hf_config or {})
 
 
 def batched_logits(model: Any) -> Logits:
@@ -142,16 +142,16 @@ def batched_logits(model: Any) -> Logits:
 
 
 def of_module(
-    card: Mapping[str, Any], module: Callable[[Mapping[str, Any]], ReferenceModule], seed: int = 1
+    hf_config: Mapping[str, Any], module: Callable[[Mapping[str, Any]], ReferenceModule], seed: int = 1
 ) -> Row:
-    """Return the row of a plain torch module, built from the card that is saved with it."""
+    """Return the row of a plain torch module, built from the config that is saved with it."""
 
     def make(folder: Path) -> Logits:
         torch.manual_seed(seed)
-        model = module(card)
+        model = module(hf_config)
         randomise(model)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(card))
+        (folder / "config.json").write_text(json.dumps(hf_config))
         tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
         save_file(tensors, folder / "model.safetensors")
 
@@ -180,10 +180,10 @@ def randomise(model: Any) -> None:
 
 
 def write_checkpoint(row: Row, folder: Path) -> Logits:
-    """Write the row's checkpoint, with the card's changes and an empty tokenizer; return its reference."""
+    """Write the row's checkpoint, with the config's changes and an empty tokenizer; return its reference."""
     logits = row.make(folder)
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | dict(row.card)))
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | dict(row.hf_config)))
     (folder / "tokenizer.json").write_text("{}")
     return logits
 

@@ -65,7 +65,7 @@ def test_transformers_model_runs_in_half_precision(dtype: Dtype, tmp_path: Path)
         ("BertConfig", {}, "its attention is not causal"),
         ("FalconConfig", {"alibi": True}, "does not use transformers' attention interface"),
         ("DogeConfig", {}, "its own code uses the attention mask"),
-        ("DiffLlamaConfig", {}, "makes 6 attention calls, but its card implies 3 layers"),
+        ("DiffLlamaConfig", {}, "makes 6 attention calls, but its config implies 3 layers"),
         ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"]}, "of type conv have state"),
         (
             "RecurrentGemmaConfig",
@@ -81,9 +81,9 @@ def test_unsupported_model_is_rejected_before_the_load(
     chosen = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 97}
     if config != "BertConfig":
         chosen["num_key_value_heads"] = 2
-    card = made(**chosen, intermediate_size=96, max_position_embeddings=256, **settings)
-    card.architectures = [config.removesuffix("Config") + "ForCausalLM"]
-    card.save_pretrained(tmp_path)
+    hf_config = made(**chosen, intermediate_size=96, max_position_embeddings=256, **settings)
+    hf_config.architectures = [config.removesuffix("Config") + "ForCausalLM"]
+    hf_config.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     assert words in refusal(tmp_path)
@@ -107,9 +107,9 @@ def test_rotation_by_the_longest_request_is_rejected_beyond_the_original_context
 
 def test_unknown_model_type_error_names_the_nearest(tmp_path: Path) -> None:
     write(tmp_path, "Qwen3Config")
-    card = json.loads((tmp_path / "config.json").read_bytes())
+    hf_config = json.loads((tmp_path / "config.json").read_bytes())
     changes = {"architectures": ["Qwen5ForCausalLM"], "model_type": "qwen5"}
-    (tmp_path / "config.json").write_text(json.dumps(card | changes))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config | changes))
     words = refusal(tmp_path)
     assert (
         "supports model_type 'qwen5'" in words
@@ -119,8 +119,8 @@ def test_unknown_model_type_error_names_the_nearest(tmp_path: Path) -> None:
 
 def test_weights_of_another_model_are_rejected(tmp_path: Path) -> None:
     write(tmp_path, "ApertusConfig")
-    card = json.loads((tmp_path / "config.json").read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(card | {"num_hidden_layers": 4}))
+    hf_config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(hf_config | {"num_hidden_layers": 4}))
     assert "model.layers.3." in refusal(tmp_path) and "missing" in refusal(tmp_path)
 
 
@@ -197,7 +197,7 @@ def write_code(folder: Path, repository: str = "", **settings: Any) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "modeling_ours.py").write_text(MODULE)
     (folder / "tokenizer.json").write_text("{}")
-    card = {
+    hf_config = {
         "architectures": ["OursForCausalLM"],
         "model_type": "ours",
         "auto_map": {
@@ -210,7 +210,7 @@ def write_code(folder: Path, repository: str = "", **settings: Any) -> None:
         "num_attention_heads": 2,
         "max_position_embeddings": 128,
     }
-    (folder / "config.json").write_text(json.dumps(card | settings))
+    (folder / "config.json").write_text(json.dumps(hf_config | settings))
 
 
 def test_remote_code_runs_only_if_trusted(

@@ -21,14 +21,14 @@ from tests.models.kv.test_groups import lose_executor, run_evicting, with_blocks
 from tests.models.test_engine import CoreAndWorker, changed, without_prefix_cache
 
 from quintet.core import recurrent_state
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.spec import DecoderSpec
 from quintet.executor.model_config.state_specs import MambaSpec, ShortConvSpec
 from quintet.wire.params import SamplingParams
 
 NUM_TOKENS = 12
-CARD = {
+HF_CONFIG = {
     "architectures": ["HybridForTests"],
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -44,9 +44,9 @@ PROMPTS = [[(7 * i + 3 * n + 1) % 97 for n in range(length)] for i, length in en
 PROMPTS[4][:48] = PROMPTS[3][:48]
 
 
-def hybrid(card: ModelCard) -> DecoderSpec:
+def hybrid(hf_config: HfConfig) -> DecoderSpec:
     """Mistral with three other layers."""
-    spec = FAMILIES["MistralForCausalLM"].read(card)
+    spec = FAMILIES["MistralForCausalLM"].read(hf_config)
     assert isinstance(spec, DecoderSpec)
     mamba = MambaSpec(channels=128, state_size=16, dt_rank=4, taps=4, conv_bias=True, projection_bias=False)
     attention = spec.layers[0].mixer
@@ -63,7 +63,7 @@ def hybrid(card: ModelCard) -> DecoderSpec:
 @contextmanager
 def of_tests(folder: Path) -> Iterator[None]:
     """Write a folder of the model, which is registered during the test."""
-    (folder / "config.json").write_text(json.dumps(CARD))
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
     (folder / "tokenizer.json").write_text("{}")
     family = replace(FAMILIES["MistralForCausalLM"], read=hybrid)
     with mock.patch.dict(FAMILIES, {"HybridForTests": family}):

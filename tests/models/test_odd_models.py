@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.models.conftest import SmallCore, engine_config
-from tests.models.odd_models import CARD, KINDS, LAYERS, OddModel
+from tests.models.odd_models import HF_CONFIG, KINDS, LAYERS, OddModel
 
 from quintet.executor import loading
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
@@ -32,7 +32,7 @@ def worker_of(kind: str, folder: Path, block_size: int, monkeypatch: pytest.Monk
     """Return a worker on the CPU; torch computes blocks of 4."""
     setting = Setting(torch.device("cpu"), torch.float32, open_quantization("none"))
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: OddModel(kind, setting))
-    worker = make_worker(engine_config(folder, CARD, block_size, 128))
+    worker = make_worker(engine_config(folder, HF_CONFIG, block_size, 128))
     assert isinstance(worker, Worker)
     return worker
 

@@ -13,7 +13,7 @@ from tests.models.random_checkpoints import CLOSE, Expectation, expectations, of
 from tests.models.references.qwen1 import Qwen1
 from tests.models.rows.remote_code import QWEN_1
 
-from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.hf_config import read_facts
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 
 LENGTHS = (8, 15, 16, 17, 32, 33, 70)
@@ -35,8 +35,8 @@ def threads() -> Iterator[None]:
 class Qwen1WithPrompts:
     """Qwen 1 that records the prompt length of each continued sequence."""
 
-    def __init__(self, card: Mapping[str, Any]) -> None:
-        self.model = Qwen1(card)
+    def __init__(self, hf_config: Mapping[str, Any]) -> None:
+        self.model = Qwen1(hf_config)
         self.parameters, self.state_dict = self.model.parameters, self.model.state_dict
         self._prompts: dict[tuple[int, ...], int] = {}
 
@@ -49,8 +49,8 @@ class Qwen1WithPrompts:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Expectation]]:
     folder = tmp_path_factory.mktemp("qwen1")
-    card = QWEN_1 | {"seq_length": 16, "max_position_embeddings": 128}
-    return folder, expectations(write_checkpoint(of_module(card, Qwen1WithPrompts), folder), LENGTHS)
+    hf_config = QWEN_1 | {"seq_length": 16, "max_position_embeddings": 128}
+    return folder, expectations(write_checkpoint(of_module(hf_config, Qwen1WithPrompts), folder), LENGTHS)
 
 
 def check(loaded: Loaded, expected: list[Expectation]) -> None:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.rope import rope_spec
 from quintet.executor.models.layers.rope import Rope
 from quintet.wire.errors import ConfigError
@@ -75,7 +75,7 @@ def config_of(kind: str) -> transformers.LlamaConfig:
 @pytest.mark.parametrize("kind", KINDS)
 def test_frequencies_equal_transformers(kind: str) -> None:
     config = config_of(kind)
-    spec = rope_spec(ModelCard(json.loads(config.to_json_string()), "config.json"), HEAD_DIM, 2048)
+    spec = rope_spec(HfConfig(json.loads(config.to_json_string()), "config.json"), HEAD_DIM, 2048)
     for length in (ORIGINAL, 3 * ORIGINAL):
         positions = torch.arange(length)
         cos, sin = Rope(spec, torch.device("cpu")).cos_sin(
@@ -127,7 +127,7 @@ def test_greedy_tokens_equal_transformers_across_the_original_context(
 def test_legacy_rope_keys_are_read() -> None:
     old = {"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0}}
-    ours = [rope_spec(ModelCard(card, "config.json"), HEAD_DIM, 64) for card in (old, new)]
+    ours = [rope_spec(HfConfig(hf_config, "config.json"), HEAD_DIM, 64) for hf_config in (old, new)]
     frequencies = [
         Rope(spec, torch.device("cpu")).cos_sin(torch.arange(9), None, torch.float32) for spec in ours
     ]
@@ -135,7 +135,7 @@ def test_legacy_rope_keys_are_read() -> None:
 
 
 def test_partial_rotation_covers_the_first_dimensions() -> None:
-    spec = rope_spec(ModelCard({"partial_rotary_factor": 0.5}, "config.json"), HEAD_DIM, 64)
+    spec = rope_spec(HfConfig({"partial_rotary_factor": 0.5}, "config.json"), HEAD_DIM, 64)
     cos, _ = Rope(spec, torch.device("cpu")).cos_sin(torch.arange(3), None, torch.float32)
     assert cos.shape == (3, 1, HEAD_DIM // 2)
 
@@ -146,4 +146,4 @@ def test_partial_rotation_covers_the_first_dimensions() -> None:
 )
 def test_invalid_settings_are_named(parameters: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        rope_spec(ModelCard({"rope_parameters": parameters}, "config.json"), HEAD_DIM, 64)
+        rope_spec(HfConfig({"rope_parameters": parameters}, "config.json"), HEAD_DIM, 64)

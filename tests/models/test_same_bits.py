@@ -95,15 +95,15 @@ class LogitRecorder:
         return self.seen
 
 
-def card_of(config: transformers.PretrainedConfig, folder: Path) -> dict[str, Any]:
+def hf_config_of(config: transformers.PretrainedConfig, folder: Path) -> dict[str, Any]:
     config.architectures = [
         {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM"}[
             config.model_type
         ]
     ]
     config.save_pretrained(folder)
-    card: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-    return card
+    hf_config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    return hf_config
 
 
 MODELS: dict[str, transformers.PretrainedConfig] = {
@@ -177,14 +177,14 @@ def with_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
 def test_logits_do_not_depend_on_batch_or_schedule(
     model: str, dtype: Dtype, kv: KvFormat, params: SamplingParams, tmp_path: Path, threads: None
 ) -> None:
-    card = card_of(MODELS[model], tmp_path)
-    config = engine_config(tmp_path, card, 16, 288, dtype, load_format="dummy", seed=3)
+    hf_config = hf_config_of(MODELS[model], tmp_path)
+    config = engine_config(tmp_path, hf_config, 16, 288, dtype, load_format="dummy", seed=3)
     config = with_kv(changed(config, max_num_seqs=64), kv)
     worker = make_worker(config)
     assert isinstance(worker.runner, ProgramRunner)
     library = open_library()
     assert library is not None
-    prompts = dict(enumerate(prompts_of(card["vocab_size"]), start=1))
+    prompts = dict(enumerate(prompts_of(hf_config["vocab_size"]), start=1))
     alone: dict[tuple[int, int], bytes] = {}
     for request_id, prompt in prompts.items():
         alone |= run(without_prefix_cache(changed(config)), worker, {request_id: prompt}, params)

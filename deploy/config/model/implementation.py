@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from quintet.deploy.config.flags import Options
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES, nearest
 from quintet.executor.model_config.rope import POSITIONS
 from quintet.executor.model_config.shape import HEADS
@@ -46,20 +46,20 @@ def _introduced(architecture: str) -> str:
     return f"Quintet does not implement {architecture}{like}"
 
 
-def check_transformers_card(card: ModelCard, architecture: str) -> None:
+def check_transformers_hf_config(hf_config: HfConfig, architecture: str) -> None:
     """Reject models that transformers cannot run with a paged KV cache, as far as ``config.json`` shows."""
     reason = None
-    if card.values.get("is_encoder_decoder") is True:
+    if hf_config.values.get("is_encoder_decoder") is True:
         reason = "encoder-decoder models are not supported"
-    elif not card.has(HEADS) and not card.section("text_config").has(HEADS):
+    elif not hf_config.has(HEADS) and not hf_config.section("text_config").has(HEADS):
         reason = f"config.json has no {', '.join(HEADS)}, so the model has no KV heads"
-    elif not card.has(POSITIONS) and not card.section("text_config").has(POSITIONS):
+    elif not hf_config.has(POSITIONS) and not hf_config.section("text_config").has(POSITIONS):
         reason = f"config.json has none of {', '.join(POSITIONS)}"
-    elif card.has("quantization_config") or card.section("text_config").has("quantization_config"):
+    elif hf_config.has("quantization_config") or hf_config.section("text_config").has("quantization_config"):
         reason = "quantized checkpoints require Quintet's implementation"
     if reason is not None:
         raise ConfigError(
-            f"{card.path}: {_introduced(architecture)}, and transformers cannot run it here: {reason}"
+            f"{hf_config.path}: {_introduced(architecture)}, and transformers cannot run it here: {reason}"
         )
 
 

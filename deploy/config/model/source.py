@@ -10,7 +10,7 @@ from quintet.deploy.config.model.packaged_models import PACKAGED_MODELS, locate_
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf, part_paths
 
-_CARD_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
+_HF_CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
 _PICKLED_FILES = ["pytorch_model*.bin"]
 """Downloaded only if there are no safetensors files."""
@@ -57,7 +57,7 @@ def locate_model(
         )
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"{flag} {name!r}: {'file' if is_gguf(folder) else 'folder'} not found")
-    patterns = _CARD_FILES + (_WEIGHT_FILES if with_weights else []) + (_CODE_FILES if with_code else [])
+    patterns = _HF_CONFIG_FILES + (_WEIGHT_FILES if with_weights else []) + (_CODE_FILES if with_code else [])
     return _fetch(name, patterns, flag, revision)
 
 

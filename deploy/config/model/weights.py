@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
-from quintet.deploy.config.model.card import ModelFacts
+from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.executor.checkpoints.quant.formats.registry import check_agrees
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
 from quintet.executor.checkpoints.weights.header import Entry, read_header
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import card_path, is_gguf
+from quintet.wire.model_files import hf_config_path, is_gguf
 
 if TYPE_CHECKING:
     from quintet.executor.checkpoints.gguf.parts import GgufParts
@@ -81,7 +81,7 @@ def choose_quantization(options: Options, device: str, facts: ModelFacts) -> Qua
     Raises `ConfigError` if the flag contradicts the checkpoint, or for load-time quantization on a GPU.
     """
     requested = options.quantization
-    check_agrees(requested, facts.stored, str(card_path(facts.path)))
+    check_agrees(requested, facts.stored, str(hf_config_path(facts.path)))
     if facts.stored is not None and requested in ("none", facts.stored.name):
         return facts.stored.name
     if device != "cpu" and requested != "none":

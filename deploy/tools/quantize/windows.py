@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from quintet.deploy.config.model.card import ModelFacts
+from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.deploy.tools.quantize.target import WINDOW
 from quintet.wire.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Supported GGUF architectures: name of the model card and architecture-specific values. Imports no torch.
+"""Supported GGUF architectures: name of the config and architecture-specific values. Imports no torch.
 
 A row names the architecture of `quintet.executor.model_config.registry` and adds values that the common ones lack,
 also constants of llama.cpp's code. Keys: docs/gguf.md of ggml-org/ggml and gguf-py's constants.
@@ -21,16 +21,16 @@ class Architecture:
     """Reader of a file of one architecture."""
 
     name: str | Callable[[GgufMetadata], str]
-    """Architecture name of the card, or a function of the metadata."""
+    """Architecture name of the config, or a function of the metadata."""
     more: Callable[[GgufMetadata], Values] = lambda metadata: {}
     interleaved_rope: bool = False
-    """True: llama.cpp rotates adjacent pairs; if the card's family rotates halves, rows of queries and keys are
+    """True: llama.cpp rotates adjacent pairs; if the config's family rotates halves, rows of queries and keys are
     reordered."""
     tiled: bool = False
     """True: value heads of the delta rule are interleaved over the key heads instead of grouped by key head."""
 
-    def card(self, metadata: GgufMetadata) -> Values:
-        """Return the values of the card."""
+    def hf_config(self, metadata: GgufMetadata) -> Values:
+        """Return the values of the config."""
         name = self.name if isinstance(self.name, str) else self.name(metadata)
         return {"architectures": [name], **common(metadata), **self.more(metadata)}
 

@@ -1,4 +1,4 @@
-"""Card values with the same GGUF keys in most architectures. Imports no torch."""
+"""Config values with the same GGUF keys in most architectures. Imports no torch."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ KEYS = {
     "time_step_rank": "ssm.time_step_rank",
     "topk_group": "expert_group_used_count",
 }
-"""GGUF keys of card values, below the architecture's name; for error messages."""
+"""GGUF keys of config values, below the architecture's name; for error messages."""
 
 
 def common(metadata: GgufMetadata) -> Values:
-    """Return the card values that most families share."""
+    """Return the config values that most families share."""
     hidden, heads = metadata.whole("embedding_length"), max(metadata.largest("attention.head_count", 0), 1)
     dim = metadata.whole("attention.key_length", hidden // heads)
     eps = metadata.get("attention.layer_norm_epsilon", metadata.get("attention.layer_norm_rms_epsilon"))

@@ -1,7 +1,7 @@
 """Convert a GGUF file to a folder of safetensors (``quintet convert``).
 
 Quantized tensors are dequantized and rounded once to the model's number format; others are unchanged. Tensors have
-the names of the model's family, and ``config.json`` is the card made from the file.
+the names of the model's family, and ``config.json`` is the config made from the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quintet.executor.checkpoints.weights.convert import write_safetensors
 from quintet.executor.checkpoints.weights.files import INDEX_FILE, SINGLE_FILE
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.mapped import DTYPES
-from quintet.executor.model_config.card import FILE_KEYS
+from quintet.executor.model_config.hf_config import FILE_KEYS
 from quintet.wire.config import ModelConfig
 from quintet.wire.model_files import ITEM_BYTES
 
@@ -65,10 +65,10 @@ class Folder:
         usual = _KINDS[model.dtype]
         files = open_gguf(path, model, DTYPES[usual], read)
         self._files = [_OutputTensors(file, usual, on_progress) for file in files]
-        values = json.loads(model.card)
-        card = {key: values[key] for key in values if key not in (FILE_KEYS, "quantization_config")}
+        values = json.loads(model.hf_config)
+        hf_config = {key: values[key] for key in values if key not in (FILE_KEYS, "quantization_config")}
         kind = model_type_of(model.architecture)
-        self._card = card | {"dtype": model.dtype} | ({} if kind is None else {"model_type": kind})
+        self._hf_config = hf_config | {"dtype": model.dtype} | ({} if kind is None else {"model_type": kind})
 
     @property
     def num_bytes(self) -> int:
@@ -81,8 +81,8 @@ class Folder:
         return sum(math.prod(entry.shape) for file in self._files for entry in file.entries.values())
 
     def write(self, out: Path) -> None:
-        """Write card and weights into a folder. Raises OSError."""
-        (out / "config.json").write_text(json.dumps(self._card, indent=2) + "\n")
+        """Write config and weights into a folder. Raises OSError."""
+        (out / "config.json").write_text(json.dumps(self._hf_config, indent=2) + "\n")
         count, weight_map = len(self._files), {}
         for number, file in enumerate(self._files, 1):
             name = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"

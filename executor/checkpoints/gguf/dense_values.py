@@ -1,4 +1,4 @@
-"""Architecture-specific card values of attention models with plain feed-forwards. Imports no torch."""
+"""Architecture-specific config values of attention models with plain feed-forwards. Imports no torch."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def granite(metadata: GgufMetadata) -> Values:
 
 
 def minicpm(metadata: GgufMetadata) -> Values:
-    """Return the values of MiniCPM; its files have derived factors, its card the original ones."""
+    """Return the values of MiniCPM; its files have derived factors, its config the original ones."""
     return {
         "scale_emb": metadata.get("embedding_scale", 12.0),
         "scale_depth": metadata.real("residual_scale", 1.4 / num_layers(metadata) ** 0.5)

@@ -19,7 +19,7 @@ _MAX_FACTORS = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class GgufMetadata:
-    """Metadata below the architecture's name, and the tensors: source of a model card."""
+    """Metadata below the architecture's name, and the tensors: source of a config."""
 
     parts: GgufParts
     architecture: str
@@ -47,7 +47,7 @@ class GgufMetadata:
         return self.parts.path
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value as JSON type, ``default`` if it is missing. The card's reader validates it."""
+        """Return a value as JSON type, ``default`` if it is missing. The config's reader validates it."""
         value = self.parts.metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, Strings):
             raise self.wrong(key, "a number, a truth value or a text")

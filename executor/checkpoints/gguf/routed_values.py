@@ -1,4 +1,4 @@
-"""Architecture-specific card values of MoE models and of latent attention. Imports no torch."""
+"""Architecture-specific config values of MoE models and of latent attention. Imports no torch."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def bailing(metadata: GgufMetadata) -> Values:
 
 
 def minimax(metadata: GgufMetadata) -> Values:
-    """Return the values of MiniMax M2; its card has the rotated dimension instead of a fraction."""
+    """Return the values of MiniMax M2; its config has the rotated dimension instead of a fraction."""
     width = metadata.once("expert_feed_forward_length")
     rotated = metadata.get("rope.dimension_count")
     return {

@@ -1,4 +1,4 @@
-"""Architecture-specific card values of recurrent models. Imports no torch."""
+"""Architecture-specific config values of recurrent models. Imports no torch."""
 
 from __future__ import annotations
 

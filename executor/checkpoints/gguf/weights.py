@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 
 from quintet.executor.checkpoints.gguf.blocks.dequantize import PLAIN, dequantize
-from quintet.executor.checkpoints.gguf.card import architecture_of
 from quintet.executor.checkpoints.gguf.decoder_tensors import recipes_of
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 from quintet.executor.checkpoints.gguf.header import GgufHeader, Tensor
+from quintet.executor.checkpoints.gguf.hf_config import architecture_of
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.executor.checkpoints.gguf.tensor_map import height_of
 from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, TensorRows, height
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.mapped import read_only_tensor
-from quintet.executor.model_config.card import card_of
+from quintet.executor.model_config.hf_config import hf_config_of
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.spec import DecoderSpec
 from quintet.wire.config import ModelConfig
@@ -28,13 +28,13 @@ from quintet.wire.errors import ConfigError
 
 BLOCKS = ".blocks"
 """Suffix of a layer's name, instead of ``.weight``: its rows as bytes, ``[rows, bytes of a row]``."""
-_READ_BY_CARD = (
+_READ_BY_HF_CONFIG = (
     "rope_freqs.weight",
     "rope_factors_*.weight",
     "blk.*.rope_freqs.weight",
     "blk.*.attn_rot_embd",
 )
-"""Tensors that the card contains."""
+"""Tensors that the config contains."""
 
 
 def in_torch(raw: torch.Tensor, kind: GgmlType, out: torch.Tensor) -> None:
@@ -51,7 +51,7 @@ def open_gguf(
 ) -> list[GgufFile]:
     """Open the files of a model. ``read`` dequantizes to ``dtype``; other tensors keep their format."""
     parts = read_parts(path)
-    metadata, spec = GgufMetadata.of(parts), FAMILIES[model.architecture].read(card_of(model))
+    metadata, spec = GgufMetadata.of(parts), FAMILIES[model.architecture].read(hf_config_of(model))
     assert isinstance(spec, DecoderSpec), spec
     recipes = recipes_of(spec, metadata.tensors, architecture_of(metadata))
     maps = {header.path: _Mapped(header) for header in parts.headers}
@@ -211,8 +211,8 @@ def _of_blocks(blocks: torch.Tensor, tensor: Tensor, dtype: torch.dtype, read: R
 
 
 def _is_unneeded(name: str, num_layers: int) -> bool:
-    """Return True if a tensor belongs to the card, or to a next-token-prediction layer after the last layer."""
-    if any(fnmatchcase(name, pattern) for pattern in _READ_BY_CARD):
+    """Return True if a tensor belongs to the config, or to a next-token-prediction layer after the last layer."""
+    if any(fnmatchcase(name, pattern) for pattern in _READ_BY_HF_CONFIG):
         return True
     layer = name.removeprefix("blk.").partition(".")[0] if name.startswith("blk.") else ""
     return layer.isdecimal() and int(layer) >= num_layers

@@ -21,7 +21,7 @@ from quintet.executor.checkpoints.weights.load import load_checkpoint, open_file
 from quintet.executor.checkpoints.weights.names import expected_names
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.kv_memory import KvMemory
-from quintet.executor.model_config.card import card_of
+from quintet.executor.model_config.hf_config import hf_config_of
 from quintet.executor.models.model import Setting, build_model
 from quintet.executor.sequences import place, plan_of_pieces
 from quintet.executor.slots import Rows, SlotTables
@@ -101,7 +101,7 @@ def calibrated(
         return numbers
 
     dtype = _DTYPES[config.dtype]
-    model = build_model(config.architecture, card_of(config), Setting(_CPU, dtype, _Calibrating(round_)))
+    model = build_model(config.architecture, hf_config_of(config), Setting(_CPU, dtype, _Calibrating(round_)))
     names.update({ours: name for name, ours in expected_names(model.weights, files).items()})
     load_checkpoint(model.weights, files)
     model.weights.release()

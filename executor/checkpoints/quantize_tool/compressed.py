@@ -31,7 +31,7 @@ from quintet.executor.checkpoints.weights.files import INDEX_FILE, SINGLE_FILE
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.load import open_files
 from quintet.executor.checkpoints.weights.mapped import DTYPES
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import ITEM_BYTES
 
@@ -56,8 +56,8 @@ class Plan:
     """Layers that are already rounded, by weight name."""
     divided: Mapping[str, Division] = field(default_factory=dict)
     """Divisions of other tensors, by name."""
-    card: Mapping[str, object] = field(default_factory=dict)
-    """The folder's parsed card."""
+    hf_config: Mapping[str, object] = field(default_factory=dict)
+    """The folder's parsed config."""
 
     @property
     def num_bytes(self) -> int:
@@ -78,10 +78,10 @@ class Plan:
             yield _Output(self, file, on_progress)
 
 
-def plan_of(folder: Path, architecture: str, card: ModelCard, target: Target) -> Plan:
+def plan_of(folder: Path, architecture: str, hf_config: HfConfig, target: Target) -> Plan:
     """Return the plan of a folder. Raises `ConfigError` for layers that the target or the format cannot hold."""
     files = open_files(folder)
-    layers = layers_of(architecture, card, files)
+    layers = layers_of(architecture, hf_config, files)
     for file in files:
         for name in layers.quantized & file.entries.keys():
             shape = file.entries[name].shape
@@ -99,7 +99,7 @@ def plan_of(folder: Path, architecture: str, card: ModelCard, target: Target) ->
                     " GGUF file in q4_0 or q8_0 (groups of 32)"
                 )
     scale_dtype = _scale_dtype_of(files, layers)
-    return Plan(folder, target, files, layers, scale_dtype, {}, card=card.values)
+    return Plan(folder, target, files, layers, scale_dtype, {}, hf_config=hf_config.values)
 
 
 class _Output:
@@ -244,7 +244,7 @@ def write_compressed(plan: Plan, out: Path, on_progress: Progress) -> None:
             shutil.copyfile(path, out / path.name)
     if (plan.folder / "additional_chat_templates").is_dir():
         shutil.copytree(plan.folder / "additional_chat_templates", out / "additional_chat_templates")
-    config = {**plan.card, "quantization_config": section_of(plan)}
+    config = {**plan.hf_config, "quantization_config": section_of(plan)}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     count, weight_map, total = len(plan.files), {}, 0
     for number, output in enumerate(plan.outputs(on_progress), 1):

@@ -18,7 +18,7 @@ from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod,
 from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.names import expected_names
 from quintet.executor.checkpoints.weights.plan import WeightPlan
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.norm_spec import NormSpec
 from quintet.executor.model_config.registry import FAMILIES
@@ -66,10 +66,10 @@ class _RecordingQuantization(Quantization):
         return RowMajorStack(shape, plan)
 
 
-def layers_of(architecture: str, card: ModelCard, files: Sequence[WeightFile]) -> Layers:
+def layers_of(architecture: str, hf_config: HfConfig, files: Sequence[WeightFile]) -> Layers:
     """Return the linear layers. Raises `ConfigError` for a model with layers that the format cannot hold."""
     recorded = _RecordingQuantization()
-    model = build_model(architecture, card, Setting(torch.device("meta"), torch.bfloat16, recorded))
+    model = build_model(architecture, hf_config, Setting(torch.device("meta"), torch.bfloat16, recorded))
     theirs = {ours: name for name, ours in expected_names(model.weights, files).items()}
     quantized: set[str] = set()
     kept: set[str] = set()
@@ -78,7 +78,7 @@ def layers_of(architecture: str, card: ModelCard, files: Sequence[WeightFile]) -
             name = theirs[part.name + _WEIGHT]
             if part.transposed and not shape.is_output_layer:
                 raise ConfigError(
-                    f"{card.path}: {name!r:.80} is transposed in {architecture} checkpoints, which compressed-tensors"
+                    f"{hf_config.path}: {name!r:.80} is transposed in {architecture} checkpoints, which compressed-tensors"
                     " does not support: write a GGUF file"
                 )
             (kept if shape.is_output_layer or shape.is_exact else quantized).add(name)
@@ -90,10 +90,12 @@ def layers_of(architecture: str, card: ModelCard, files: Sequence[WeightFile]) -
                 (quantized if is_plain else kept).add(theirs[ours])
     whole = {name for name in quantized if name.endswith(_WEIGHT)}
     if not whole:
-        raise ConfigError(f"{card.path}: {architecture} has no linear layer that compressed-tensors supports")
+        raise ConfigError(
+            f"{hf_config.path}: {architecture} has no linear layer that compressed-tensors supports"
+        )
     has_experts = any(not stack.is_exact for stack in recorded.stacks)
     family = FAMILIES.get(architecture)
-    spec = None if family is None else family.read(card)
+    spec = None if family is None else family.read(hf_config)
     makers = {
         theirs[reader + _WEIGHT]: replace(maker, name=theirs[maker.name + _WEIGHT].removesuffix(_WEIGHT))
         for reader, maker in (makers_of(spec) if isinstance(spec, DecoderSpec) else {}).items()

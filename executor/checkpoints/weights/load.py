@@ -56,9 +56,9 @@ def load_checkpoint(
 
 
 def _check_tied(plan: WeightPlan, files: Sequence[WeightFile]) -> None:
-    """Reject a pickled checkpoint with two different tensors that the card declares tied.
+    """Reject a pickled checkpoint with two different tensors that the config declares tied.
 
-    For safetensors `deploy` corrects the card earlier (`quintet.deploy.config.model.card`).
+    For safetensors `deploy` corrects the config earlier (`quintet.deploy.config.model.hf_config`).
     """
     pickled = {name: file for file in files if isinstance(file, PickledFile) for name in file}
     for name, other in plan.aliases.items():

@@ -91,7 +91,7 @@ def _check_entries(plan: WeightPlan, files: Sequence[WeightFile], wanted: dict[s
             shape, formats = expected.shape, READ_FORMATS if expected.codes is None else expected.codes.kinds
             if entry.shape != shape:
                 raise ConfigError(
-                    f"{file.path}: tensor {name!r} has shape {list(entry.shape)!s:.80}; {_card(file)} requires {list(shape)}"
+                    f"{file.path}: tensor {name!r} has shape {list(entry.shape)!s:.80}; {_hf_config(file)} requires {list(shape)}"
                 )
             if entry.dtype not in formats:
                 raise ConfigError(
@@ -108,14 +108,14 @@ def _unexpected_tensor(plan: WeightPlan, file: WeightFile, name: str, missing: l
     near = difflib.get_close_matches(name[:200], alike, n=1, cutoff=0.8)
     if near:
         return ConfigError(
-            f"{what}; {_card(file)}'s architecture expects {near[0]!r}: the name is misspelt, or the weights belong to"
+            f"{what}; {_hf_config(file)}'s architecture expects {near[0]!r}: the name is misspelt, or the weights belong to"
             " another model"
         )
     return ConfigError(
-        f"{what}: {_card(file)}'s architecture does not have it; the weights belong to another model"
+        f"{what}: {_hf_config(file)}'s architecture does not have it; the weights belong to another model"
     )
 
 
-def _card(file: WeightFile) -> str:
+def _hf_config(file: WeightFile) -> str:
     """Return the name of the model description, for messages."""
     return "its metadata" if is_gguf(file.path) else "config.json"

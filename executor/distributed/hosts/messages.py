@@ -37,7 +37,7 @@ FAILED = (
 )
 """ZeroMQ events of a failed handshake: the other side's key differs or is missing."""
 MAX_HEAD_BYTES = 16 << 20
-"""Maximum size of a message's first frame; the largest is the configuration with model card and chat templates."""
+"""Maximum size of a message's first frame; the largest is the configuration, with chat templates."""
 CHUNK_BYTES = 1 << 20
 """Payload bytes per message."""
 MOST_BYTES = (1 << 31) - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quintet.executor.distributed.parallel.library import CRanksShape
-from quintet.executor.model_config.card import card_of
+from quintet.executor.model_config.hf_config import hf_config_of
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.share import (
     KV_GATHER_BYTES,
@@ -115,6 +115,6 @@ def gather_shape(config: EngineConfig) -> CRanksShape:
 
 def spec_of(model: ModelConfig) -> DecoderSpec:
     """Return the spec of a divisible model."""
-    spec = FAMILIES[model.architecture].read(card_of(model))
+    spec = FAMILIES[model.architecture].read(hf_config_of(model))
     assert isinstance(spec, DecoderSpec), model.architecture
     return spec

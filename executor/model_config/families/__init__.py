@@ -1,4 +1,4 @@
-"""Card readers, one file per model lineage: from a model card to a spec.
+"""Config readers, one file per model lineage: from a config to a spec.
 
 `quintet.executor.model_config.shape` has the common parts.
 """

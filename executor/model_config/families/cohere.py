@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.rope import MAX_POSITIONS
 from quintet.executor.model_config.shape import (
     SLIDING,
@@ -23,12 +23,12 @@ from quintet.executor.model_config.shape import (
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, QkNormOver
 
 
-def cohere(card: ModelCard) -> DecoderSpec:
+def cohere(hf_config: HfConfig) -> DecoderSpec:
     """Command R; R+ norms queries and keys with separate weights per head."""
-    norm = layer_norm(card, biased=False)
-    biased, normed = card.flag("attention_bias", False), card.flag("use_qk_norm", False)
+    norm = layer_norm(hf_config, biased=False)
+    biased, normed = hf_config.flag("attention_bias", False), hf_config.flag("use_qk_norm", False)
     mixer = attention(
-        card,
+        hf_config,
         positions=8192,
         theta=500000.0,
         interleaved=True,
@@ -37,29 +37,31 @@ def cohere(card: ModelCard) -> DecoderSpec:
         qk_norm=norm if normed else None,
         qk_norm_over=QkNormOver.OWN,
     )
-    return _decoder(card, (mixer,) * num_layers(card))
+    return _decoder(hf_config, (mixer,) * num_layers(hf_config))
 
 
-def cohere2(card: ModelCard) -> DecoderSpec:
+def cohere2(hf_config: HfConfig) -> DecoderSpec:
     """Command R7B and A: three of four layers have a sliding window and rotation; the others have neither."""
-    biased = card.flag("attention_bias", False)
-    mixer = attention(card, positions=8192, interleaved=True, qkv_bias=biased, output_bias=biased)
-    sliding, full = replace(mixer, window=window(card, 4096)), replace(mixer, rope=None)
-    kinds = layer_kinds(card, every_full(card, card.whole("sliding_window_pattern", 1, 1024, 4)))
-    return _decoder(card, tuple(sliding if kind == SLIDING else full for kind in kinds))
+    biased = hf_config.flag("attention_bias", False)
+    mixer = attention(hf_config, positions=8192, interleaved=True, qkv_bias=biased, output_bias=biased)
+    sliding, full = replace(mixer, window=window(hf_config, 4096)), replace(mixer, rope=None)
+    kinds = layer_kinds(
+        hf_config, every_full(hf_config, hf_config.whole("sliding_window_pattern", 1, 1024, 4))
+    )
+    return _decoder(hf_config, tuple(sliding if kind == SLIDING else full for kind in kinds))
 
 
-def _decoder(card: ModelCard, mixers: tuple[AttentionSpec, ...]) -> DecoderSpec:
-    """Build the decoder; a card's ``model_max_length``, if present, is the final context length."""
-    norm, mlp = layer_norm(card, biased=False), gated(card)
-    reach = rotated_reach(card, [mixer.rope for mixer in mixers])
+def _decoder(hf_config: HfConfig, mixers: tuple[AttentionSpec, ...]) -> DecoderSpec:
+    """Build the decoder; a config's ``model_max_length``, if present, is the final context length."""
+    norm, mlp = layer_norm(hf_config, biased=False), gated(hf_config)
+    reach = rotated_reach(hf_config, [mixer.rope for mixer in mixers])
     return decoder(
-        card,
+        hf_config,
         tuple(side_by_side(norm, mixer, mlp) for mixer in mixers),
         norm,
-        tied=card.flag("tie_word_embeddings", True),
-        reach=card.whole("model_max_length", 1, MAX_POSITIONS, reach),
-        logit_scale=card.real("logit_scale", 1e-6, 1e6, 0.0625),
+        tied=hf_config.flag("tie_word_embeddings", True),
+        reach=hf_config.whole("model_max_length", 1, MAX_POSITIONS, reach),
+        logit_scale=hf_config.real("logit_scale", 1e-6, 1e6, 0.0625),
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     alibi_slopes,
@@ -39,61 +39,61 @@ _NAMES: dict[str, Any] = {
 }
 
 
-def bloom(card: ModelCard) -> DecoderSpec:
+def bloom(hf_config: HfConfig) -> DecoderSpec:
     """BLOOM, BLOOMZ: ALiBi, a norm after the embedding, biases."""
-    norm = layer_norm(card)
+    norm = layer_norm(hf_config)
     mixer = attention(
-        card,
+        hf_config,
         rotated=False,
-        alibi=alibi_slopes(num_heads(card)),
+        alibi=alibi_slopes(num_heads(hf_config)),
         qkv_bias=True,
         output_bias=True,
         layout=QkvLayout.GROUPED,
     )
-    mlp = plain(card, "gelu_new", width=4 * hidden_size(card), biased=True)
-    of_norm = card.flag("apply_residual_connection_post_layernorm", False)
+    mlp = plain(hf_config, "gelu_new", width=4 * hidden_size(hf_config), biased=True)
+    of_norm = hf_config.flag("apply_residual_connection_post_layernorm", False)
     layer = pre_norm(norm, mixer, mlp, residual_of_norm=of_norm)
     return decoder(
-        card,
-        (layer,) * num_layers(card),
+        hf_config,
+        (layer,) * num_layers(hf_config),
         norm,
         names=Names(**_NAMES),
         embedding_norm=norm,
-        reach=max_positions(card, 2048),
-        tied=card.flag("tie_word_embeddings", True),
+        reach=max_positions(hf_config, 2048),
+        tied=hf_config.flag("tie_word_embeddings", True),
     )
 
 
-def falcon(card: ModelCard) -> DecoderSpec:
+def falcon(hf_config: HfConfig) -> DecoderSpec:
     """Falcon: 7b has parallel layers with one norm, 40b and 180b with two; rw is sequential with ALiBi."""
-    grouped, norm = card.flag("new_decoder_architecture", False), layer_norm(card)
-    mixer, mlp = _falcon_attention(card, grouped), _falcon_mlp(card)
+    grouped, norm = hf_config.flag("new_decoder_architecture", False), layer_norm(hf_config)
+    mixer, mlp = _falcon_attention(hf_config, grouped), _falcon_mlp(hf_config)
     names, layer = Names(**_NAMES), pre_norm(norm, mixer, mlp)
-    if grouped and card.whole("num_ln_in_parallel_attn", 1, 2, 2) == 2:
+    if grouped and hf_config.whole("num_ln_in_parallel_attn", 1, 2, 2) == 2:
         layer = pre_norm(norm, mixer, mlp, parallel=True)
         names = Names(**_NAMES, mixer_norm="ln_attn", mlp_norm="ln_mlp")
-    elif grouped or card.flag("parallel_attn", True):
+    elif grouped or hf_config.flag("parallel_attn", True):
         layer = side_by_side(norm, mixer, mlp)
-    reach: dict[str, Any] = {} if mixer.rope else {"reach": max_positions(card, 2048)}
-    tied = card.flag("tie_word_embeddings", True)
-    return decoder(card, (layer,) * num_layers(card), norm, names=names, tied=tied, **reach)
+    reach: dict[str, Any] = {} if mixer.rope else {"reach": max_positions(hf_config, 2048)}
+    tied = hf_config.flag("tie_word_embeddings", True)
+    return decoder(hf_config, (layer,) * num_layers(hf_config), norm, names=names, tied=tied, **reach)
 
 
-def _falcon_mlp(card: ModelCard) -> MlpSpec:
-    biased = card.flag("bias", False)
-    return plain(card, "gelu", width=plain_width(card, "ffn_hidden_size"), biased=biased)
+def _falcon_mlp(hf_config: HfConfig) -> MlpSpec:
+    biased = hf_config.flag("bias", False)
+    return plain(hf_config, "gelu", width=plain_width(hf_config, "ffn_hidden_size"), biased=biased)
 
 
-def _falcon_attention(card: ModelCard, grouped: bool) -> AttentionSpec:
+def _falcon_attention(hf_config: HfConfig, grouped: bool) -> AttentionSpec:
     """Return Falcon's attention: it adds ALiBi before scaling scores, and computes slopes in bfloat16."""
-    biased, heads, scale = card.flag("bias", False), num_heads(card), head_width(card) ** -0.5
-    single = not grouped and card.flag("multi_query", True)
-    alibi = card.flag("alibi", False)
+    biased, heads, scale = hf_config.flag("bias", False), num_heads(hf_config), head_width(hf_config) ** -0.5
+    single = not grouped and hf_config.flag("multi_query", True)
+    alibi = hf_config.flag("alibi", False)
     return attention(
-        card,
+        hf_config,
         positions=2048,
         rotated=not alibi,
-        num_kv_heads=num_kv_heads(card) if grouped else 1 if single else heads,
+        num_kv_heads=num_kv_heads(hf_config) if grouped else 1 if single else heads,
         alibi=tuple(_bfloat16(slope) * scale for slope in alibi_slopes(heads)) if alibi else (),
         qkv_bias=biased,
         output_bias=biased,

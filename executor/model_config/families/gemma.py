@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import rope_spec
 from quintet.executor.model_config.shape import (
@@ -43,85 +43,93 @@ _GEMMA3 = {
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
 }
-"""Default values of the text part in a multimodal card."""
+"""Default values of the text part in a multimodal config."""
 
 
-def gemma(card: ModelCard) -> DecoderSpec:
+def gemma(hf_config: HfConfig) -> DecoderSpec:
     """Gemma 1: Llama's layer."""
-    mixer = _attention(card, positions=8192)
-    layer = pre_norm(rms(card, offset=1.0), mixer, _mlp(card))
-    return _decoder(card, (layer,) * num_layers(card))
+    mixer = _attention(hf_config, positions=8192)
+    layer = pre_norm(rms(hf_config, offset=1.0), mixer, _mlp(hf_config))
+    return _decoder(hf_config, (layer,) * num_layers(hf_config))
 
 
-def gemma2(card: ModelCard) -> DecoderSpec:
+def gemma2(hf_config: HfConfig) -> DecoderSpec:
     """Gemma 2: soft caps of scores and logits; every other layer has a sliding window."""
-    mixer, width = _capped(card, positions=8192), window(card, 4096)
-    kinds = layer_kinds(card, every_full(card, 2))
-    layers = (_layer(card, replace(mixer, window=width if kind == SLIDING else None)) for kind in kinds)
-    return _decoder(card, tuple(layers), cap=30.0, names=Names(mlp_norm="pre_feedforward_layernorm"))
+    mixer, width = _capped(hf_config, positions=8192), window(hf_config, 4096)
+    kinds = layer_kinds(hf_config, every_full(hf_config, 2))
+    layers = (_layer(hf_config, replace(mixer, window=width if kind == SLIDING else None)) for kind in kinds)
+    return _decoder(hf_config, tuple(layers), cap=30.0, names=Names(mlp_norm="pre_feedforward_layernorm"))
 
 
-def vault_gemma(card: ModelCard) -> DecoderSpec:
+def vault_gemma(hf_config: HfConfig) -> DecoderSpec:
     """VaultGemma: Gemma 2 without the norms after blocks."""
-    mixer, width, norm = _capped(card, positions=8192), window(card, 4096), rms(card, offset=1.0)
-    kinds = layer_kinds(card, every_full(card, 2))
-    layer = pre_norm(norm, mixer, _mlp(card))
+    mixer, width, norm = (
+        _capped(hf_config, positions=8192),
+        window(hf_config, 4096),
+        rms(hf_config, offset=1.0),
+    )
+    kinds = layer_kinds(hf_config, every_full(hf_config, 2))
+    layer = pre_norm(norm, mixer, _mlp(hf_config))
     layers = windowed(layer, (width if kind == SLIDING else None for kind in kinds))
-    return _decoder(card, layers, cap=30.0, names=Names(mlp_norm="pre_feedforward_layernorm"))
+    return _decoder(hf_config, layers, cap=30.0, names=Names(mlp_norm="pre_feedforward_layernorm"))
 
 
-def gemma3(card: ModelCard) -> DecoderSpec:
+def gemma3(hf_config: HfConfig) -> DecoderSpec:
     """Gemma 3, the text model: norms of queries and keys; five of six layers have a sliding window and another rotation."""
-    card = replace(card, values={**_GEMMA3, **card.values})
-    kinds = layer_kinds(card, every_full(card, card.whole("sliding_window_pattern", 1, 1024, 6)))
-    dim = head_width(card, 256)
-    full = rope_spec(card, dim, 131072, theta=1e6, layer_type=FULL)
-    local = rope_spec(card, dim, 131072, layer_type=SLIDING, theta_key="rope_local_base_freq", scaled=False)
-    mixer = _capped(card, None, rope=full, qk_norm=rms(card, offset=1.0))
-    sliding = replace(mixer, rope=local, window=window(card, 4096))
-    layers = (_layer(card, sliding if kind == SLIDING else mixer) for kind in kinds)
-    return _decoder(card, tuple(layers), names=Names(mlp_norm="pre_feedforward_layernorm"))
+    hf_config = replace(hf_config, values={**_GEMMA3, **hf_config.values})
+    kinds = layer_kinds(
+        hf_config, every_full(hf_config, hf_config.whole("sliding_window_pattern", 1, 1024, 6))
+    )
+    dim = head_width(hf_config, 256)
+    full = rope_spec(hf_config, dim, 131072, theta=1e6, layer_type=FULL)
+    local = rope_spec(
+        hf_config, dim, 131072, layer_type=SLIDING, theta_key="rope_local_base_freq", scaled=False
+    )
+    mixer = _capped(hf_config, None, rope=full, qk_norm=rms(hf_config, offset=1.0))
+    sliding = replace(mixer, rope=local, window=window(hf_config, 4096))
+    layers = (_layer(hf_config, sliding if kind == SLIDING else mixer) for kind in kinds)
+    return _decoder(hf_config, tuple(layers), names=Names(mlp_norm="pre_feedforward_layernorm"))
 
 
-def _attention(card: ModelCard, **switches: Any) -> AttentionSpec:
-    refuse(card, "use_bidirectional_attention")
-    biased = card.flag("attention_bias", False)
-    return attention(card, head_dim=256, qkv_bias=biased, output_bias=biased, **switches)
+def _attention(hf_config: HfConfig, **switches: Any) -> AttentionSpec:
+    refuse(hf_config, "use_bidirectional_attention")
+    biased = hf_config.flag("attention_bias", False)
+    return attention(hf_config, head_dim=256, qkv_bias=biased, output_bias=biased, **switches)
 
 
-def _mlp(card: ModelCard) -> MlpSpec:
-    """Return the feed-forward; Gemma's first cards write ``gelu`` for its tanh approximation."""
-    return replace(gated(card, "gelu_pytorch_tanh"), activation=Activation.GELU_TANH)
+def _mlp(hf_config: HfConfig) -> MlpSpec:
+    """Return the feed-forward; Gemma's first configs write ``gelu`` for its tanh approximation."""
+    return replace(gated(hf_config, "gelu_pytorch_tanh"), activation=Activation.GELU_TANH)
 
 
-def _capped(card: ModelCard, default: float | None = 50.0, **switches: Any) -> AttentionSpec:
-    """``default``: the cap if the card has none."""
+def _capped(hf_config: HfConfig, default: float | None = 50.0, **switches: Any) -> AttentionSpec:
+    """``default``: the cap if the config has none."""
     return _attention(
-        card,
+        hf_config,
         kv_heads=4,
-        scale=card.real("query_pre_attn_scalar", 1e-6, 1e6, 256) ** -0.5,
-        softcap=nullable(card, "attn_logit_softcapping", 1e-6, 1e6, default),
+        scale=hf_config.real("query_pre_attn_scalar", 1e-6, 1e6, 256) ** -0.5,
+        softcap=nullable(hf_config, "attn_logit_softcapping", 1e-6, 1e6, default),
         **switches,
     )
 
 
-def _layer(card: ModelCard, mixer: AttentionSpec) -> LayerSpec:
-    norm = rms(card, offset=1.0)
+def _layer(hf_config: HfConfig, mixer: AttentionSpec) -> LayerSpec:
+    norm = rms(hf_config, offset=1.0)
     norms = Norms(before=norm, after=norm)
-    return LayerSpec(mixer=mixer, mlp=_mlp(card), mixer_norms=norms, mlp_norms=norms)
+    return LayerSpec(mixer=mixer, mlp=_mlp(hf_config), mixer_norms=norms, mlp_norms=norms)
 
 
 def _decoder(
-    card: ModelCard, layers: tuple[LayerSpec, ...], cap: float | None = None, **switches: Any
+    hf_config: HfConfig, layers: tuple[LayerSpec, ...], cap: float | None = None, **switches: Any
 ) -> DecoderSpec:
-    """``cap``: soft cap of logits if the card has none."""
+    """``cap``: soft cap of logits if the config has none."""
     return decoder(
-        card,
+        hf_config,
         layers,
-        rms(card, offset=1.0),
-        tied=card.flag("tie_word_embeddings", True),
-        embedding_scale=hidden_size(card) ** 0.5,
-        logit_softcap=nullable(card, "final_logit_softcapping", 1e-6, 1e6, cap),
+        rms(hf_config, offset=1.0),
+        tied=hf_config.flag("tie_word_embeddings", True),
+        embedding_scale=hidden_size(hf_config) ** 0.5,
+        logit_softcap=nullable(hf_config, "final_logit_softcapping", 1e-6, 1e6, cap),
         **switches,
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import attention, decoder, gated, num_layers, rms
 from quintet.executor.model_config.spec import DecoderSpec, LayerSpec, MlpLayout, Norms
@@ -11,31 +11,31 @@ from quintet.executor.model_config.spec import DecoderSpec, LayerSpec, MlpLayout
 _EPS = 1.5625e-7
 
 
-def glm(card: ModelCard) -> DecoderSpec:
+def glm(hf_config: HfConfig) -> DecoderSpec:
     """GLM-4-9B, GLM-Edge: norms before blocks."""
-    return _decoder(card, Norms(before=rms(card, _EPS)), Names())
+    return _decoder(hf_config, Norms(before=rms(hf_config, _EPS)), Names())
 
 
-def glm4(card: ModelCard) -> DecoderSpec:
+def glm4(hf_config: HfConfig) -> DecoderSpec:
     """GLM-4-0414: norms before and after blocks."""
-    norm = rms(card, _EPS)
+    norm = rms(hf_config, _EPS)
     names = Names(mixer_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm")
-    return _decoder(card, Norms(before=norm, after=norm), names)
+    return _decoder(hf_config, Norms(before=norm, after=norm), names)
 
 
-def _decoder(card: ModelCard, norms: Norms, names: Names) -> DecoderSpec:
+def _decoder(hf_config: HfConfig, norms: Norms, names: Names) -> DecoderSpec:
     mixer = attention(
-        card,
+        hf_config,
         positions=131072,
         share=0.5,
         kv_heads=2,
         head_dim=128,
         interleaved=True,
-        qkv_bias=card.flag("attention_bias", True),
+        qkv_bias=hf_config.flag("attention_bias", True),
     )
-    mlp = gated(card, layout=MlpLayout.STACKED)
+    mlp = gated(hf_config, layout=MlpLayout.STACKED)
     layer = LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=norms, mlp_norms=norms)
-    return decoder(card, (layer,) * num_layers(card), rms(card, _EPS), names=names)
+    return decoder(hf_config, (layer,) * num_layers(hf_config), rms(hf_config, _EPS), names=names)
 
 
 FAMILIES = {

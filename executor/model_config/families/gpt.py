@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import MAX_POSITIONS, rope_spec
 from quintet.executor.model_config.shape import (
@@ -57,52 +57,57 @@ _GPTJ = replace(
 )
 
 
-def gpt2(card: ModelCard) -> DecoderSpec:
+def gpt2(hf_config: HfConfig) -> DecoderSpec:
     """GPT-2: learned positions, transposed matrices."""
-    layer = _gpt2_layer(card, "gelu_new", layout=QkvLayout.STACKED)
-    layers, mixer = [layer] * num_layers(card), layer.attention
-    if mixer is not None and card.flag("scale_attn_by_inverse_layer_idx", False):
+    layer = _gpt2_layer(hf_config, "gelu_new", layout=QkvLayout.STACKED)
+    layers, mixer = [layer] * num_layers(hf_config), layer.attention
+    if mixer is not None and hf_config.flag("scale_attn_by_inverse_layer_idx", False):
         layers = [
             replace(layer, mixer=replace(mixer, scale=mixer.scale / (i + 1))) for i in range(len(layers))
         ]
-    return _learned(card, tuple(layers), transposed=True)
+    return _learned(hf_config, tuple(layers), transposed=True)
 
 
-def gpt_bigcode(card: ModelCard) -> DecoderSpec:
+def gpt_bigcode(hf_config: HfConfig) -> DecoderSpec:
     """StarCoder, SantaCoder: GPT-2 with one KV head, or with one per query head, grouped by head."""
-    single = card.flag("multi_query", True)
+    single = hf_config.flag("multi_query", True)
     layer = _gpt2_layer(
-        card,
+        hf_config,
         "gelu_pytorch_tanh",
-        num_kv_heads=1 if single else num_heads(card),
+        num_kv_heads=1 if single else num_heads(hf_config),
         layout=QkvLayout.STACKED if single else QkvLayout.GROUPED,
     )
-    return _learned(card, (layer,) * num_layers(card))
+    return _learned(hf_config, (layer,) * num_layers(hf_config))
 
 
-def starcoder2(card: ModelCard) -> DecoderSpec:
+def starcoder2(hf_config: HfConfig) -> DecoderSpec:
     """StarCoder 2: rotation, a sliding window, biases."""
-    biased, norm = card.flag("use_bias", True), layer_norm(card)
+    biased, norm = hf_config.flag("use_bias", True), layer_norm(hf_config)
     mixer = attention(
-        card, positions=4096, kv_heads=2, window=window(card), qkv_bias=biased, output_bias=biased
+        hf_config, positions=4096, kv_heads=2, window=window(hf_config), qkv_bias=biased, output_bias=biased
     )
-    layer = pre_norm(norm, mixer, plain(card, "gelu_pytorch_tanh", biased=biased))
+    layer = pre_norm(norm, mixer, plain(hf_config, "gelu_pytorch_tanh", biased=biased))
     names = Names(up="mlp.c_fc", down="mlp.c_proj")
-    tied = card.flag("tie_word_embeddings", True)
-    return decoder(card, (layer,) * num_layers(card), norm, names=names, tied=tied)
+    tied = hf_config.flag("tie_word_embeddings", True)
+    return decoder(hf_config, (layer,) * num_layers(hf_config), norm, names=names, tied=tied)
 
 
-def gpt_neo(card: ModelCard) -> DecoderSpec:
+def gpt_neo(hf_config: HfConfig) -> DecoderSpec:
     """GPT-Neo: learned positions, unscaled scores; local layers have a sliding window."""
-    width, kinds = card.whole("window_size", 1, MAX_POSITIONS, 256), card.values.get("attention_layers")
+    width, kinds = (
+        hf_config.whole("window_size", 1, MAX_POSITIONS, 256),
+        hf_config.values.get("attention_layers"),
+    )
     if (
         not isinstance(kinds, list)
-        or len(kinds) != num_layers(card)
+        or len(kinds) != num_layers(hf_config)
         or any(kind not in ("global", "local") for kind in kinds)
     ):
-        raise card.wrong("attention_layers", f"a list of {num_layers(card)} words, each global or local")
-    mixer = attention(card, rotated=False, scale=1.0, output_bias=True)
-    layer = pre_norm(layer_norm(card), mixer, plain(card, "gelu_new", biased=True))
+        raise hf_config.wrong(
+            "attention_layers", f"a list of {num_layers(hf_config)} words, each global or local"
+        )
+    mixer = attention(hf_config, rotated=False, scale=1.0, output_bias=True)
+    layer = pre_norm(layer_norm(hf_config), mixer, plain(hf_config, "gelu_new", biased=True))
     layers = windowed(layer, (width if kind == "local" else None for kind in kinds))
     names = replace(
         _GPT2_NAMES,
@@ -112,31 +117,31 @@ def gpt_neo(card: ModelCard) -> DecoderSpec:
         output="attn.attention.out_proj",
         ignored=("*.attn.attention.bias", "*.attn.attention.masked_bias"),
     )
-    return _learned(card, layers, names=names)
+    return _learned(hf_config, layers, names=names)
 
 
-def gptj(card: ModelCard, **switches: Any) -> DecoderSpec:
+def gptj(hf_config: HfConfig, **switches: Any) -> DecoderSpec:
     """GPT-J: parallel attention and feed-forward after one norm, interleaved rotation."""
-    dim, norm = head_width(card), layer_norm(card)
-    rope = rope_spec(card, dim, 2048, rotary_dim=rotated_numbers(card, dim, 64))
-    mixer = attention(card, rope=rope, interleaved=True, **switches)
-    mlp = plain(card, "gelu_new", width=plain_width(card, "n_inner"), biased=True)
-    layers = (side_by_side(norm, mixer, mlp),) * num_layers(card)
-    return decoder(card, layers, norm, names=_GPTJ, head_bias=True)
+    dim, norm = head_width(hf_config), layer_norm(hf_config)
+    rope = rope_spec(hf_config, dim, 2048, rotary_dim=rotated_numbers(hf_config, dim, 64))
+    mixer = attention(hf_config, rope=rope, interleaved=True, **switches)
+    mlp = plain(hf_config, "gelu_new", width=plain_width(hf_config, "n_inner"), biased=True)
+    layers = (side_by_side(norm, mixer, mlp),) * num_layers(hf_config)
+    return decoder(hf_config, layers, norm, names=_GPTJ, head_bias=True)
 
 
-def codegen(card: ModelCard) -> DecoderSpec:
+def codegen(hf_config: HfConfig) -> DecoderSpec:
     """CodeGen, CodeGen 2: GPT-J with queries, values and keys in four parts of one tensor."""
-    if num_heads(card) % 4:
-        raise card.wrong(HEADS, "a multiple of 4")
-    return gptj(card, layout=QkvLayout.QUARTERS)
+    if num_heads(hf_config) % 4:
+        raise hf_config.wrong(HEADS, "a multiple of 4")
+    return gptj(hf_config, layout=QkvLayout.QUARTERS)
 
 
-def persimmon(card: ModelCard) -> DecoderSpec:
+def persimmon(hf_config: HfConfig) -> DecoderSpec:
     """Persimmon: norms of queries and keys, squared ReLU."""
-    norm, normed = layer_norm(card), card.flag("qk_layernorm", True)
+    norm, normed = layer_norm(hf_config), hf_config.flag("qk_layernorm", True)
     mixer = attention(
-        card,
+        hf_config,
         positions=16384,
         share=0.5,
         qkv_bias=True,
@@ -144,19 +149,19 @@ def persimmon(card: ModelCard) -> DecoderSpec:
         qk_norm=norm if normed else None,
         layout=QkvLayout.GROUPED,
     )
-    layer = pre_norm(norm, mixer, plain(card, "relu2", biased=True))
-    return decoder(card, (layer,) * num_layers(card), norm, names=_PERSIMMON)
+    layer = pre_norm(norm, mixer, plain(hf_config, "relu2", biased=True))
+    return decoder(hf_config, (layer,) * num_layers(hf_config), norm, names=_PERSIMMON)
 
 
-def gpt_neox(card: ModelCard) -> DecoderSpec:
+def gpt_neox(hf_config: HfConfig) -> DecoderSpec:
     """GPT-NeoX, Pythia: parallel layers with two norms, or sequential ones."""
-    norm, biased = layer_norm(card), card.flag("attention_bias", True)
+    norm, biased = layer_norm(hf_config), hf_config.flag("attention_bias", True)
     mixer = attention(
-        card, positions=2048, share=0.25, qkv_bias=biased, output_bias=biased, layout=QkvLayout.GROUPED
+        hf_config, positions=2048, share=0.25, qkv_bias=biased, output_bias=biased, layout=QkvLayout.GROUPED
     )
-    mlp = plain(card, "gelu", biased=True)
-    layer = pre_norm(norm, mixer, mlp, parallel=card.flag("use_parallel_residual", True))
-    return decoder(card, (layer,) * num_layers(card), norm, names=_NEOX)
+    mlp = plain(hf_config, "gelu", biased=True)
+    layer = pre_norm(norm, mixer, mlp, parallel=hf_config.flag("use_parallel_residual", True))
+    return decoder(hf_config, (layer,) * num_layers(hf_config), norm, names=_NEOX)
 
 
 _NEOX = Names(
@@ -183,19 +188,19 @@ _PERSIMMON = Names(
 )
 
 
-def _gpt2_layer(card: ModelCard, activation: str, **switches: Any) -> LayerSpec:
-    refuse(card, "add_cross_attention")
-    scale = head_width(card) ** -0.5 if card.flag("scale_attn_weights", True) else 1.0
-    mixer = attention(card, rotated=False, scale=scale, qkv_bias=True, output_bias=True, **switches)
-    mlp = plain(card, activation, width=plain_width(card, "n_inner"), biased=True)
-    return pre_norm(layer_norm(card), mixer, mlp)
+def _gpt2_layer(hf_config: HfConfig, activation: str, **switches: Any) -> LayerSpec:
+    refuse(hf_config, "add_cross_attention")
+    scale = head_width(hf_config) ** -0.5 if hf_config.flag("scale_attn_weights", True) else 1.0
+    mixer = attention(hf_config, rotated=False, scale=scale, qkv_bias=True, output_bias=True, **switches)
+    mlp = plain(hf_config, activation, width=plain_width(hf_config, "n_inner"), biased=True)
+    return pre_norm(layer_norm(hf_config), mixer, mlp)
 
 
-def _learned(card: ModelCard, layers: tuple[LayerSpec, ...], **switches: Any) -> DecoderSpec:
-    positions = PositionTable(count=max_positions(card, 1024))
-    tied = card.flag("tie_word_embeddings", True)
+def _learned(hf_config: HfConfig, layers: tuple[LayerSpec, ...], **switches: Any) -> DecoderSpec:
+    positions = PositionTable(count=max_positions(hf_config, 1024))
+    tied = hf_config.flag("tie_word_embeddings", True)
     usual: dict[str, Any] = {"names": _GPT2_NAMES, "positions": positions, "tied": tied}
-    return decoder(card, layers, layer_norm(card), **(usual | switches))
+    return decoder(hf_config, layers, layer_norm(hf_config), **(usual | switches))
 
 
 FAMILIES = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec, Scoring
 from quintet.executor.model_config.families.moe import expert_width, routing
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import RopeSpec, rope_spec
 from quintet.executor.model_config.shape import (
@@ -30,68 +30,70 @@ _NAMES = Names(
     shared_down="mlp.shared_mlp.down_proj",
 )
 _LISTED = ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size")
-"""Keys that cards may list per layer, with equal values."""
+"""Keys that configs may list per layer, with equal values."""
 
 
-def dense(card: ModelCard) -> DecoderSpec:
+def dense(hf_config: HfConfig) -> DecoderSpec:
     """HunYuan 0.5B to 7B, Hunyuan-MT."""
-    norm = rms(card, 1e-5)
-    layers = (pre_norm(norm, _attention(card), gated(card)),) * num_layers(card)
-    return decoder(card, layers, norm, names=_NAMES)
+    norm = rms(hf_config, 1e-5)
+    layers = (pre_norm(norm, _attention(hf_config), gated(hf_config)),) * num_layers(hf_config)
+    return decoder(hf_config, layers, norm, names=_NAMES)
 
 
-def routed(card: ModelCard) -> DecoderSpec:
+def routed(hf_config: HfConfig) -> DecoderSpec:
     """Hunyuan-A13B: softmax over all experts, and a shared expert."""
-    card, norm = _once(card), rms(card, 1e-5)
-    width = expert_width(card, ("moe_intermediate_size", "intermediate_size"))
+    hf_config, norm = _once(hf_config), rms(hf_config, 1e-5)
+    width = expert_width(hf_config, ("moe_intermediate_size", "intermediate_size"))
     experts = ExpertsSpec(
-        routing=routing(card, Scoring.SOFTMAX, 64, 8, renormalise=True),
+        routing=routing(hf_config, Scoring.SOFTMAX, 64, 8, renormalise=True),
         width=width,
-        shared_width=card.whole("num_shared_expert", 1, 64, 1) * width,
+        shared_width=hf_config.whole("num_shared_expert", 1, 64, 1) * width,
     )
-    layers = (pre_norm(norm, _attention(card), experts),) * num_layers(card)
-    return decoder(card, layers, norm, names=_NAMES)
+    layers = (pre_norm(norm, _attention(hf_config), experts),) * num_layers(hf_config)
+    return decoder(hf_config, layers, norm, names=_NAMES)
 
 
-def _once(card: ModelCard) -> ModelCard:
-    """Return the card with lists of equal numbers replaced by the number."""
-    values = dict(card.values)
+def _once(hf_config: HfConfig) -> HfConfig:
+    """Return the config with lists of equal numbers replaced by the number."""
+    values = dict(hf_config.values)
     for key in _LISTED:
         listed = values.get(key)
         if isinstance(listed, list):
             if not listed or any(each != listed[0] for each in listed):
-                raise card.wrong(key, "one number, the same for all layers")
+                raise hf_config.wrong(key, "one number, the same for all layers")
             values[key] = listed[0]
-    return replace(card, values=values)
+    return replace(hf_config, values=values)
 
 
-def _attention(card: ModelCard) -> AttentionSpec:
-    if card.flag("use_cla", False):
-        raise card.wrong("use_cla", "false: cross-layer KV sharing is not supported")
-    biased, dim, norm = card.flag("attention_bias", False), head_width(card), rms(card, 1e-5)
+def _attention(hf_config: HfConfig) -> AttentionSpec:
+    if hf_config.flag("use_cla", False):
+        raise hf_config.wrong("use_cla", "false: cross-layer KV sharing is not supported")
+    biased, dim, norm = hf_config.flag("attention_bias", False), head_width(hf_config), rms(hf_config, 1e-5)
     return attention(
-        *(card,),
+        *(hf_config,),
         head_dim=dim,
-        rope=_rotation(card, dim),
-        qk_norm=norm if card.flag("use_qk_norm", True) else None,
+        rope=_rotation(hf_config, dim),
+        qk_norm=norm if hf_config.flag("use_qk_norm", True) else None,
         qk_norm_after_rope=True,
         qkv_bias=biased,
         output_bias=biased,
     )
 
 
-def _rotation(card: ModelCard, dim: int) -> RopeSpec:
-    """Read the rotation: ``alpha`` scales the base for every length, although cards call the type dynamic."""
-    key = next((key for key in ("rope_parameters", "rope_scaling") if card.section(key).has("alpha")), None)
+def _rotation(hf_config: HfConfig, dim: int) -> RopeSpec:
+    """Read the rotation: ``alpha`` scales the base for every length, although configs call the type dynamic."""
+    key = next(
+        (key for key in ("rope_parameters", "rope_scaling") if hf_config.section(key).has("alpha")), None
+    )
     if key is None:
-        return rope_spec(card, dim, 2048)
-    parameters = dict(card.section(key).values)
-    kind = card.section(key).word(("rope_type", "type"), ("dynamic", "default"), "dynamic")
+        return rope_spec(hf_config, dim, 2048)
+    parameters = dict(hf_config.section(key).values)
+    kind = hf_config.section(key).word(("rope_type", "type"), ("dynamic", "default"), "dynamic")
     if dim < 4:
-        raise card.wrong("head_dim", "at least 4 if rope_scaling has alpha")
+        raise hf_config.wrong("head_dim", "at least 4 if rope_scaling has alpha")
     parameters |= {"rope_type": "default", "type": "default"}
-    rope = rope_spec(replace(card, values={**card.values, key: parameters}), dim, 2048)
-    alpha = card.section(key).real("alpha", 1.0, 1e6)
+    rope = rope_spec(replace(hf_config, values={**hf_config.values, key: parameters}), dim, 2048)
+    alpha = hf_config.section(key).real("alpha", 1.0, 1e6)
     return replace(rope, theta=rope.theta * alpha ** (dim / (dim - 2))) if kind == "dynamic" else rope
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import MAX_EXPERTS, ExpertsLayout, ExpertsSpec, Scoring
 from quintet.executor.model_config.families.mamba import (
     check_silu,
@@ -18,6 +17,7 @@ from quintet.executor.model_config.families.mamba import (
 )
 from quintet.executor.model_config.families.moe import EXPERTS, expert_width, routing
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     MAX_LAYERS,
@@ -58,95 +58,95 @@ NAMES = Names(
 )
 
 
-def jamba(card: ModelCard) -> DecoderSpec:
+def jamba(hf_config: HfConfig) -> DecoderSpec:
     """Jamba: attention without positions in every eighth layer; Mamba 1 with inner norms in the others."""
-    norm = rms(card)
-    check_silu(card)
+    norm = rms(hf_config)
+    check_silu(hf_config)
     mamba = MambaSpec(
-        channels=expanded(card, "mamba_expand"),
-        state_size=state_size(card, "mamba_d_state", 16),
-        dt_rank=dt_rank(card, "mamba_dt_rank"),
-        taps=taps(card, "mamba_d_conv"),
-        conv_bias=card.flag("mamba_conv_bias", True),
-        projection_bias=card.flag("mamba_proj_bias", False),
+        channels=expanded(hf_config, "mamba_expand"),
+        state_size=state_size(hf_config, "mamba_d_state", 16),
+        dt_rank=dt_rank(hf_config, "mamba_dt_rank"),
+        taps=taps(hf_config, "mamba_d_conv"),
+        conv_bias=hf_config.flag("mamba_conv_bias", True),
+        projection_bias=hf_config.flag("mamba_proj_bias", False),
         inner_norm=norm,
     )
-    attention_spec = attention(card, kv_heads=8, rotated=False)
-    is_attention, is_routed = _every(card, "attn_layer", 8, 4), _every(card, "expert_layer", 2, 1)
-    plain, routed = gated(card), _jamba_experts(card)
+    attention_spec = attention(hf_config, kv_heads=8, rotated=False)
+    is_attention, is_routed = _every(hf_config, "attn_layer", 8, 4), _every(hf_config, "expert_layer", 2, 1)
+    plain, routed = gated(hf_config), _jamba_experts(hf_config)
     layers = [
         pre_norm(
             norm, attention_spec if is_attention(layer) else mamba, routed if is_routed(layer) else plain
         )
-        for layer in range(num_layers(card))
+        for layer in range(num_layers(hf_config))
     ]
     names = replace(NAMES, final_norm="model.final_layernorm", router="feed_forward.router")
-    return decoder(card, layers, norm, names=names, reach=max_positions(card, 262144))
+    return decoder(hf_config, layers, norm, names=names, reach=max_positions(hf_config, 262144))
 
 
-def _every(card: ModelCard, key: str, period: int, offset: int) -> Callable[[int], bool]:
+def _every(hf_config: HfConfig, key: str, period: int, offset: int) -> Callable[[int], bool]:
     """Return a predicate for the layers of a period and offset; ``period`` and ``offset`` are the family's defaults."""
-    period = card.whole(f"{key}_period", 1, MAX_LAYERS, period)
-    offset = card.whole(f"{key}_offset", 0, period - 1, min(offset, period - 1))
+    period = hf_config.whole(f"{key}_period", 1, MAX_LAYERS, period)
+    offset = hf_config.whole(f"{key}_offset", 0, period - 1, min(offset, period - 1))
     return lambda layer: layer % period == offset
 
 
-def _jamba_experts(card: ModelCard) -> FeedForwardSpec:
+def _jamba_experts(hf_config: HfConfig) -> FeedForwardSpec:
     """Return Jamba's experts; a plain feed-forward if there is only one."""
-    if card.whole(EXPERTS, 1, MAX_EXPERTS, 16) == 1:
-        return gated(card)
+    if hf_config.whole(EXPERTS, 1, MAX_EXPERTS, 16) == 1:
+        return gated(hf_config)
     return ExpertsSpec(
-        routing=routing(card, Scoring.SOFTMAX, 16, 2), width=expert_width(card, "intermediate_size")
+        routing=routing(hf_config, Scoring.SOFTMAX, 16, 2), width=expert_width(hf_config, "intermediate_size")
     )
 
 
-def _mamba2(card: ModelCard, norm: NormSpec | None, channels: int, default_groups: int = 1) -> Mamba2Spec:
+def _mamba2(hf_config: HfConfig, norm: NormSpec | None, channels: int, default_groups: int = 1) -> Mamba2Spec:
     """Return Mamba 2 from the keys of hybrid models."""
-    check_silu(card)
-    count = card.whole("mamba_n_heads", 1, MAX_WIDTH, 128)
-    biased = card.flag("mamba_proj_bias", False)
+    check_silu(hf_config)
+    count = hf_config.whole("mamba_n_heads", 1, MAX_WIDTH, 128)
+    biased = hf_config.flag("mamba_proj_bias", False)
     return Mamba2Spec(
-        **heads(card, norm, count, "mamba_d_head", channels),
-        groups=groups(card, "mamba_n_groups", default_groups, count),
-        state_size=state_size(card, "mamba_d_state", 256),
-        taps=taps(card, "mamba_d_conv"),
-        conv_bias=card.flag("mamba_conv_bias", True),
+        **heads(hf_config, norm, count, "mamba_d_head", channels),
+        groups=groups(hf_config, "mamba_n_groups", default_groups, count),
+        state_size=state_size(hf_config, "mamba_d_state", 256),
+        taps=taps(hf_config, "mamba_d_conv"),
+        conv_bias=hf_config.flag("mamba_conv_bias", True),
         projection_bias=biased,
         output_bias=biased,
     )
 
 
-def bamba(card: ModelCard) -> DecoderSpec:
+def bamba(hf_config: HfConfig) -> DecoderSpec:
     """Bamba: Mamba 2, and attention in the listed layers with half of each head rotated."""
-    norm = rms(card, 1e-5)
-    mamba = _mamba2(card, norm, expanded(card, "mamba_expand"))
-    biased = card.flag("attention_bias", False)
+    norm = rms(hf_config, 1e-5)
+    mamba = _mamba2(hf_config, norm, expanded(hf_config, "mamba_expand"))
+    biased = hf_config.flag("attention_bias", False)
     attention_spec = pre_norm(
         norm,
         attention(
-            card,
+            hf_config,
             kv_heads=8,
             positions=262144,
             share=0.5,
             qkv_bias=biased,
             output_bias=biased,
         ),
-        gated(card, biased=card.flag("mlp_bias", False)),
+        gated(hf_config, biased=hf_config.flag("mlp_bias", False)),
     )
-    listed = card.values.get("attn_layer_indices") or []
+    listed = hf_config.values.get("attn_layer_indices") or []
     if not isinstance(listed, list):
-        raise card.wrong("attn_layer_indices", "a list of layers")
+        raise hf_config.wrong("attn_layer_indices", "a list of layers")
     layers = [
         attention_spec if layer in listed else replace(attention_spec, mixer=mamba)
-        for layer in range(num_layers(card))
+        for layer in range(num_layers(hf_config))
     ]
     names = replace(NAMES, final_norm="model.final_layernorm")
-    return decoder(card, layers, norm, names=names)
+    return decoder(hf_config, layers, norm, names=names)
 
 
-def _reals(card: ModelCard, key: str, count: int) -> tuple[float, ...]:
-    """Return a list of ``count`` factors; ones if the card has none."""
-    value = card.values.get(key)
+def _reals(hf_config: HfConfig, key: str, count: int) -> tuple[float, ...]:
+    """Return a list of ``count`` factors; ones if the config has none."""
+    value = hf_config.values.get(key)
     if value is None:
         return (1.0,) * count
     if (
@@ -154,72 +154,82 @@ def _reals(card: ModelCard, key: str, count: int) -> tuple[float, ...]:
         or len(value) != count
         or not all(type(each) in (int, float) and abs(each) <= _MOST for each in value)
     ):
-        raise card.wrong(key, f"a list of {count} numbers from {-_MOST:g} to {_MOST:g}")
+        raise hf_config.wrong(key, f"a list of {count} numbers from {-_MOST:g} to {_MOST:g}")
     return tuple(map(float, value))
 
 
-def falcon_h1(card: ModelCard) -> DecoderSpec:
+def falcon_h1(hf_config: HfConfig) -> DecoderSpec:
     """Falcon-H1: attention and Mamba 2 in parallel in every layer, with factors."""
-    norm = rms(card, 1e-5)
-    by_factor = "mamba_d_ssm" in card.values and not card.has("mamba_d_ssm")
-    channels = expanded(card, "mamba_expand") if by_factor else card.whole("mamba_d_ssm", 1, MAX_WIDTH, 1024)
-    normed = norm if card.flag("mamba_rms_norm", False) else None
-    gate, channel, inputs, outputs, dt = _reals(card, "ssm_multipliers", 5)
+    norm = rms(hf_config, 1e-5)
+    by_factor = "mamba_d_ssm" in hf_config.values and not hf_config.has("mamba_d_ssm")
+    channels = (
+        expanded(hf_config, "mamba_expand")
+        if by_factor
+        else hf_config.whole("mamba_d_ssm", 1, MAX_WIDTH, 1024)
+    )
+    normed = norm if hf_config.flag("mamba_rms_norm", False) else None
+    gate, channel, inputs, outputs, dt = _reals(hf_config, "ssm_multipliers", 5)
     mamba = replace(
-        _mamba2(card, normed, channels),
-        norm_before_gate=normed is not None and card.flag("mamba_norm_before_gate", True),
-        output_bias=card.flag("projectors_bias", False),
+        _mamba2(hf_config, normed, channels),
+        norm_before_gate=normed is not None and hf_config.flag("mamba_norm_before_gate", True),
+        output_bias=hf_config.flag("projectors_bias", False),
         multipliers=(gate, channel, inputs, outputs, dt),
     )
-    biased = card.flag("attention_bias", False)
-    attention_spec = attention(card, positions=8192, kv_heads=8, qkv_bias=biased, output_bias=biased)
+    biased = hf_config.flag("attention_bias", False)
+    attention_spec = attention(hf_config, positions=8192, kv_heads=8, qkv_bias=biased, output_bias=biased)
     # A factor of keys is a factor of scores if keys have no bias.
-    attention_spec = replace(attention_spec, scale=attention_spec.scale * factor(card, "key_multiplier"))
-    if biased and factor(card, "key_multiplier") != 1.0:
-        raise card.wrong("attention_bias", "false if key_multiplier is not 1")
+    attention_spec = replace(attention_spec, scale=attention_spec.scale * factor(hf_config, "key_multiplier"))
+    if biased and factor(hf_config, "key_multiplier") != 1.0:
+        raise hf_config.wrong("attention_bias", "false if key_multiplier is not 1")
     both = ParallelMixerSpec(
         state=mamba,
         attention=attention_spec,
-        state_factors=(factor(card, "ssm_in_multiplier"), factor(card, "ssm_out_multiplier")),
+        state_factors=(factor(hf_config, "ssm_in_multiplier"), factor(hf_config, "ssm_out_multiplier")),
         attention_factors=(
-            factor(card, "attention_in_multiplier"),
-            factor(card, "attention_out_multiplier"),
+            factor(hf_config, "attention_in_multiplier"),
+            factor(hf_config, "attention_out_multiplier"),
         ),
     )
-    gate_factor, down_factor = _reals(card, "mlp_multipliers", 2)
+    gate_factor, down_factor = _reals(hf_config, "mlp_multipliers", 2)
     mlp = gated(
-        card, biased=card.flag("mlp_bias", False), gate_multiplier=gate_factor, down_multiplier=down_factor
+        hf_config,
+        biased=hf_config.flag("mlp_bias", False),
+        gate_multiplier=gate_factor,
+        down_multiplier=down_factor,
     )
     return decoder(
-        card,
-        (pre_norm(norm, both, mlp),) * num_layers(card),
+        hf_config,
+        (pre_norm(norm, both, mlp),) * num_layers(hf_config),
         norm,
         names=replace(NAMES, final_norm="model.final_layernorm"),
-        embedding_scale=factor(card, "embedding_multiplier"),
-        logit_scale=factor(card, "lm_head_multiplier"),
+        embedding_scale=factor(hf_config, "embedding_multiplier"),
+        logit_scale=factor(hf_config, "lm_head_multiplier"),
     )
 
 
-def granite_hybrid(card: ModelCard) -> DecoderSpec:
+def granite_hybrid(hf_config: HfConfig) -> DecoderSpec:
     """Granite 4: Mamba 2, and attention in some layers, with or without rotation."""
-    norm = rms(card)
-    rotated = card.values.get("position_embedding_type") == "rope"
-    biased = card.flag("attention_bias", False)
+    norm = rms(hf_config)
+    rotated = hf_config.values.get("position_embedding_type") == "rope"
+    biased = hf_config.flag("attention_bias", False)
     attention_spec = attention(
-        card,
+        hf_config,
         positions=2048,
         rotated=rotated,
-        scale=factor(card, "attention_multiplier"),
+        scale=factor(hf_config, "attention_multiplier"),
         qkv_bias=biased,
         output_bias=biased,
     )
     layer = pre_norm(
-        norm, attention_spec, _granite_mlp(card), residual_multiplier=factor(card, "residual_multiplier")
+        norm,
+        attention_spec,
+        _granite_mlp(hf_config),
+        residual_multiplier=factor(hf_config, "residual_multiplier"),
     )
-    mamba = replace(layer, mixer=_mamba2(card, norm, expanded(card, "mamba_expand")))
-    kinds = ["mamba"] * num_layers(card)
-    if card.has("layer_types"):
-        kinds = layer_types(card, ("mamba", "linear_attention", "attention", "full_attention"))
+    mamba = replace(layer, mixer=_mamba2(hf_config, norm, expanded(hf_config, "mamba_expand")))
+    kinds = ["mamba"] * num_layers(hf_config)
+    if hf_config.has("layer_types"):
+        kinds = layer_types(hf_config, ("mamba", "linear_attention", "attention", "full_attention"))
     names = replace(
         Names(),
         state_mixer="mamba",
@@ -232,24 +242,24 @@ def granite_hybrid(card: ModelCard) -> DecoderSpec:
         shared_down="shared_mlp.output_linear",
     )
     return decoder(
-        card,
+        hf_config,
         [layer if kind in ("attention", "full_attention") else mamba for kind in kinds],
         norm,
         names=names,
-        reach=max_positions(card, 2048) if attention_spec.rope is None else attention_spec.rope.reach,
-        embedding_scale=factor(card, "embedding_multiplier"),
-        logit_scale=1.0 / factor(card, "logits_scaling"),
+        reach=max_positions(hf_config, 2048) if attention_spec.rope is None else attention_spec.rope.reach,
+        embedding_scale=factor(hf_config, "embedding_multiplier"),
+        logit_scale=1.0 / factor(hf_config, "logits_scaling"),
     )
 
 
-def _granite_mlp(card: ModelCard) -> FeedForwardSpec:
+def _granite_mlp(hf_config: HfConfig) -> FeedForwardSpec:
     """Return the shared feed-forward, combined with experts if the model has them."""
-    shared = card.whole("shared_intermediate_size", 1, MAX_WIDTH, 1024)
-    if card.whole("num_local_experts", 0, MAX_EXPERTS, 8) == 0:
+    shared = hf_config.whole("shared_intermediate_size", 1, MAX_WIDTH, 1024)
+    if hf_config.whole("num_local_experts", 0, MAX_EXPERTS, 8) == 0:
         return MlpSpec(width=shared, activation=Activation.SILU, layout=MlpLayout.STACKED)
     return ExpertsSpec(
-        routing=routing(card, Scoring.SOFTMAX_OF_CHOSEN, 8, 2),
-        width=expert_width(card, "intermediate_size", 11008),
+        routing=routing(hf_config, Scoring.SOFTMAX_OF_CHOSEN, 8, 2),
+        width=expert_width(hf_config, "intermediate_size", 11008),
         layout=ExpertsLayout.STACKED,
         shared_width=shared,
         shared_stacked=True,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.shape import (
     attention,
     decoder,
@@ -20,54 +20,58 @@ from quintet.executor.model_config.shape import (
 from quintet.executor.model_config.spec import DecoderSpec
 
 
-def llama(card: ModelCard) -> DecoderSpec:
+def llama(hf_config: HfConfig) -> DecoderSpec:
     """Llama 1, 2 and 3, with optional biases of attention and feed-forward."""
-    biased = card.flag("attention_bias", False)
-    mixer = attention(card, positions=2048, qkv_bias=biased, output_bias=biased)
-    layer = pre_norm(rms(card), mixer, gated(card, biased=card.flag("mlp_bias", False)))
-    return decoder(card, (layer,) * num_layers(card), rms(card))
+    biased = hf_config.flag("attention_bias", False)
+    mixer = attention(hf_config, positions=2048, qkv_bias=biased, output_bias=biased)
+    layer = pre_norm(rms(hf_config), mixer, gated(hf_config, biased=hf_config.flag("mlp_bias", False)))
+    return decoder(hf_config, (layer,) * num_layers(hf_config), rms(hf_config))
 
 
-def mistral(card: ModelCard) -> DecoderSpec:
-    """Mistral: every layer has the card's sliding window, if any."""
-    mixer = attention(card, positions=131072, kv_heads=8, window=window(card, 4096))
-    return decoder(card, (pre_norm(rms(card), mixer, gated(card)),) * num_layers(card), rms(card))
-
-
-def qwen2(card: ModelCard) -> DecoderSpec:
-    """Qwen2 and Qwen2.5: biases on queries, keys and values."""
-    layer = pre_norm(rms(card), attention(card, positions=32768, qkv_bias=True), gated(card))
-    return decoder(card, windowed(layer, layered_windows(card)), rms(card))
-
-
-def qwen3(card: ModelCard) -> DecoderSpec:
-    """Qwen3: norms of queries and keys, explicit head width."""
-    biased = card.flag("attention_bias", False)
-    mixer = attention(
-        card, positions=32768, head_dim=128, qk_norm=rms(card), qkv_bias=biased, output_bias=biased
+def mistral(hf_config: HfConfig) -> DecoderSpec:
+    """Mistral: every layer has the config's sliding window, if any."""
+    mixer = attention(hf_config, positions=131072, kv_heads=8, window=window(hf_config, 4096))
+    return decoder(
+        hf_config,
+        (pre_norm(rms(hf_config), mixer, gated(hf_config)),) * num_layers(hf_config),
+        rms(hf_config),
     )
-    layer = pre_norm(rms(card), mixer, gated(card))
-    return decoder(card, windowed(layer, layered_windows(card)), rms(card))
 
 
-def bitnet(card: ModelCard) -> DecoderSpec:
-    """BitNet b1.58: inner norms before the output projections (Ma et al., "BitNet b1.58 2B4T", 2025)."""
-    norm, biased = rms(card, 1e-5), card.flag("attention_bias", False)
+def qwen2(hf_config: HfConfig) -> DecoderSpec:
+    """Qwen2 and Qwen2.5: biases on queries, keys and values."""
+    layer = pre_norm(rms(hf_config), attention(hf_config, positions=32768, qkv_bias=True), gated(hf_config))
+    return decoder(hf_config, windowed(layer, layered_windows(hf_config)), rms(hf_config))
+
+
+def qwen3(hf_config: HfConfig) -> DecoderSpec:
+    """Qwen3: norms of queries and keys, explicit head width."""
+    biased = hf_config.flag("attention_bias", False)
     mixer = attention(
-        card,
+        hf_config, positions=32768, head_dim=128, qk_norm=rms(hf_config), qkv_bias=biased, output_bias=biased
+    )
+    layer = pre_norm(rms(hf_config), mixer, gated(hf_config))
+    return decoder(hf_config, windowed(layer, layered_windows(hf_config)), rms(hf_config))
+
+
+def bitnet(hf_config: HfConfig) -> DecoderSpec:
+    """BitNet b1.58: inner norms before the output projections (Ma et al., "BitNet b1.58 2B4T", 2025)."""
+    norm, biased = rms(hf_config, 1e-5), hf_config.flag("attention_bias", False)
+    mixer = attention(
+        hf_config,
         positions=2048,
         theta=500000.0,
         qkv_bias=biased,
         output_bias=biased,
         attended_norm=norm,
     )
-    layer = pre_norm(norm, mixer, gated(card, "relu2", down_norm=norm))
-    return decoder(card, (layer,) * num_layers(card), norm)
+    layer = pre_norm(norm, mixer, gated(hf_config, "relu2", down_norm=norm))
+    return decoder(hf_config, (layer,) * num_layers(hf_config), norm)
 
 
-def mimo(card: ModelCard) -> DecoderSpec:
+def mimo(hf_config: HfConfig) -> DecoderSpec:
     """MiMo: Qwen2; `quintet.executor.model_config.mtp` has its multi-token prediction layer."""
-    spec = qwen2(card)
+    spec = qwen2(hf_config)
     return replace(spec, names=replace(spec.names, ignored=("model.mtp_layers.*",)))
 
 

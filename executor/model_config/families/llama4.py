@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec, Scoring
 from quintet.executor.model_config.families.moe import expert_width, named_layers, routing
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import MAX_POSITIONS
 from quintet.executor.model_config.shape import (
@@ -37,28 +37,30 @@ _NAMES = Names(
 )
 
 
-def llama4(card: ModelCard) -> DecoderSpec:
+def llama4(hf_config: HfConfig) -> DecoderSpec:
     """Llama 4 Scout and Maverick. The routing weight multiplies the expert's input."""
-    norm, count = rms(card, 1e-5), num_layers(card)
-    width = expert_width(card, "intermediate_size", 8192)
+    norm, count = rms(hf_config, 1e-5), num_layers(hf_config)
+    width = expert_width(hf_config, "intermediate_size", 8192)
     experts = ExpertsSpec(
-        routing=routing(card, Scoring.SIGMOID, 16, 1, scaled_inputs=True),
+        routing=routing(hf_config, Scoring.SIGMOID, 16, 1, scaled_inputs=True),
         width=width,
         layout=ExpertsLayout.TRANSPOSED,
         shared_width=width,
     )
-    plain = gated(card, width=card.whole("intermediate_size_mlp", 1, MAX_WIDTH, 16384))
-    step = card.whole("interleave_moe_layer_step", 1, MAX_LAYERS, 1)
-    routed = named_layers(card, "moe_layers") if card.has("moe_layers") else range(step - 1, count, step)
+    plain = gated(hf_config, width=hf_config.whole("intermediate_size_mlp", 1, MAX_WIDTH, 16384))
+    step = hf_config.whole("interleave_moe_layer_step", 1, MAX_LAYERS, 1)
+    routed = (
+        named_layers(hf_config, "moe_layers") if hf_config.has("moe_layers") else range(step - 1, count, step)
+    )
     layers = [
-        pre_norm(norm, _attention(card, rotated), experts if layer in routed else plain)
-        for layer, rotated in enumerate(rotated_layers(card))
+        pre_norm(norm, _attention(hf_config, rotated), experts if layer in routed else plain)
+        for layer, rotated in enumerate(rotated_layers(hf_config))
     ]
-    return decoder(card, layers, norm, names=_NAMES)
+    return decoder(hf_config, layers, norm, names=_NAMES)
 
 
-def _attention(card: ModelCard, rotated: bool) -> AttentionSpec:
-    biased = card.flag("attention_bias", False)
+def _attention(hf_config: HfConfig, rotated: bool) -> AttentionSpec:
+    biased = hf_config.flag("attention_bias", False)
     spec: dict[str, Any] = {
         "positions": 131072,
         "theta": 500000.0,
@@ -68,19 +70,19 @@ def _attention(card: ModelCard, rotated: bool) -> AttentionSpec:
         "output_bias": biased,
     }
     if rotated:
-        normed = card.flag("use_qk_norm", True)
+        normed = hf_config.flag("use_qk_norm", True)
         return attention(
-            *(card,),
+            *(hf_config,),
             **spec,
             interleaved=True,
-            chunk=window(card, 8192, "attention_chunk_size"),
-            qk_norm=rms(card, 1e-5, weighted=False) if normed else None,
+            chunk=window(hf_config, 8192, "attention_chunk_size"),
+            qk_norm=rms(hf_config, 1e-5, weighted=False) if normed else None,
         )
-    period = card.whole("floor_scale", 1, MAX_POSITIONS, 8192)
-    tuned = card.flag("attn_temperature_tuning", True)
-    growth = card.real("attn_scale", 0.0, 1e3, 0.1)
+    period = hf_config.whole("floor_scale", 1, MAX_POSITIONS, 8192)
+    tuned = hf_config.flag("attn_temperature_tuning", True)
+    growth = hf_config.real("attn_scale", 0.0, 1e3, 0.1)
     return attention(
-        *(card,), **spec, rotated=False, temperature=Temperature(growth, period, 1) if tuned else None
+        *(hf_config,), **spec, rotated=False, temperature=Temperature(growth, period, 1) if tuned else None
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     alibi_slopes,
@@ -46,32 +46,32 @@ _NAMES = Names(
 )
 
 
-def mpt(card: ModelCard) -> DecoderSpec:
+def mpt(hf_config: HfConfig) -> DecoderSpec:
     """MPT: ALiBi or learned positions; usually without biases."""
-    biased, settings = not card.flag("no_bias", True), card.section("attn_config")
-    norm, count = layer_norm(card, biased=biased), max_positions(card, 2048)
-    width = card.whole("expansion_ratio", 1, 64, 4) * hidden_size(card)
-    mlp = plain(card, "gelu", width=width, biased=biased)
-    mixer = _attention(card, settings, norm)
+    biased, settings = not hf_config.flag("no_bias", True), hf_config.section("attn_config")
+    norm, count = layer_norm(hf_config, biased=biased), max_positions(hf_config, 2048)
+    width = hf_config.whole("expansion_ratio", 1, 64, 4) * hidden_size(hf_config)
+    mlp = plain(hf_config, "gelu", width=width, biased=biased)
+    mixer = _attention(hf_config, settings, norm)
     return decoder(
-        card,
-        (pre_norm(norm, mixer, mlp),) * num_layers(card),
+        hf_config,
+        (pre_norm(norm, mixer, mlp),) * num_layers(hf_config),
         norm,
         names=_NAMES,
         positions=None if mixer.alibi else PositionTable(count=count),
         reach=count,
-        tied=card.flag("tie_word_embeddings", True),
-        logit_scale=_logit_scale(card),
+        tied=hf_config.flag("tie_word_embeddings", True),
+        logit_scale=_logit_scale(hf_config),
     )
 
 
-def _attention(card: ModelCard, settings: ModelCard, norm: NormSpec) -> AttentionSpec:
+def _attention(hf_config: HfConfig, settings: HfConfig, norm: NormSpec) -> AttentionSpec:
     settings.word("attn_type", ("multihead_attention",), "multihead_attention")
     octaves, scale = settings.real("alibi_bias_max", 1, 64, 8), settings.values.get("softmax_scale")
     mixer = attention(
-        card,
+        hf_config,
         rotated=False,
-        alibi=alibi_slopes(num_heads(card), octaves) if settings.flag("alibi", True) else (),
+        alibi=alibi_slopes(num_heads(hf_config), octaves) if settings.flag("alibi", True) else (),
         qkv_bias=norm.biased,
         output_bias=norm.biased,
         clip_qkv=nullable(settings, "clip_qkv", 1e-3, 1e6),
@@ -82,10 +82,10 @@ def _attention(card: ModelCard, settings: ModelCard, norm: NormSpec) -> Attentio
     return mixer if scale is None else replace(mixer, scale=settings.real("softmax_scale", 1e-6, 1e6))
 
 
-def _logit_scale(card: ModelCard) -> float:
-    if card.values.get("logit_scale") == "inv_sqrt_d_model":
-        return float(hidden_size(card) ** -0.5)
-    return card.real("logit_scale", 1e-6, 1e6, 1.0)
+def _logit_scale(hf_config: HfConfig) -> float:
+    if hf_config.values.get("logit_scale") == "inv_sqrt_d_model":
+        return float(hidden_size(hf_config) ** -0.5)
+    return hf_config.real("logit_scale", 1e-6, 1e6, 1.0)
 
 
 FAMILIES = {

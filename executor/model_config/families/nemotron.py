@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.families.mamba import groups, state_size, taps
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     LAYERS,
@@ -54,63 +54,66 @@ _H_NAMES = Names(
 )
 
 
-def nas(card: ModelCard) -> DecoderSpec:
+def nas(hf_config: HfConfig) -> DecoderSpec:
     """Nemotron-NAS and DeciLM: Llama with attention and feed-forward of each layer reduced or removed by a search.
 
     Llama-3.1-Nemotron 51B, Llama-3.3-Nemotron-Super 49B, Ultra 253B.
     """
-    count, norm = num_layers(card), rms(card)
-    blocks = _listed(card, "block_configs", count, dict, {})
-    kv_heads = _listed(card, "num_key_value_heads_per_layer", count, int, None)
+    count, norm = num_layers(hf_config), rms(hf_config)
+    blocks = _listed(hf_config, "block_configs", count, dict, {})
+    kv_heads = _listed(hf_config, "num_key_value_heads_per_layer", count, int, None)
     layers = []
     for index, (block, shared) in enumerate(zip(blocks, kv_heads, strict=True)):
-        inner = ModelCard(block, card.path, f"block_configs[{index}].")
-        layers.append(_reduced_layer(card, inner.section("attention"), inner.section("ffn"), shared))
+        inner = HfConfig(block, hf_config.path, f"block_configs[{index}].")
+        layers.append(_reduced_layer(hf_config, inner.section("attention"), inner.section("ffn"), shared))
     if not any(layer.mixer for layer in layers):
-        raise card.wrong("block_configs", "a list with attention in at least one layer")
+        raise hf_config.wrong("block_configs", "a list with attention in at least one layer")
     layers = [
         LayerSpec(
             mixer=each.mixer, mlp=each.mlp, mixer_norms=Norms(before=norm), mlp_norms=Norms(before=norm)
         )
         for each in layers
     ]
-    return decoder(card, layers, norm)
+    return decoder(hf_config, layers, norm)
 
 
-def _listed(card: ModelCard, key: str, count: int, kind: type, default: Any) -> list[Any]:
-    """Return a card's list with one item per layer."""
-    values = card.values.get(key)
+def _listed(hf_config: HfConfig, key: str, count: int, kind: type, default: Any) -> list[Any]:
+    """Return a config's list with one item per layer."""
+    values = hf_config.values.get(key)
     if values is None:
         return [default] * count
     if not isinstance(values, list) or len(values) != count or not all(type(each) is kind for each in values):
-        raise card.wrong(key, f"a list of {count}, one for each layer")
+        raise hf_config.wrong(key, f"a list of {count}, one for each layer")
     return values
 
 
-def _reduced_layer(card: ModelCard, mixer: ModelCard, mlp: ModelCard, shared: int | None) -> LayerSpec:
+def _reduced_layer(hf_config: HfConfig, mixer: HfConfig, mlp: HfConfig, shared: int | None) -> LayerSpec:
     """Return a reduced layer."""
     for part in (mixer, mlp):
         if part.flag("replace_with_linear", False):
             raise part.wrong("replace_with_linear", "false: such layers are not supported")
-    heads = num_heads(card)
-    kv_heads = num_kv_heads(card) if shared is None else shared
+    heads = num_heads(hf_config)
+    kv_heads = num_kv_heads(hf_config) if shared is None else shared
     if mixer.has("n_heads_in_group"):
         kv_heads = heads // mixer.whole("n_heads_in_group", 1, heads)
     if kv_heads < 1 or heads % kv_heads:
-        raise card.wrong("num_attention_heads", "a multiple of each layer's key and value heads")
-    biased = card.flag("attention_bias", False)
+        raise hf_config.wrong("num_attention_heads", "a multiple of each layer's key and value heads")
+    biased = hf_config.flag("attention_bias", False)
     attention_spec = attention(
-        card, positions=2048, num_kv_heads=kv_heads, qkv_bias=biased, output_bias=biased
+        hf_config, positions=2048, num_kv_heads=kv_heads, qkv_bias=biased, output_bias=biased
     )
     gates = None
     if not mlp.flag("no_op", False):
-        wide = mlp if mlp.has("intermediate_size") else card
+        wide = mlp if mlp.has("intermediate_size") else hf_config
         width = (
-            -(-int(2 * mlp.real("ffn_mult", 1e-3, 1e3) * hidden_size(card) / 3) // _WIDTH_STEP) * _WIDTH_STEP
+            -(-int(2 * mlp.real("ffn_mult", 1e-3, 1e3) * hidden_size(hf_config) / 3) // _WIDTH_STEP)
+            * _WIDTH_STEP
             if mlp.has("ffn_mult")
             else wide.whole(WIDTH, 1, MAX_WIDTH)
         )
-        gates = MlpSpec(width=width, activation=activation(card, "silu"), biased=card.flag("mlp_bias", False))
+        gates = MlpSpec(
+            width=width, activation=activation(hf_config, "silu"), biased=hf_config.flag("mlp_bias", False)
+        )
     return LayerSpec(
         mixer=None if mixer.flag("no_op", False) else attention_spec,
         mlp=gates,
@@ -119,55 +122,57 @@ def _reduced_layer(card: ModelCard, mixer: ModelCard, mlp: ModelCard, shared: in
     )
 
 
-def hybrid(card: ModelCard) -> DecoderSpec:
+def hybrid(hf_config: HfConfig) -> DecoderSpec:
     """Nemotron-H 8B to 56B, Nemotron Nano 2: a layer is Mamba 2, attention without positions, or squared ReLU."""
-    kinds = _kinds(card)
-    card = replace(card, values={**card.values, "num_hidden_layers": len(kinds)})
-    norm, biased = rms(card, 1e-5, rounds_once=True), card.flag("attention_bias", False)
+    kinds = _kinds(hf_config)
+    hf_config = replace(hf_config, values={**hf_config.values, "num_hidden_layers": len(kinds)})
+    norm, biased = rms(hf_config, 1e-5, rounds_once=True), hf_config.flag("attention_bias", False)
     attention_spec = attention(
-        card, kv_heads=8, head_dim=128, rotated=False, qkv_bias=biased, output_bias=biased
+        hf_config, kv_heads=8, head_dim=128, rotated=False, qkv_bias=biased, output_bias=biased
     )
     before, nothing = Norms(before=norm), Norms()
-    wide = plain(card, "relu2", "mlp_hidden_act", biased=card.flag("mlp_bias", False))
+    wide = plain(hf_config, "relu2", "mlp_hidden_act", biased=hf_config.flag("mlp_bias", False))
     layers = {
-        "linear_attention": LayerSpec(mixer=_mamba(card), mlp=None, mixer_norms=before, mlp_norms=nothing),
+        "linear_attention": LayerSpec(
+            mixer=_mamba(hf_config), mlp=None, mixer_norms=before, mlp_norms=nothing
+        ),
         "full_attention": LayerSpec(mixer=attention_spec, mlp=None, mixer_norms=before, mlp_norms=nothing),
         "mlp": LayerSpec(mixer=None, mlp=wide, mixer_norms=nothing, mlp_norms=before),
     }
     chosen = [layers[kind] for kind in kinds]
-    return decoder(card, chosen, norm, names=_H_NAMES, reach=max_positions(card, 4096))
+    return decoder(hf_config, chosen, norm, names=_H_NAMES, reach=max_positions(hf_config, 4096))
 
 
-def _kinds(card: ModelCard) -> list[str]:
+def _kinds(hf_config: HfConfig) -> list[str]:
     """Return each layer's kind, from a string of letters or a list of words."""
-    key = card.spelling(("layer_types", "layers_block_type", "hybrid_override_pattern"))
-    listed = card.values.get(key)
+    key = hf_config.spelling(("layer_types", "layers_block_type", "hybrid_override_pattern"))
+    listed = hf_config.values.get(key)
     kinds = [_KINDS.get(str(each), str(each)) for each in listed] if isinstance(listed, str | list) else []
     known = not set(kinds) - set(_KINDS.values()) and len(kinds) <= MAX_LAYERS
     if not known or not {"linear_attention", "full_attention"} & set(kinds):
-        raise card.wrong(
+        raise hf_config.wrong(
             key,
             "a letter for each layer: M (Mamba), * (attention), - (feed-forward), with at least one M or *",
         )
-    if card.has(LAYERS) and num_layers(card) != len(kinds):
-        raise card.wrong(key, f"a list of {num_layers(card)} layers, as num_hidden_layers")
+    if hf_config.has(LAYERS) and num_layers(hf_config) != len(kinds):
+        raise hf_config.wrong(key, f"a list of {num_layers(hf_config)} layers, as num_hidden_layers")
     return kinds
 
 
-def _mamba(card: ModelCard) -> Mamba2Spec:
-    card.word("mamba_hidden_act", ("silu", "swish"), "silu")
-    heads, biased = card.whole("mamba_num_heads", 1, MAX_WIDTH, 128), card.flag("use_bias", False)
+def _mamba(hf_config: HfConfig) -> Mamba2Spec:
+    hf_config.word("mamba_hidden_act", ("silu", "swish"), "silu")
+    heads, biased = hf_config.whole("mamba_num_heads", 1, MAX_WIDTH, 128), hf_config.flag("use_bias", False)
     return Mamba2Spec(
         num_heads=heads,
-        head_dim=card.whole("mamba_head_dim", 1, MAX_WIDTH // heads, 64),
-        groups=groups(card, "n_groups", 8, heads),
-        state_size=state_size(card, "ssm_state_size", 128),
-        taps=taps(card, "conv_kernel"),
-        conv_bias=card.flag("use_conv_bias", True),
+        head_dim=hf_config.whole("mamba_head_dim", 1, MAX_WIDTH // heads, 64),
+        groups=groups(hf_config, "n_groups", 8, heads),
+        state_size=state_size(hf_config, "ssm_state_size", 128),
+        taps=taps(hf_config, "conv_kernel"),
+        conv_bias=hf_config.flag("use_conv_bias", True),
         projection_bias=biased,
         output_bias=biased,
-        norm=rms(card, 1e-5),
-        dt_limits=(card.real("time_step_min", 0.0, 1e6, 0.001), float("inf")),
+        norm=rms(hf_config, 1e-5),
+        dt_limits=(hf_config.real("time_step_min", 0.0, 1e6, 0.001), float("inf")),
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     HIDDEN,
@@ -63,68 +63,71 @@ _XGLM = replace(
 )
 
 
-def opt(card: ModelCard) -> DecoderSpec:
+def opt(hf_config: HfConfig) -> DecoderSpec:
     """OPT: learned positions with offset 2; 350m has norms after the residual sums and a narrower embedding."""
-    biased, affine = card.flag("enable_bias", True), card.flag("layer_norm_elementwise_affine", True)
+    biased, affine = (
+        hf_config.flag("enable_bias", True),
+        hf_config.flag("layer_norm_elementwise_affine", True),
+    )
     norm = NormSpec(kind=NormKind.LAYER, eps=1e-5, weighted=affine, biased=affine)
-    mixer = attention(card, rotated=False, qkv_bias=biased, output_bias=biased)
-    mlp = plain(card, "relu", width=plain_width(card, "ffn_dim"), biased=biased)
-    before, post_norms = card.flag("do_layer_norm_before", True), Norms(of_sum=norm)
+    mixer = attention(hf_config, rotated=False, qkv_bias=biased, output_bias=biased)
+    mlp = plain(hf_config, "relu", width=plain_width(hf_config, "ffn_dim"), biased=biased)
+    before, post_norms = hf_config.flag("do_layer_norm_before", True), Norms(of_sum=norm)
     layer = (
         pre_norm(norm, mixer, mlp)
         if before
         else LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=post_norms, mlp_norms=post_norms)
     )
-    hidden, count = hidden_size(card), max_positions(card, 2048)
-    width = card.whole("word_embed_proj_dim", 1, MAX_WIDTH, hidden)
+    hidden, count = hidden_size(hf_config), max_positions(hf_config, 2048)
+    width = hf_config.whole("word_embed_proj_dim", 1, MAX_WIDTH, hidden)
     return decoder(
-        card,
-        (layer,) * num_layers(card),
-        norm if before and not card.flag("_remove_final_layer_norm", False) else None,
+        hf_config,
+        (layer,) * num_layers(hf_config),
+        norm if before and not hf_config.flag("_remove_final_layer_norm", False) else None,
         names=_NAMES,
         positions=PositionTable(count=count, offset=2),
         reach=count,
         embedding_width=None if width == hidden else width,
-        tied=card.flag("tie_word_embeddings", True),
+        tied=hf_config.flag("tie_word_embeddings", True),
     )
 
 
-def biogpt(card: ModelCard) -> DecoderSpec:
+def biogpt(hf_config: HfConfig) -> DecoderSpec:
     """BioGPT: OPT with scaled embeddings."""
-    norm, count = NormSpec(kind=NormKind.LAYER, eps=1e-5, biased=True), max_positions(card, 1024)
-    mixer = attention(card, rotated=False, qkv_bias=True, output_bias=True)
-    scaled = card.flag("scale_embedding", True)
+    norm, count = NormSpec(kind=NormKind.LAYER, eps=1e-5, biased=True), max_positions(hf_config, 1024)
+    mixer = attention(hf_config, rotated=False, qkv_bias=True, output_bias=True)
+    scaled = hf_config.flag("scale_embedding", True)
     return decoder(
-        card,
-        (pre_norm(norm, mixer, plain(card, "gelu", biased=True)),) * num_layers(card),
+        hf_config,
+        (pre_norm(norm, mixer, plain(hf_config, "gelu", biased=True)),) * num_layers(hf_config),
         norm,
         names=_BIOGPT,
         positions=PositionTable(count=count, offset=2),
-        embedding_scale=hidden_size(card) ** 0.5 if scaled else 1.0,
-        tied=card.flag("tie_word_embeddings", True),
+        embedding_scale=hidden_size(hf_config) ** 0.5 if scaled else 1.0,
+        tied=hf_config.flag("tie_word_embeddings", True),
     )
 
 
-def xglm(card: ModelCard) -> DecoderSpec:
+def xglm(hf_config: HfConfig) -> DecoderSpec:
     """XGLM: sinusoidal positions, scaled embeddings."""
-    refuse(card, "add_cross_attention")
+    refuse(hf_config, "add_cross_attention")
     norm, count, hidden = (
         NormSpec(kind=NormKind.LAYER, eps=1e-5, biased=True),
-        max_positions(card, 2048),
-        hidden_size(card),
+        max_positions(hf_config, 2048),
+        hidden_size(hf_config),
     )
     if hidden < 4:
-        raise card.wrong(HIDDEN, "at least 4, for sinusoidal positions")
-    mixer = attention(card, rotated=False, qkv_bias=True, output_bias=True)
-    mlp = plain(card, "gelu", width=plain_width(card, "ffn_dim"), biased=True)
+        raise hf_config.wrong(HIDDEN, "at least 4, for sinusoidal positions")
+    mixer = attention(hf_config, rotated=False, qkv_bias=True, output_bias=True)
+    mlp = plain(hf_config, "gelu", width=plain_width(hf_config, "ffn_dim"), biased=True)
     return decoder(
-        card,
-        (pre_norm(norm, mixer, mlp),) * num_layers(card),
+        hf_config,
+        (pre_norm(norm, mixer, mlp),) * num_layers(hf_config),
         norm,
         names=_XGLM,
         positions=PositionTable(count=count, offset=2, sinusoidal=True),
-        embedding_scale=hidden**0.5 if card.flag("scale_embedding", True) else 1.0,
-        tied=card.flag("tie_word_embeddings", True),
+        embedding_scale=hidden**0.5 if hf_config.flag("scale_embedding", True) else 1.0,
+        tied=hf_config.flag("tie_word_embeddings", True),
     )
 
 

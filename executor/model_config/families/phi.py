@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec, Scoring
 from quintet.executor.model_config.families.moe import MIXTRAL_NAMES, expert_width, routing
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     attention,
@@ -24,13 +24,18 @@ from quintet.executor.model_config.shape import (
 from quintet.executor.model_config.spec import DecoderSpec, MlpLayout, NormKind, NormSpec, QkvLayout
 
 
-def phi(card: ModelCard) -> DecoderSpec:
+def phi(hf_config: HfConfig) -> DecoderSpec:
     """Phi 1 and 2: parallel attention and feed-forward after one norm, biases, half of each head rotated."""
-    norm, normed = layer_norm(card), card.flag("qk_layernorm", False)
+    norm, normed = layer_norm(hf_config), hf_config.flag("qk_layernorm", False)
     mixer = attention(
-        card, positions=2048, share=0.5, qkv_bias=True, output_bias=True, qk_norm=norm if normed else None
+        hf_config,
+        positions=2048,
+        share=0.5,
+        qkv_bias=True,
+        output_bias=True,
+        qk_norm=norm if normed else None,
     )
-    layer = side_by_side(norm, mixer, plain(card, "gelu_new", biased=True))
+    layer = side_by_side(norm, mixer, plain(hf_config, "gelu_new", biased=True))
     names = Names(
         final_norm="model.final_layernorm",
         output="self_attn.dense",
@@ -39,42 +44,45 @@ def phi(card: ModelCard) -> DecoderSpec:
         up="mlp.fc1",
         down="mlp.fc2",
     )
-    return decoder(card, (layer,) * num_layers(card), norm, names=names, head_bias=True)
+    return decoder(hf_config, (layer,) * num_layers(hf_config), norm, names=names, head_bias=True)
 
 
-def phi3(card: ModelCard) -> DecoderSpec:
+def phi3(hf_config: HfConfig) -> DecoderSpec:
     """Phi 3 and 4: Llama with stacked tensors."""
-    norm = rms(card, 1e-5)
-    mixer = attention(card, positions=4096, window=window(card), layout=QkvLayout.STACKED)
-    layer = pre_norm(norm, mixer, gated(card, layout=MlpLayout.STACKED))
-    return decoder(card, (layer,) * num_layers(card), norm)
+    norm = rms(hf_config, 1e-5)
+    mixer = attention(hf_config, positions=4096, window=window(hf_config), layout=QkvLayout.STACKED)
+    layer = pre_norm(norm, mixer, gated(hf_config, layout=MlpLayout.STACKED))
+    return decoder(hf_config, (layer,) * num_layers(hf_config), norm)
 
 
-def phi_moe(card: ModelCard) -> DecoderSpec:
+def phi_moe(hf_config: HfConfig) -> DecoderSpec:
     """Phi 3.5 MoE: layer norms, biases on attention, two of sixteen experts by sparse mixer routing."""
-    norm = NormSpec(kind=NormKind.LAYER, eps=rms(card, 1e-5).eps, biased=True)
-    biased = card.flag("attention_bias", False)
+    norm = NormSpec(kind=NormKind.LAYER, eps=rms(hf_config, 1e-5).eps, biased=True)
+    biased = hf_config.flag("attention_bias", False)
     mixer = attention(
-        *(_with_factor(card),),
+        *(_with_factor(hf_config),),
         positions=131072,
         theta=1e6,
         kv_heads=8,
-        window=window(card),
+        window=window(hf_config),
         qkv_bias=biased,
         output_bias=biased,
     )
     choice = routing(
-        card, Scoring.SPARSE_MIXER, 16, 2, jitter=card.real("router_jitter_noise", 0.0, 10.0, 0.01)
+        hf_config, Scoring.SPARSE_MIXER, 16, 2, jitter=hf_config.real("router_jitter_noise", 0.0, 10.0, 0.01)
     )
-    experts = ExpertsSpec(routing=choice, width=expert_width(card, "intermediate_size"))
-    layers, biased = (pre_norm(norm, mixer, experts),) * num_layers(card), card.flag("lm_head_bias", False)
-    return decoder(card, layers, norm, names=MIXTRAL_NAMES, head_bias=biased)
+    experts = ExpertsSpec(routing=choice, width=expert_width(hf_config, "intermediate_size"))
+    layers, biased = (
+        (pre_norm(norm, mixer, experts),) * num_layers(hf_config),
+        hf_config.flag("lm_head_bias", False),
+    )
+    return decoder(hf_config, layers, norm, names=MIXTRAL_NAMES, head_bias=biased)
 
 
-def _with_factor(card: ModelCard) -> ModelCard:
-    """Return the card with ``short_mscale`` and ``long_mscale`` renamed to ``attention_factor``."""
+def _with_factor(hf_config: HfConfig) -> HfConfig:
+    """Return the config with ``short_mscale`` and ``long_mscale`` renamed to ``attention_factor``."""
     for key in ("rope_parameters", "rope_scaling"):
-        parameters = card.section(key)
+        parameters = hf_config.section(key)
         if parameters.has("short_mscale") or parameters.has("long_mscale"):
             short, long = (parameters.real(f"{which}_mscale", 1e-6, 1e6) for which in ("short", "long"))
             if short != long:
@@ -82,8 +90,8 @@ def _with_factor(card: ModelCard) -> ModelCard:
                     "long_mscale", f"equal to short_mscale, {short:g}: other values are not supported"
                 )
             values = {**parameters.values, "attention_factor": short}
-            return replace(card, values={**card.values, key: values})
-    return card
+            return replace(hf_config, values={**hf_config.values, key: values})
+    return hf_config
 
 
 FAMILIES = {

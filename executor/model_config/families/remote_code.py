@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.families.llama import llama
 from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import MAX_POSITIONS, rope_spec
 from quintet.executor.model_config.shape import (
@@ -80,37 +80,39 @@ _CHATGLM = Names(
 )
 
 
-def baichuan(card: ModelCard) -> DecoderSpec:
+def baichuan(hf_config: HfConfig) -> DecoderSpec:
     """Baichuan 1 and 2: 7B has rotation; 13B has ALiBi, and ``model_max_length`` for ``max_position_embeddings``."""
-    rotated, norm = card.has("max_position_embeddings"), rms(card)
+    rotated, norm = hf_config.has("max_position_embeddings"), rms(hf_config)
     mixer = attention(
-        card,
+        hf_config,
         rotated=rotated,
-        alibi=() if rotated else alibi_slopes(num_heads(card)),
+        alibi=() if rotated else alibi_slopes(num_heads(hf_config)),
         layout=QkvLayout.STACKED,
     )
     return decoder(
-        card,
-        (pre_norm(norm, mixer, gated(card)),) * num_layers(card),
+        hf_config,
+        (pre_norm(norm, mixer, gated(hf_config)),) * num_layers(hf_config),
         norm,
         names=Names(qkv="self_attn.W_pack"),
-        reach=card.whole(("max_position_embeddings", "model_max_length"), 1, MAX_POSITIONS, 4096),
-        normalised_head=card.has("z_loss_weight"),
+        reach=hf_config.whole(("max_position_embeddings", "model_max_length"), 1, MAX_POSITIONS, 4096),
+        normalised_head=hf_config.has("z_loss_weight"),
     )
 
 
-def internlm(card: ModelCard) -> DecoderSpec:
+def internlm(hf_config: HfConfig) -> DecoderSpec:
     """InternLM 1: biases of all attention projections."""
-    biased, norm = card.flag("bias", True), rms(card)
-    base = card.section("rotary").real("base", 2.0, 1e15, 10000.0)
-    mixer = attention(card, positions=2048, theta=base, qkv_bias=biased, output_bias=biased)
-    return decoder(card, (pre_norm(norm, mixer, gated(card)),) * num_layers(card), norm)
+    biased, norm = hf_config.flag("bias", True), rms(hf_config)
+    base = hf_config.section("rotary").real("base", 2.0, 1e15, 10000.0)
+    mixer = attention(hf_config, positions=2048, theta=base, qkv_bias=biased, output_bias=biased)
+    return decoder(hf_config, (pre_norm(norm, mixer, gated(hf_config)),) * num_layers(hf_config), norm)
 
 
-def internlm2(card: ModelCard) -> DecoderSpec:
+def internlm2(hf_config: HfConfig) -> DecoderSpec:
     """InternLM 2: queries, keys and values grouped by KV head."""
-    biased, norm = card.flag("bias", True), rms(card)
-    mixer = attention(card, positions=32768, qkv_bias=biased, output_bias=biased, layout=QkvLayout.GROUPED)
+    biased, norm = hf_config.flag("bias", True), rms(hf_config)
+    mixer = attention(
+        hf_config, positions=32768, qkv_bias=biased, output_bias=biased, layout=QkvLayout.GROUPED
+    )
     names = Names(
         embedding="model.tok_embeddings",
         head="output",
@@ -122,75 +124,85 @@ def internlm2(card: ModelCard) -> DecoderSpec:
         up="feed_forward.w3",
         down="feed_forward.w2",
     )
-    return decoder(card, (pre_norm(norm, mixer, gated(card)),) * num_layers(card), norm, names=names)
+    return decoder(
+        hf_config, (pre_norm(norm, mixer, gated(hf_config)),) * num_layers(hf_config), norm, names=names
+    )
 
 
-def qwen1(card: ModelCard) -> DecoderSpec:
-    """Qwen 1. Beyond ``seq_length``, the trained length, rotations and queries are scaled if the card enables it."""
-    biased, norm = not card.flag("no_bias", True), rms(card)
-    dim = card.whole("kv_channels", 1, MAX_HEAD_DIM, 128)
+def qwen1(hf_config: HfConfig) -> DecoderSpec:
+    """Qwen 1. Beyond ``seq_length``, the trained length, rotations and queries are scaled if the config enables it."""
+    biased, norm = not hf_config.flag("no_bias", True), rms(hf_config)
+    dim = hf_config.whole("kv_channels", 1, MAX_HEAD_DIM, 128)
     mixer = attention(
-        card,
+        hf_config,
         positions=8192,
         head_dim=dim,
         qkv_bias=True,
         output_bias=biased,
         layout=QkvLayout.STACKED,
     )
-    trained = card.whole("seq_length", 2, MAX_POSITIONS, 8192)
-    reach = max_positions(card, trained)
-    if reach > trained and mixer.rope is not None and dim >= 4 and card.flag("use_dynamic_ntk", True):
+    trained = hf_config.whole("seq_length", 2, MAX_POSITIONS, 8192)
+    reach = max_positions(hf_config, trained)
+    if reach > trained and mixer.rope is not None and dim >= 4 and hf_config.flag("use_dynamic_ntk", True):
         mixer = replace(mixer, rope=replace(mixer.rope, kind="stairs", original_positions=trained))
-        if card.flag("use_logn_attn", True):
+        if hf_config.flag("use_logn_attn", True):
             temperature = Temperature(1 / math.log(trained), trained, 1 - trained, whole=False)
             mixer = replace(mixer, temperature=temperature)
     else:
         reach = min(trained, reach)
-    width = card.whole("intermediate_size", 2, MAX_WIDTH) // 2
-    mlp = replace(gated(card, biased=biased), width=width)
-    layers = (pre_norm(norm, mixer, mlp),) * num_layers(card)
-    return decoder(card, layers, norm, names=_QWEN1, reach=reach)
+    width = hf_config.whole("intermediate_size", 2, MAX_WIDTH) // 2
+    mlp = replace(gated(hf_config, biased=biased), width=width)
+    layers = (pre_norm(norm, mixer, mlp),) * num_layers(hf_config)
+    return decoder(hf_config, layers, norm, names=_QWEN1, reach=reach)
 
 
-def exaone(card: ModelCard) -> DecoderSpec:
+def exaone(hf_config: HfConfig) -> DecoderSpec:
     """EXAONE 3 and 3.5: Llama with GPT-2's tensor names."""
-    norm = rms(card, 1e-5)
-    layer = pre_norm(norm, attention(card, positions=2048), gated(card))
-    return decoder(card, (layer,) * num_layers(card), norm, names=_EXAONE)
+    norm = rms(hf_config, 1e-5)
+    layer = pre_norm(norm, attention(hf_config, positions=2048), gated(hf_config))
+    return decoder(hf_config, (layer,) * num_layers(hf_config), norm, names=_EXAONE)
 
 
-def chatglm(card: ModelCard) -> DecoderSpec:
+def chatglm(hf_config: HfConfig) -> DecoderSpec:
     """ChatGLM 2 and 3, CodeGeeX 2, GLM-4-9B by its own code: interleaved rotation of half of each head."""
-    refuse(card, "position_encoding_2d")
-    eps = card.real("layernorm_epsilon", 1e-12, 1.0, 1e-5)
-    is_rms, biased = card.flag("rmsnorm", True), card.flag("add_bias_linear", False)
+    refuse(hf_config, "position_encoding_2d")
+    eps = hf_config.real("layernorm_epsilon", 1e-12, 1.0, 1e-5)
+    is_rms, biased = hf_config.flag("rmsnorm", True), hf_config.flag("add_bias_linear", False)
     norm = NormSpec(kind=NormKind.RMS if is_rms else NormKind.LAYER, eps=eps, biased=not is_rms)
-    dim = head_width(card, card.whole("kv_channels", 1, MAX_HEAD_DIM, 128))
+    dim = head_width(hf_config, hf_config.whole("kv_channels", 1, MAX_HEAD_DIM, 128))
     mixer = attention(
-        *(card,),
-        num_kv_heads=num_kv_heads(card) if card.flag("multi_query_attention", False) else num_heads(card),
+        *(hf_config,),
+        num_kv_heads=num_kv_heads(hf_config)
+        if hf_config.flag("multi_query_attention", False)
+        else num_heads(hf_config),
         head_dim=dim,
-        rope=rope_spec(card, dim, 2048, theta=10000 * card.real("rope_ratio", 1e-3, 1e9, 1.0), share=0.5),
+        rope=rope_spec(
+            hf_config, dim, 2048, theta=10000 * hf_config.real("rope_ratio", 1e-3, 1e9, 1.0), share=0.5
+        ),
         interleaved=True,
-        qkv_bias=biased or card.flag("add_qkv_bias", False),
+        qkv_bias=biased or hf_config.flag("add_qkv_bias", False),
         output_bias=biased,
         layout=QkvLayout.STACKED,
     )
-    width = card.whole("ffn_hidden_size", 1, MAX_WIDTH, 13696)
-    layer = pre_norm(norm, mixer, gated(card, width=width, biased=biased, layout=MlpLayout.STACKED))
+    width = hf_config.whole("ffn_hidden_size", 1, MAX_WIDTH, 13696)
+    layer = pre_norm(norm, mixer, gated(hf_config, width=width, biased=biased, layout=MlpLayout.STACKED))
     return decoder(
-        *(card, (layer,) * num_layers(card), norm if card.flag("post_layer_norm", True) else None),
+        *(
+            hf_config,
+            (layer,) * num_layers(hf_config),
+            norm if hf_config.flag("post_layer_norm", True) else None,
+        ),
         names=_CHATGLM,
     )
 
 
-def tele_flm(card: ModelCard) -> DecoderSpec:
+def tele_flm(hf_config: HfConfig) -> DecoderSpec:
     """Tele-FLM: Llama with muP factors of embeddings and logits."""
-    spec = llama(card)
-    if not card.flag("use_mup", False):
+    spec = llama(hf_config)
+    if not hf_config.flag("use_mup", False):
         return spec
-    logit_scale = factor(card, "output_mult") / factor(card, "mup_scale_factor")
-    return replace(spec, embedding_scale=factor(card, "input_mult"), logit_scale=logit_scale)
+    logit_scale = factor(hf_config, "output_mult") / factor(hf_config, "mup_scale_factor")
+    return replace(spec, embedding_scale=factor(hf_config, "input_mult"), logit_scale=logit_scale)
 
 
 FAMILIES = {

@@ -1,4 +1,4 @@
-"""Rotary position embedding: cosines and sines from a model card's settings.
+"""Rotary position embedding: cosines and sines from a config's settings.
 
 Types of scaling, as in transformers:
 
@@ -139,7 +139,7 @@ def _yarn(spec: RopeSpec) -> tuple[torch.Tensor, float]:
 
 
 def _factor(spec: RopeSpec) -> float:
-    """Return the card's scaling factor, or the quotient of its two lengths."""
+    """Return the config's scaling factor, or the quotient of its two lengths."""
     return spec.max_positions / spec.original_positions if spec.factor is None else spec.factor
 
 

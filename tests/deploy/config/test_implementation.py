@@ -11,7 +11,7 @@ from tests.deploy.config.model_folder import write_model, write_weights
 from quintet.deploy.cli.plan import make_plan, plan_lines
 from quintet.deploy.config.build import Resolution, resolve
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.hf_config import read_facts
 from quintet.wire.errors import ConfigError
 
 UNKNOWN = {"architectures": ["LlamoForCausalLM"]}

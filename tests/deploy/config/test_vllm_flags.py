@@ -185,7 +185,7 @@ def resolved(folder: Path, **options: Any) -> Any:
 def test_overrides_precede_the_model_config(tmp_path: Path) -> None:
     folder = write_model(tmp_path, max_position_embeddings=64)
     model = resolved(folder, hf_overrides={"max_position_embeddings": 4096}).model
-    assert model.max_model_len == 4096 and json.loads(model.card)["max_position_embeddings"] == 4096
+    assert model.max_model_len == 4096 and json.loads(model.hf_config)["max_position_embeddings"] == 4096
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])

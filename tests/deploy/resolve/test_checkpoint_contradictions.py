@@ -12,7 +12,7 @@ from tests.deploy.config.model_folder import write_model
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.hf_config import read_facts
 from quintet.deploy.config.model.stop_tokens import end_token_ids
 from quintet.executor.model_config.registry import FAMILIES, architecture_of
 from quintet.wire.errors import ConfigError
@@ -134,7 +134,7 @@ def test_checkpoint_with_an_output_layer_is_not_tied(
     embedding = {"model__embed_tokens__weight": ("BF16", [100, 64], NUMBERS)}
     write_tensors(folder / "model.safetensors", **embedding, **tensors)
     facts = read_facts(folder, with_weights=True)
-    assert (json.loads(facts.card)["tie_word_embeddings"], bool(facts.notes)) == (not has_own, has_own)
+    assert (json.loads(facts.hf_config)["tie_word_embeddings"], bool(facts.notes)) == (not has_own, has_own)
     tied = read_facts(folder)
     assert tied.num_parameters is not None and facts.num_parameters is not None
     assert facts.num_parameters - tied.num_parameters == (6400 if has_own else 0)
@@ -153,7 +153,7 @@ def test_family_with_tied_embeddings_by_default(tmp_path: Path) -> None:
     tensors = {name: ("BF16", [100, 64], content) for name, content in
                {"model__embed_tokens__weight": NUMBERS, "lm_head__weight": OTHERS}.items()}  # fmt: skip
     write_tensors(folder / "model.safetensors", **tensors)
-    assert json.loads(read_facts(folder, with_weights=True).card)["tie_word_embeddings"] is False
+    assert json.loads(read_facts(folder, with_weights=True).hf_config)["tie_word_embeddings"] is False
 
 
 # architectures
@@ -186,7 +186,7 @@ def test_model_type_gives_the_architecture(model_type: str, is_part: bool, name:
 def test_config_without_architectures_is_completed(tmp_path: Path, listed: list[str] | None) -> None:
     facts = read_facts(write_model(tmp_path, architectures=listed, model_type="llama"))
     assert facts.architecture == "LlamaForCausalLM"
-    assert json.loads(facts.card)["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads(facts.hf_config)["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_config_without_model_type_and_architectures_is_rejected(tmp_path: Path) -> None:

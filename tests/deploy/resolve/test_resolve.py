@@ -21,7 +21,7 @@ from quintet.deploy.config.memory import (
     format_size,
     parse_size,
 )
-from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.hf_config import read_facts
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.deploy.config.model.weights import WeightFacts, read_weight_facts
@@ -387,9 +387,9 @@ def test_keys_rotated_by_length_are_not_shared(tmp_path: Path, kind: str) -> Non
 
 
 def test_missing_dimensions_are_derived(tmp_path: Path) -> None:
-    card = read_facts(write_model(tmp_path, num_key_value_heads=None, dtype=None, torch_dtype="float16"))
-    assert card.dtype == "float16"
-    assert {need and (need.num_kv_heads, need.key_dim) for need in card.kv_needs} == {(4, 16)}
+    hf_config = read_facts(write_model(tmp_path, num_key_value_heads=None, dtype=None, torch_dtype="float16"))
+    assert hf_config.dtype == "float16"
+    assert {need and (need.num_kv_heads, need.key_dim) for need in hf_config.kv_needs} == {(4, 16)}
 
 
 @pytest.mark.parametrize(

@@ -160,13 +160,13 @@ def test_head_reads_hidden_states_of_its_layers(folder: Path) -> None:
 
 
 def test_head_of_the_speculators_library_is_read(folder: Path) -> None:
-    card = json.loads((head_of(folder) / "config.json").read_text())
-    ids = card.pop("eagle_aux_hidden_state_layer_ids")
+    hf_config = json.loads((head_of(folder) / "config.json").read_text())
+    ids = hf_config.pop("eagle_aux_hidden_state_layer_ids")
     outer = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        "transformer_layer_config": card,
-        "draft_vocab_size": card.pop("draft_vocab_size"),
+        "transformer_layer_config": hf_config,
+        "draft_vocab_size": hf_config.pop("draft_vocab_size"),
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": ids,
         "norm_before_residual": True,
@@ -203,7 +203,7 @@ def test_head_of_another_model_is_refused_by_name(
 
 def test_folder_without_configuration_is_no_head(folder: Path) -> None:
     head = head_of(folder)
-    (head / "config.json").rename(head / "card.json")
+    (head / "config.json").rename(head / "hf_config.json")
     with pytest.raises(ConfigError, match=r"--speculative-config: head .* has no config\.json"):
         config_of(folder, speculative_config=flag(head, method="eagle3"))
 

@@ -8,7 +8,7 @@ import pytest
 from tests.deploy.config.model_folder import write_model
 
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.hf_config import read_facts
 from quintet.deploy.config.rules import kv_spec
 from quintet.wire.errors import ConfigError
 

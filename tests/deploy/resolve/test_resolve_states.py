@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.deploy.config.model_folder import write_model
 
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.hf_config import read_facts
 from quintet.deploy.config.rules import kv_spec
 
 SMALL_LFM = {

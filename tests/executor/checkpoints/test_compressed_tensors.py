@@ -15,7 +15,7 @@ from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import StoredLayer
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.mapped import DTYPES
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 
 ROWS, DEPTH = 96, 160
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -63,7 +63,7 @@ def decoded(kind: str, weights: Any, stored: Tensors) -> torch.Tensor:
         "format": kind,
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights.model_dump(mode="json")}},
     }
-    found = recognise(ModelCard({"quantization_config": section}, "config.json"))
+    found = recognise(HfConfig({"quantization_config": section}, "config.json"))
     assert found is not None
     contents = {f"layer.{each}": Entry(NAMES[t.dtype], tuple(t.shape), 0, 0) for each, t in stored.items()}
     ours = found.scheme(StoredLayer("layer", ROWS, DEPTH, False, contents))
@@ -188,7 +188,7 @@ def test_config_groups_match_the_package() -> None:
     )
     config = quantization.QuantizationConfig.model_validate(section)
     package("quantization.lifecycle.apply").apply_quantization_config(model, config)
-    found = recognise(ModelCard({"quantization_config": section}, "config.json"))
+    found = recognise(HfConfig({"quantization_config": section}, "config.json"))
     assert found is not None
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):

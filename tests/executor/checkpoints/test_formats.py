@@ -27,7 +27,7 @@ from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.mapped import DTYPES
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRange
 from quintet.wire.errors import ConfigError
 
@@ -240,7 +240,7 @@ def loaded(
     contents = {
         name: Entry(NAMES[tensor.dtype], tuple(tensor.shape), 0, 0) for name, tensor in tensors.items()
     }
-    found = recognise(ModelCard({"quantization_config": dict(written.section)}, "config.json"))
+    found = recognise(HfConfig({"quantization_config": dict(written.section)}, "config.json"))
     assert found is not None
     plan = WeightPlan(torch.bfloat16, where or CPU)
     setting = Setting(StoredQuantization(found, Unquantized(), contents, on_device=where is not None))
@@ -288,7 +288,7 @@ def test_input_factors_are_folded_into_the_weights(name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "kept"), [("nf4", WeightFormat.NF4), ("fp4", WeightFormat.FP4)])
 def test_lookup_tables_are_kept(kind: str, kept: WeightFormat) -> None:
-    found = recognise(ModelCard({"quantization_config": layers.bitsandbytes(kind).section}, "config.json"))
+    found = recognise(HfConfig({"quantization_config": layers.bitsandbytes(kind).section}, "config.json"))
     assert found is not None
     scheme = found.scheme(StoredLayer("q", 96, 128, False, None))
     assert packed_format_of([scheme, scheme], torch.bfloat16) == PackedFormat(kept, 64)
@@ -360,7 +360,7 @@ def test_estimated_weight_bytes_equal_the_loaded_bytes(written: Written) -> None
         f"q.{ending}": Entry(NAMES[each.dtype], tuple(each.shape), 0, each.numel() * each.element_size())
         for ending, each in its.items()
     }
-    found = recognise(ModelCard({"quantization_config": dict(written.section)}, "config.json"))
+    found = recognise(HfConfig({"quantization_config": dict(written.section)}, "config.json"))
     assert found is not None
     packed = sum(run.num_bytes for run in layer.method.runs)
     # Except zero points that are not kept, and full groups of 128 for a row's single group: 256 inputs instead of 160.
@@ -371,7 +371,7 @@ def test_experts_with_outliers_are_estimated_by_their_rounded_format() -> None:
     written = tools.squeezellm(4)
     weight = noise(960)
     its, _ = written.tensors("q", weight)
-    found = recognise(ModelCard({"quantization_config": dict(written.section)}, "config.json"))
+    found = recognise(HfConfig({"quantization_config": dict(written.section)}, "config.json"))
     assert found is not None
     for stem, at_least, at_most in (("q", 0.5, 1.5), ("mlp.experts.3.q", 2.0, 2.5)):
         contents = {
@@ -547,7 +547,7 @@ def test_without_kernels_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_a_device_keeps_codes_of_contiguous_groups(written: Written, is_kept: bool) -> None:
-    found = recognise(ModelCard({"quantization_config": dict(written.section)}, "config.json"))
+    found = recognise(HfConfig({"quantization_config": dict(written.section)}, "config.json"))
     assert found is not None
     kept = kept_of(found.scheme(StoredLayer("q", 96, 128, False, None)), 128, torch.bfloat16)
     assert (kept is not None) == is_kept

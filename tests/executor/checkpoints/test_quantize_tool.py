@@ -24,7 +24,7 @@ from quintet.executor.checkpoints.quantize_tool.rounders import Division
 from quintet.executor.checkpoints.quantize_tool.rounding import gptq, rounded
 from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
 from quintet.executor.checkpoints.weights.load import open_files
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 CLOSE = 3e-3
@@ -79,14 +79,14 @@ def quantized_row(row: Row, name: str, target: Path) -> Row:
 
     def make(folder: Path) -> Logits:
         row.make(folder)
-        card = json.loads((folder / "config.json").read_text())
+        hf_config = json.loads((folder / "config.json").read_text())
         write(folder, target, name)
         tensors = decompressed(target)
         before = load_file(folder / "model.safetensors")
         assert tensors.keys() == before.keys()
         assert (
             sum(not torch.equal(tensors[each], before[each]) for each in before)
-            >= 4 * card["num_hidden_layers"]
+            >= 4 * hf_config["num_hidden_layers"]
         )
         save_file(
             {each: tensor.contiguous() for each, tensor in tensors.items()}, folder / "model.safetensors"
@@ -98,8 +98,8 @@ def quantized_row(row: Row, name: str, target: Path) -> Row:
 
 
 def write(folder: Path, target: Path, name: str) -> None:
-    card = json.loads((folder / "config.json").read_text())
-    plan = plan_of(folder, card["architectures"][0], ModelCard(card, str(folder)), TARGETS[name])
+    hf_config = json.loads((folder / "config.json").read_text())
+    plan = plan_of(folder, hf_config["architectures"][0], HfConfig(hf_config, str(folder)), TARGETS[name])
     counted: list[int] = []
     write_compressed(plan, target, counted.append)
     assert sum(counted) == plan.num_numbers
@@ -176,8 +176,8 @@ def folder(tmp_path: Path) -> Path:
     folder.mkdir()
     for path in source.glob("*.json"):
         (folder / path.name).write_bytes(path.read_bytes())
-    card = json.loads((folder / "config.json").read_bytes())
-    (folder / "config.json").write_text(json.dumps(card | {"num_hidden_layers": 2}))
+    hf_config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(hf_config | {"num_hidden_layers": 2}))
     tensors = load_file(source / "model.safetensors")
     kept = {name: tensors[name] for name in tensors if ".layers.2." not in name and ".layers.3." not in name}
     save_file(kept, folder / "model.safetensors")
@@ -277,8 +277,10 @@ def test_folding_scales_keeps_the_logits(
     name: str, more: dict[str, int], in_each_layer: int, tmp_path: Path
 ) -> None:
     of_transformers(name, num_hidden_layers=2, hidden_size=64, **more).make(tmp_path)
-    card = json.loads((tmp_path / "config.json").read_text())
-    makers = layers_of(card["architectures"][0], ModelCard(card, str(tmp_path)), open_files(tmp_path)).makers
+    hf_config = json.loads((tmp_path / "config.json").read_text())
+    makers = layers_of(
+        hf_config["architectures"][0], HfConfig(hf_config, str(tmp_path)), open_files(tmp_path)
+    ).makers
     assert len(makers) == 2 * in_each_layer
     tensors = {each: tensor.float() for each, tensor in load_file(tmp_path / "model.safetensors").items()}
     prompts = [list(range(5, 40))]

@@ -143,7 +143,7 @@ def test_a_host_receives_the_configuration_without_api_keys(config: EngineConfig
         welcome = client.receive()
         received = msgspec.json.decode(welcome.config, type=EngineConfig)
         assert b"sk-" not in welcome.config and config.run_dir.encode() not in welcome.config
-        assert (received.executor.num_hosts, received.model.card) == (2, config.model.card)
+        assert (received.executor.num_hosts, received.model.hf_config) == (2, config.model.hf_config)
         client.send(HostParts({}))
         refused = client.receive()
         assert refused.is_final and "weights" in refused.reason and "kernels" in refused.reason

@@ -109,7 +109,7 @@ def test_layout_invariant_bits_on_two_hosts_equal_one_process(tmp_path: Path, ho
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "card",
+    "hf_config",
     [
         {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16, "conv_kernel": 4},
@@ -121,13 +121,13 @@ def test_layout_invariant_bits_on_two_hosts_equal_one_process(tmp_path: Path, ho
     ids=["queries and keys", "what channels choose", "states"],
 )  # fmt: skip
 def test_values_that_all_ranks_need_are_gathered_over_hosts(
-    card: dict[str, object], tmp_path: Path, hosts: HostsConfig
+    hf_config: dict[str, object], tmp_path: Path, hosts: HostsConfig
 ) -> None:
     shape = {
         "hidden_size": 64, "intermediate_size": 128, "head_dim": None, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 4, "vocab_size": 211, "max_position_embeddings": 256,
     }  # fmt: skip
-    write_model(tmp_path, **{**shape, **card})
+    write_model(tmp_path, **{**shape, **hf_config})
     options = Options(
         model=str(tmp_path), device="cpu", load_format="dummy", tensor_parallel_size=2, threads=1,
         max_model_len=256, max_num_seqs=4, kv_cache_memory="4MiB",

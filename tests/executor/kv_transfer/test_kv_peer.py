@@ -25,7 +25,7 @@ from quintet.wire.kv_tiers import Fetch, KvTierRequests, Store
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]
-PARTS = {"weights": "w", "card": "c"}
+PARTS = {"weights": "w", "hf_config": "c"}
 
 
 def fetch(peer: str, host_blocks: list[int], keys: list[bytes], tables: int = 0) -> KvTierRequests:

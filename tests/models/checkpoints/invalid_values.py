@@ -17,7 +17,7 @@ from tests.models.conftest import SmallCore
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.executor.backends.registry import make_worker
-from quintet.executor.model_config.card import card_of
+from quintet.executor.model_config.hf_config import hf_config_of
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.spec import DecoderSpec
 from quintet.executor.models.layers.rope import Rope
@@ -66,8 +66,8 @@ def invalid_value(draw: random.Random, was: object) -> object:
     return draw.choice(INVALID_VALUES)
 
 
-def without_card(folder: Path) -> Path:
-    """Write a model folder without card and weights."""
+def without_hf_config(folder: Path) -> Path:
+    """Write a model folder without config and weights."""
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
     (folder / "tokenizer_config.json").write_text("{}")
     return folder
@@ -85,7 +85,7 @@ def try_out(folder: Path, block_size: int, **options: Any) -> str | None:
         config = resolved(folder, block_size, **options)
         family = FAMILIES.get(config.model.architecture)
         if family is not None:
-            spec = family.read(card_of(config.model))
+            spec = family.read(hf_config_of(config.model))
             assert isinstance(spec, DecoderSpec)
             for rope in spec.ropes:
                 positions = torch.tensor([0, 1, rope.reach - 1])

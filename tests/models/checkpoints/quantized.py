@@ -38,13 +38,13 @@ def write(
     quantized, plain = folder / "quantized", folder / "plain"
     model.save_pretrained(plain)
     kept, numbers = in_format(written, load_file(plain / "model.safetensors"))
-    card = json.loads((plain / "config.json").read_bytes())
+    hf_config = json.loads((plain / "config.json").read_bytes())
     for where, tensors, section in (
         (quantized, kept, {"quantization_config": written.section}),
         (plain, numbers, {}),
     ):
         where.mkdir(exist_ok=True)
         save_file(tensors, where / "model.safetensors")
-        (where / "config.json").write_text(json.dumps(card | section))
+        (where / "config.json").write_text(json.dumps(hf_config | section))
         (where / "tokenizer.json").write_text("{}")
     return quantized, plain

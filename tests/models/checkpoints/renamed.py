@@ -1,4 +1,4 @@
-"""Checkpoints of one family under the names and the card of another family with the same arithmetic.
+"""Checkpoints of one family under the names and the config of another family with the same arithmetic.
 
 For families without a class in transformers: a class of the same arithmetic is the reference. The test covers the reader,
 which must find everything under the other names.
@@ -22,15 +22,15 @@ Stacks = Mapping[str, Sequence[str]]
 
 def renamed(
     row: Row,
-    card: Mapping[str, Any],
+    hf_config: Mapping[str, Any],
     names: Sequence[tuple[str, str]] = (),
     stacked: Stacks | None = None,
-    whole_card: bool = False,
+    whole_hf_config: bool = False,
 ) -> Row:
-    """Return the row with its card's values replaced, tensors stacked, and then renamed by regular expressions in
+    """Return the row with its config's values replaced, tensors stacked, and then renamed by regular expressions in
     order.
 
-    whole_card: ``card`` is the complete card.
+    whole_card: ``config`` is the complete config.
     """
 
     def make(folder: Path) -> Logits:
@@ -45,8 +45,8 @@ def renamed(
         for pattern, replacement in names:
             tensors = {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
         save_file(tensors, path)
-        before = {} if whole_card else json.loads((folder / "config.json").read_bytes())
-        (folder / "config.json").write_text(json.dumps(before | dict(card)))
+        before = {} if whole_hf_config else json.loads((folder / "config.json").read_bytes())
+        (folder / "config.json").write_text(json.dumps(before | dict(hf_config)))
         return logits
 
     return Row(make, close=row.close, quantized=row.quantized)
@@ -55,7 +55,7 @@ def renamed(
 def with_vision(row: Row, architecture: str, inner: str) -> Row:
     """Return the row as the text model of a multimodal one.
 
-    Its card is nested in another. Its tensors are named ``inner`` instead of ``model.``, next to those of a vision
+    Its config is nested in another. Its tensors are named ``inner`` instead of ``model.``, next to those of a vision
     part.
     """
 

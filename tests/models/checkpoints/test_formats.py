@@ -23,7 +23,7 @@ from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.checkpoints.quant.formats.registry import FORMATS as FORMATS_BY_METHOD
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import StoredLayer
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
@@ -280,7 +280,7 @@ def test_any_quantization_section_is_read_or_rejected(name: str) -> None:
     written = (FORMATS | MORE_FORMATS)[name]
     for section in with_replaced_values({"quantization_config": dict(written.section)}):
         try:
-            found = recognise(ModelCard(section, "config.json"))
+            found = recognise(HfConfig(section, "config.json"))
             if found is not None:
                 assert found.words
                 found.scheme(StoredLayer("model.layers.0.mlp.up_proj", 128, 192, False, None))
@@ -338,12 +338,12 @@ def test_packed_cache_stores_tables_and_outliers(tmp_path: Path, monkeypatch: py
     check_dummies(ours)
 
 
-def change(folder: Path, change_card: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> None:
+def change(folder: Path, change_hf_config: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> None:
     """Change a checkpoint; None deletes a tensor."""
     path = folder / "config.json"
-    card = json.loads(path.read_bytes())
-    card["quantization_config"] |= change_card
-    path.write_text(json.dumps(card))
+    hf_config = json.loads(path.read_bytes())
+    hf_config["quantization_config"] |= change_hf_config
+    path.write_text(json.dumps(hf_config))
     there = load_file(folder / "model.safetensors") | tensors
     save_file({name: each for name, each in there.items() if each is not None}, folder / "model.safetensors")
 
@@ -356,19 +356,19 @@ def test_flag_must_match_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--quantization gptq is a checkpoint format"):
         load(plain, quantization="gptq")
     with pytest.raises(ConfigError, match="no tensor name ends with 'qweight'"):
-        card = json.loads((plain / "config.json").read_bytes())
+        hf_config = json.loads((plain / "config.json").read_bytes())
         (plain / "config.json").write_text(
-            json.dumps(card | {"quantization_config": FORMATS["gptq"].section})
+            json.dumps(hf_config | {"quantization_config": FORMATS["gptq"].section})
         )
         load(plain)
 
 
 def test_quantization_file_of_older_tools(tmp_path: Path) -> None:
     ours, _ = write(tmp_path, FORMATS["gptq"])
-    card = json.loads((ours / "config.json").read_bytes())
-    section = card.pop("quantization_config")
+    hf_config = json.loads((ours / "config.json").read_bytes())
+    section = hf_config.pop("quantization_config")
     section.pop("quant_method")
-    (ours / "config.json").write_text(json.dumps(card))
+    (ours / "config.json").write_text(json.dumps(hf_config))
     (ours / "quantize_config.json").write_text(json.dumps(section))
     assert load(ours).config.executor.quantization == "gptq"
 
@@ -377,7 +377,7 @@ LAYER = "model.layers.1.mlp.down_proj"
 
 
 @pytest.mark.parametrize(
-    ("card", "tensors", "words"),
+    ("hf_config", "tensors", "words"),
     [
         ({}, {f"{LAYER}.scales": None}, rf"'{LAYER}\.scales' \[3, 128\] is missing"),
         (
@@ -401,10 +401,10 @@ LAYER = "model.layers.1.mlp.down_proj"
     ],
 )
 def test_load_error_is_one_line(
-    card: dict[str, Any], tensors: dict[str, torch.Tensor | None], words: str, tmp_path: Path
+    hf_config: dict[str, Any], tensors: dict[str, torch.Tensor | None], words: str, tmp_path: Path
 ) -> None:
     ours, _ = write(tmp_path, FORMATS["gptq"])
-    change(ours, card, tensors)
+    change(ours, hf_config, tensors)
     with pytest.raises(ConfigError, match=words) as caught:
         load(ours)
     assert "\n" not in str(caught.value)
@@ -537,9 +537,9 @@ SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
 def test_unsupported_variant_is_rejected_by_its_configuration(
     section: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    card = {"architectures": ["LlamaForCausalLM"], "quantization_config": dict(section)}
+    hf_config = {"architectures": ["LlamaForCausalLM"], "quantization_config": dict(section)}
     with pytest.raises(ConfigError, match=words) as caught:
-        recognise(ModelCard(card, "config.json"))
+        recognise(HfConfig(hf_config, "config.json"))
     assert "\n" not in str(caught.value)
 
 
@@ -558,9 +558,9 @@ def test_squeezellm_is_detected_by_its_original_files(tmp_path: Path) -> None:
     tensors = load_file(ours / "model.safetensors")
     (ours / "model.safetensors").unlink()
     torch.save(tensors | {f"sparse_threshold.{LAYER}": 7}, ours / "sq-llama-w4-s5.pt")
-    card = json.loads((ours / "config.json").read_bytes())
-    del card["quantization_config"]
-    (ours / "config.json").write_text(json.dumps(card))
+    hf_config = json.loads((ours / "config.json").read_bytes())
+    del hf_config["quantization_config"]
+    (ours / "config.json").write_text(json.dumps(hf_config))
     (ours / "quant_config.json").write_text(json.dumps({"wbits": 4}))
     assert load(ours).config.executor.quantization == "squeezellm"
 

@@ -18,7 +18,7 @@ from tests.models.checkpoints.invalid_values import (
     SMALL,
     invalid_value,
     try_out,
-    without_card,
+    without_hf_config,
 )
 
 from quintet.wire.model_files import ITEM_BYTES
@@ -26,15 +26,15 @@ from quintet.wire.model_files import ITEM_BYTES
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return without_card(tmp_path)
+    return without_hf_config(tmp_path)
 
 
 def checkpoint(folder: Path, dtype: torch.dtype) -> bytes:
-    """Write a card and its weights; return the weights' file."""
-    card = {**SMALL, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps(card))
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**card)).to(dtype).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(card))
+    """Write a config and its weights; return the weights' file."""
+    hf_config = {**SMALL, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**hf_config)).to(dtype).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(hf_config))
     return (folder / "model.safetensors").read_bytes()
 
 

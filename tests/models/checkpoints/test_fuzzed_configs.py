@@ -1,6 +1,6 @@
-"""Cards with invalid values: each is rejected in one line, or is a model that computes.
+"""Configs with invalid values: each is rejected in one line, or is a model that computes.
 
-The seed determines all draws. `tests.models.checkpoints.invalid_values` runs each card.
+The seed determines all draws. `tests.models.checkpoints.invalid_values` runs each config.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tests.models.checkpoints.invalid_values import SMALL, invalid_value, try_out, without_card
+from tests.models.checkpoints.invalid_values import SMALL, invalid_value, try_out, without_hf_config
 from tests.models.test_equal import ROWS
 
 from quintet.executor.model_config.registry import FAMILIES
@@ -83,51 +83,57 @@ SPELLED_LIKE = {
     "Mistral3ForConditionalGeneration": ("MistralForCausalLM", True),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM", True),
 }
-"""Architectures that share neither a row nor a reader with one that has: the architecture of the same card, and whether it
-nests the card as its text model.
+"""Architectures that share neither a row nor a reader with one that has: the architecture of the same config, and whether it
+nests the config as its text model.
 """
-Cards = dict[str, list[dict[str, Any]]]
+ConfigJsons = dict[str, list[dict[str, Any]]]
 
 
-def a_card(draw: random.Random) -> dict[str, Any]:
-    """Return a card with a few wrong values, or none."""
-    card = {**SMALL, "architectures": [draw.choice(sorted(FAMILIES))]}
-    card |= {key: value for key, value in OPTIONAL.items() if draw.random() < 0.15}
+def a_hf_config(draw: random.Random) -> dict[str, Any]:
+    """Return a config with a few wrong values, or none."""
+    hf_config = {**SMALL, "architectures": [draw.choice(sorted(FAMILIES))]}
+    hf_config |= {key: value for key, value in OPTIONAL.items() if draw.random() < 0.15}
     if draw.random() < 0.7:
-        card[draw.choice(["rope_parameters", "rope_scaling"])] = dict(draw.choice(ROPES))
+        hf_config[draw.choice(["rope_parameters", "rope_scaling"])] = dict(draw.choice(ROPES))
     for _ in range(draw.choice([0, 1, 1, 1, 2, 3])):
-        inner = [card[key] for key in ("rope_parameters", "rope_scaling") if isinstance(card.get(key), dict)]
-        where = draw.choice(inner) if inner and draw.random() < 0.4 else card
+        inner = [
+            hf_config[key]
+            for key in ("rope_parameters", "rope_scaling")
+            if isinstance(hf_config.get(key), dict)
+        ]
+        where = draw.choice(inner) if inner and draw.random() < 0.4 else hf_config
         key = draw.choice(sorted(where)) if where else "rope_type"
         if draw.random() < 0.15:
             where.pop(key, None)
         else:
             where[key] = invalid_value(draw, where.get(key))
-    return card
+    return hf_config
 
 
 @pytest.fixture(scope="module")
-def working(tmp_path_factory: pytest.TempPathFactory) -> Cards:
-    """Return valid cards: at least one of every architecture, with all its keys."""
+def working(tmp_path_factory: pytest.TempPathFactory) -> ConfigJsons:
+    """Return valid configs: at least one of every architecture, with all its keys."""
     anything = transformers.PretrainedConfig().to_dict()
-    cards: Cards = {}
+    hf_configs: ConfigJsons = {}
     for row in ROWS.values():
-        folder = tmp_path_factory.mktemp("card")
+        folder = tmp_path_factory.mktemp("hf_config")
         row.make(folder)
-        card = json.loads((folder / "config.json").read_bytes()) | dict(row.card)
-        own = {key: value for key, value in card.items() if key not in anything or value != anything[key]}
-        cards.setdefault(card["architectures"][0], []).append(own)
+        hf_config = json.loads((folder / "config.json").read_bytes()) | dict(row.hf_config)
+        own = {
+            key: value for key, value in hf_config.items() if key not in anything or value != anything[key]
+        }
+        hf_configs.setdefault(hf_config["architectures"][0], []).append(own)
     for architecture, family in FAMILIES.items():
-        alike = next((each for each in cards if FAMILIES[each].read is family.read), None)
+        alike = next((each for each in hf_configs if FAMILIES[each].read is family.read), None)
         inner, text = SPELLED_LIKE.get(architecture, (alike, False))
-        for card in cards[inner] if architecture not in cards and inner is not None else ():
-            spelled = {"text_config": card} if text else card
-            cards.setdefault(architecture, []).append(spelled | {"architectures": [architecture]})
-    return cards
+        for hf_config in hf_configs[inner] if architecture not in hf_configs and inner is not None else ():
+            spelled = {"text_config": hf_config} if text else hf_config
+            hf_configs.setdefault(architecture, []).append(spelled | {"architectures": [architecture]})
+    return hf_configs
 
 
 def places_of(value: object) -> list[tuple[Any, Any]]:
-    """Return every key of a card and of nested values, and every index, each with its container."""
+    """Return every key of a config and of nested values, and every index, each with its container."""
     if isinstance(value, dict):
         own = [(value, key) for key in value]
     elif isinstance(value, list):
@@ -137,28 +143,28 @@ def places_of(value: object) -> list[tuple[Any, Any]]:
     return own + [place for inner, key in own for place in places_of(inner[key])]
 
 
-def a_card_of(draw: random.Random, cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one of the cards with a few wrong values, or none, at any depth."""
-    card: dict[str, Any] = copy.deepcopy(draw.choice(cards))
-    card["dtype"] = draw.choice(["bfloat16", "float16", "float32"])
+def a_hf_config_of(draw: random.Random, hf_configs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one of the configs with a few wrong values, or none, at any depth."""
+    hf_config: dict[str, Any] = copy.deepcopy(draw.choice(hf_configs))
+    hf_config["dtype"] = draw.choice(["bfloat16", "float16", "float32"])
     for _ in range(draw.choice([0, 1, 1, 1, 1, 2, 3])):
-        where, key = draw.choice([place for place in places_of(card) if place[1] != "architectures"])
+        where, key = draw.choice([place for place in places_of(hf_config) if place[1] != "architectures"])
         if draw.random() < 0.15:
             where.pop(key)
         else:
             where[key] = invalid_value(draw, where[key])
-    return card
+    return hf_config
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return without_card(tmp_path)
+    return without_hf_config(tmp_path)
 
 
-def fuzz_cards(
-    folder: Path, seeds: Iterable[int], make: Callable[[random.Random], dict[str, Any]] = a_card
+def fuzz_hf_configs(
+    folder: Path, seeds: Iterable[int], make: Callable[[random.Random], dict[str, Any]] = a_hf_config
 ) -> tuple[int, int]:
-    """Try a card of each seed; return the numbers of rejected and of computed ones."""
+    """Try a config of each seed; return the numbers of rejected and of computed ones."""
     refused = computed = 0
     for seed in seeds:
         draw = random.Random(seed)
@@ -172,29 +178,29 @@ def fuzz_cards(
     return refused, computed
 
 
-def test_invalid_card_is_rejected_or_computes(folder: Path) -> None:
-    refused, computed = fuzz_cards(folder, range(120))
+def test_invalid_config_is_rejected_or_computes(folder: Path) -> None:
+    refused, computed = fuzz_hf_configs(folder, range(120))
     assert refused > 30 and computed > 30
 
 
-def fuzz_families(folder: Path, working: Cards, seeds: range) -> tuple[int, int]:
-    """Try cards of every family in turn."""
+def fuzz_families(folder: Path, working: ConfigJsons, seeds: range) -> tuple[int, int]:
+    """Try configs of every family in turn."""
     names = sorted(working)
     tried = [
-        fuzz_cards(folder, [seed], partial(a_card_of, cards=working[names[seed % len(names)]]))
+        fuzz_hf_configs(folder, [seed], partial(a_hf_config_of, hf_configs=working[names[seed % len(names)]]))
         for seed in seeds
     ]
     return sum(refused for refused, _ in tried), sum(computed for _, computed in tried)
 
 
-def test_every_architecture_has_a_valid_card(folder: Path, working: Cards) -> None:
+def test_every_architecture_has_a_valid_config(folder: Path, working: ConfigJsons) -> None:
     assert working.keys() == FAMILIES.keys()
-    for cards in working.values():
-        (folder / "config.json").write_text(json.dumps(cards[0]))
-        assert try_out(folder, 16, load_format="dummy") is None, cards[0]
+    for hf_configs in working.values():
+        (folder / "config.json").write_text(json.dumps(hf_configs[0]))
+        assert try_out(folder, 16, load_format="dummy") is None, hf_configs[0]
 
 
-def test_invalid_card_of_any_family_is_rejected_or_computes(folder: Path, working: Cards) -> None:
+def test_invalid_config_of_any_family_is_rejected_or_computes(folder: Path, working: ConfigJsons) -> None:
     refused, computed = fuzz_families(folder, working, range(len(working)))
     assert refused > 30 and computed > 30
 
@@ -222,33 +228,33 @@ MANY = 10**400
     ],
 )
 @pytest.mark.parametrize("block_size", [4, 16])
-def test_previously_found_cards(
+def test_previously_found_hf_configs(
     folder: Path,
-    working: Cards,
+    working: ConfigJsons,
     architecture: str,
     changes: dict[str, Any],
     words: str | None,
     block_size: int,
 ) -> None:
     """By torch, with smaller blocks, and by the kernels: in fp16, which does not hold every bound."""
-    card = working[architecture][0] | {"dtype": "float16"}
+    hf_config = working[architecture][0] | {"dtype": "float16"}
     for key, value in changes.items():
-        card[key] = card[key] | value if key in card and isinstance(value, dict) else value
-    (folder / "config.json").write_text(json.dumps(card))
+        hf_config[key] = hf_config[key] | value if key in hf_config and isinstance(value, dict) else value
+    (folder / "config.json").write_text(json.dumps(hf_config))
     refusal = try_out(folder, block_size, load_format="dummy")
     assert refusal is None if words is None else refusal is not None and words in refusal
 
 
-def test_card_unsupported_by_transformers_is_rejected(folder: Path, working: Cards) -> None:
+def test_config_unsupported_by_transformers_is_rejected(folder: Path, working: ConfigJsons) -> None:
     """It builds the model, and fails in the middle of a forward pass."""
-    card = working["DeepseekV2ForCausalLM"][0] | {"architectures": ["Unknown"], "num_key_value_heads": 5}
-    (folder / "config.json").write_text(json.dumps(card))
+    hf_config = working["DeepseekV2ForCausalLM"][0] | {"architectures": ["Unknown"], "num_key_value_heads": 5}
+    (folder / "config.json").write_text(json.dumps(hf_config))
     refusal = try_out(folder, 16, load_format="dummy")
     assert refusal is not None and "a test pass failed: RuntimeError" in refusal
 
 
 @pytest.mark.parametrize("name", ["", "x" * 500])
-def test_invalid_name_is_rejected(folder: Path, working: Cards, name: str) -> None:
+def test_invalid_name_is_rejected(folder: Path, working: ConfigJsons, name: str) -> None:
     (folder / "config.json").write_text(
         json.dumps(working["FalconForCausalLM"][0] | {"architectures": [name]})
     )
@@ -258,24 +264,24 @@ def test_invalid_name_is_rejected(folder: Path, working: Cards, name: str) -> No
 
 @pytest.mark.whole
 @pytest.mark.parametrize("part", range(12))
-def test_many_invalid_cards_of_all_families(folder: Path, working: Cards, part: int) -> None:
+def test_many_invalid_configs_of_all_families(folder: Path, working: ConfigJsons, part: int) -> None:
     fuzz_families(folder, working, range(10_000 + 500 * part, 10_500 + 500 * part))
 
 
 def test_heads_of_one_number_compute(folder: Path) -> None:
-    card = {**SMALL, "architectures": ["BioGptForCausalLM"], "head_dim": 1}
-    (folder / "config.json").write_text(json.dumps(card))
+    hf_config = {**SMALL, "architectures": ["BioGptForCausalLM"], "head_dim": 1}
+    (folder / "config.json").write_text(json.dumps(hf_config))
     assert try_out(folder, 4, load_format="dummy") is None
 
 
 def test_long_value_is_shortened_in_the_error(folder: Path) -> None:
-    card = {**SMALL, "architectures": ["LlamaForCausalLM"], "dtype": "x" * 5000}
-    (folder / "config.json").write_text(json.dumps(card))
+    hf_config = {**SMALL, "architectures": ["LlamaForCausalLM"], "dtype": "x" * 5000}
+    (folder / "config.json").write_text(json.dumps(hf_config))
     refusal = try_out(folder, 4, load_format="dummy")
     assert refusal is not None and "x" * 20 in refusal
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("part", range(8))
-def test_many_invalid_cards(folder: Path, part: int) -> None:
-    fuzz_cards(folder, range(1000 + 500 * part, 1500 + 500 * part))
+def test_many_invalid_hf_configs(folder: Path, part: int) -> None:
+    fuzz_hf_configs(folder, range(1000 + 500 * part, 1500 + 500 * part))

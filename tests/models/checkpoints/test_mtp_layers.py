@@ -62,24 +62,24 @@ CASES: dict[str, tuple[Row, list[str], dict[str, int]]] = {
 }
 
 
-def add(folder: Path, names: list[str], card: dict[str, int]) -> None:
-    """Add tensors of these names to the checkpoint, and keys to its card."""
+def add(folder: Path, names: list[str], hf_config: dict[str, int]) -> None:
+    """Add tensors of these names to the checkpoint, and keys to its config."""
     path = folder / "model.safetensors"
     save_file(load_file(path) | {name: torch.ones(3, 2) for name in names}, path)
     config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_bytes()) | card))
+    config.write_text(json.dumps(json.loads(config.read_bytes()) | hf_config))
 
 
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", CASES)
 def test_mtp_layers_are_skipped(name: str, tmp_path: Path) -> None:
-    row, names, card = CASES[name]
+    row, names, hf_config = CASES[name]
     write_checkpoint(row, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert not set(names) & set(tensors)
     before = load(tmp_path)
     expected = run(before, changed(before.config), PROMPTS).outputs
-    add(tmp_path, names, card)
+    add(tmp_path, names, hf_config)
     loaded = load(tmp_path)
     assert run(loaded, changed(loaded.config), PROMPTS).outputs == expected
 

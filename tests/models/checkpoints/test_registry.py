@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tests.models.documented_families import SIZES, card_of
+from tests.models.documented_families import SIZES, hf_config_of
 
 from quintet.executor.checkpoints.quant.none import Unquantized
 from quintet.executor.model_config.registry import FAMILIES, nearest
@@ -17,10 +17,10 @@ from quintet.wire.errors import ConfigError
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_parameter_count_of_the_spec_equals_the_model(architecture: str) -> None:
     """`deploy` counts memory for weights by the spec, before they exist."""
-    card = card_of(architecture)
-    spec = FAMILIES[architecture].read(card)
+    hf_config = hf_config_of(architecture)
+    spec = FAMILIES[architecture].read(hf_config)
     device = torch.device("meta")
-    model = build_model(architecture, card, Setting(device, torch.bfloat16, Unquantized()))
+    model = build_model(architecture, hf_config, Setting(device, torch.bfloat16, Unquantized()))
     declared = sum(
         math.prod(expected.shape)
         for name, expected in model.weights.expected.items()
@@ -45,6 +45,6 @@ def test_unknown_architecture_error_names_the_nearest() -> None:
     ):
         build_model(
             "LlamaForCausalLm",
-            card_of(""),
+            hf_config_of(""),
             Setting(torch.device("meta"), torch.bfloat16, Unquantized()),
         )

@@ -16,15 +16,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quintet.deploy.cli.main import main
-from quintet.deploy.config.model.card import read_facts
+from quintet.deploy.config.model.hf_config import read_facts
 from quintet.deploy.config.model.weights import read_weight_facts
 from quintet.executor.backends.cpu.ops.huge_memory import HugeMemory
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.checkpoints.weights.files import checkpoint_files
 from quintet.executor.checkpoints.weights.load import random_tensor, random_tensor_on
 from quintet.executor.checkpoints.weights.plan import Expected
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.families.llama import llama
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.models.decoder import Decoder
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.wire.errors import ConfigError
@@ -173,20 +173,22 @@ def with_other_head(served: Any) -> Callable[[dict[str, torch.Tensor]], object]:
     return lambda tensors: tensors.update({"lm_head.weight": head})
 
 
-def test_output_layer_of_a_tied_card_is_used_if_it_differs(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_output_layer_of_a_tied_config_is_used_if_it_differs(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
     config = tiny()
     config.tie_word_embeddings = True
     served = serve(config)
     rewrite(tmp_path, with_other_head(served))
-    card = read_facts(tmp_path, with_weights=True).card
-    model = msgspec.structs.replace(served.config.model, card=card)
+    hf_config = read_facts(tmp_path, with_weights=True).hf_config
+    model = msgspec.structs.replace(served.config.model, hf_config=hf_config)
     served.core.worker = make_worker(msgspec.structs.replace(served.config, model=model))
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
     assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
 
 
-def test_pickled_weights_that_contradict_a_tied_card_are_rejected(
+def test_pickled_weights_that_contradict_a_tied_config_are_rejected(
     serve: Callable[..., Any], tmp_path: Path
 ) -> None:
     config = tiny()
@@ -378,23 +380,27 @@ def test_dummy_weights_on_a_device_have_the_same_distribution(dtype: torch.dtype
         ({"hidden_size": None}, "hidden_size is missing; it must be an integer from 1"),
     ],
 )
-def test_unsupported_card_is_rejected(change: dict[str, Any], words: str, serve: Callable[..., Any]) -> None:
+def test_unsupported_config_is_rejected(
+    change: dict[str, Any], words: str, serve: Callable[..., Any]
+) -> None:
     config = serve(tiny()).config
-    card = json.dumps(json.loads(config.model.card) | change)
+    hf_config = json.dumps(json.loads(config.model.hf_config) | change)
     with pytest.raises(ConfigError, match=words):
-        make_worker(msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, card=card)))
+        make_worker(
+            msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, hf_config=hf_config))
+        )
 
 
 def test_restarted_executor_builds_the_original_model(serve: Callable[..., Any], tmp_path: Path) -> None:
-    """After a restart the executor finds a folder with a replaced card."""
+    """After a restart the executor finds a folder with a replaced config."""
     served = serve(tiny())
     (tmp_path / "config.json").write_text("{}")
     assert make_worker(served.config)
 
 
-def package_model(card: ModelCard, setting: Setting) -> CausalModel:
+def package_model(hf_config: HfConfig, setting: Setting) -> CausalModel:
     """Build the model of an installed package."""
-    return Decoder(llama(card), setting)
+    return Decoder(llama(hf_config), setting)
 
 
 def test_installed_packages_can_add_architectures(
@@ -421,11 +427,11 @@ def test_unknown_rotation_is_left_to_the_package(
     serve: Callable[..., Any], tmp_path: Path, rope: dict[str, Any]
 ) -> None:
     serve(tiny())
-    card = json.loads((tmp_path / "config.json").read_bytes())
-    card |= {"architectures": ["OurForCausalLM"], "rope_parameters": rope}
-    (tmp_path / "config.json").write_text(json.dumps(card))
-    assert read_facts(tmp_path).max_model_len == card["max_position_embeddings"]
-    (tmp_path / "config.json").write_text(json.dumps(card | {"architectures": ["LlamaForCausalLM"]}))
+    hf_config = json.loads((tmp_path / "config.json").read_bytes())
+    hf_config |= {"architectures": ["OurForCausalLM"], "rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    assert read_facts(tmp_path).max_model_len == hf_config["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(hf_config | {"architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(ConfigError, match="rope_parameters"):
         read_facts(tmp_path)
 

@@ -106,8 +106,8 @@ LONG_SCHEDULES: dict[str, dict[str, int]] = {
 def write_long(name: str, folder: Path) -> list[list[int]]:
     """Write a row's checkpoint for long sequences; return prompts with new tokens that see one to four partitions."""
     write_checkpoint(ROWS[name], folder)
-    card = folder / "config.json"
-    card.write_text(json.dumps(json.loads(card.read_text()) | {"max_position_embeddings": LONG}))
+    hf_config = folder / "config.json"
+    hf_config.write_text(json.dumps(json.loads(hf_config.read_text()) | {"max_position_embeddings": LONG}))
     rng = random.Random(len(name))
     return [[rng.randrange(3, 200) for _ in range(length)] for length in (20, 600, 1020, 1100, 1534)]
 

@@ -29,10 +29,10 @@ def with_scales(row: Row, num_heads: int = 1) -> Row:
 
     def make(folder: Path) -> Logits:
         row.make(folder)
-        card = json.loads((folder / "config.json").read_text())
+        hf_config = json.loads((folder / "config.json").read_text())
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
         (folder / "config.json").write_text(
-            json.dumps(card | {"quantization_config": SECTION if num_heads == 1 else BY_HEAD})
+            json.dumps(hf_config | {"quantization_config": SECTION if num_heads == 1 else BY_HEAD})
         )
         tensors = load_file(folder / "model.safetensors")
         for i in range(len(SCALES)):

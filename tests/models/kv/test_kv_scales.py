@@ -23,7 +23,7 @@ from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.executor.checkpoints.quant.formats.kv_cache import wish_of
 from quintet.executor.checkpoints.quant.kv_scales import read_kv_scales
 from quintet.executor.checkpoints.weights.load import open_files
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.wire.errors import ConfigError
@@ -84,9 +84,9 @@ def test_rank_reads_the_scales_of_its_heads(
 def test_dynamic_scales_are_not_read(tmp_path: Path) -> None:
     of_transformers("LlamaConfig", num_hidden_layers=1).make(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    card = json.loads((tmp_path / "config.json").read_text())
+    hf_config = json.loads((tmp_path / "config.json").read_text())
     section = SECTION | {"kv_cache_scheme": INT8 | {"strategy": "token", "dynamic": True}}
-    (tmp_path / "config.json").write_text(json.dumps(card | {"quantization_config": section}))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config | {"quantization_config": section}))
     assert load(tmp_path).config.cache.dtype == "int8"
 
 
@@ -220,8 +220,8 @@ def test_checkpoint_determines_the_kv_dtype(
     )
     of_transformers("LlamaConfig", num_hidden_layers=1).make(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    card = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(card | {"quantization_config": section}))
+    hf_config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(hf_config | {"quantization_config": section}))
     options = {"model": str(tmp_path), "device": "cpu", "load_format": "dummy", "kv_cache_memory": "1MiB"}
     found = resolve(Options(**options), tmp_path / "run", http=False)  # type: ignore[arg-type]
     assert found.config.cache.dtype == stored
@@ -252,6 +252,6 @@ def test_checkpoint_determines_the_kv_dtype(
 def test_gpu_ignores_unsupported_kv_schemes(
     scheme: dict[str, Any], stored: str | None, message: str, tmp_path: Path
 ) -> None:
-    wish = wish_of(ModelCard({"quantization_config": SECTION | {"kv_cache_scheme": scheme}}, "config.json"))
+    wish = wish_of(HfConfig({"quantization_config": SECTION | {"kv_cache_scheme": scheme}}, "config.json"))
     assert wish is not None and wish.format_on("cuda") == stored
     assert message in wish.note("cuda")

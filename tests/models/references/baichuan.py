@@ -16,20 +16,20 @@ from torch import nn
 
 
 class Baichuan(PlainDecoder):
-    """Either size of either generation, by its card."""
+    """Either size of either generation, by its config."""
 
-    def __init__(self, card: Mapping[str, Any]) -> None:
+    def __init__(self, hf_config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.card = card
-        hidden, eps = card["hidden_size"], card["rms_norm_eps"]
+        self.hf_config = hf_config
+        hidden, eps = hf_config["hidden_size"], hf_config["rms_norm_eps"]
         self.model = nn.ModuleDict(
             {
-                "embed_tokens": nn.Embedding(card["vocab_size"], hidden),
-                "layers": nn.ModuleList(_layer(card) for _ in range(card["num_hidden_layers"])),
+                "embed_tokens": nn.Embedding(hf_config["vocab_size"], hidden),
+                "layers": nn.ModuleList(_layer(hf_config) for _ in range(hf_config["num_hidden_layers"])),
                 "norm": RmsNorm(hidden, eps),
             }
         )
-        self.lm_head = nn.Linear(hidden, card["vocab_size"], bias=False)
+        self.lm_head = nn.Linear(hidden, hf_config["vocab_size"], bias=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         x = self.model["embed_tokens"](token_ids)
@@ -37,22 +37,22 @@ class Baichuan(PlainDecoder):
             x = x + self._attended(layer["self_attn"], layer["input_layernorm"](x))
             x = x + _fed_forward(layer["mlp"], layer["post_attention_layernorm"](x))
         head = self.lm_head.weight
-        if "z_loss_weight" in self.card:
+        if "z_loss_weight" in self.hf_config:
             head = head / head.norm(dim=1, keepdim=True)
         return self.model["norm"](x) @ head.T
 
     def _attended(self, parts: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
-        heads = self.card["num_attention_heads"]
+        heads = self.hf_config["num_attention_heads"]
         query, key, value = (each.reshape(len(x), heads, -1) for each in parts["W_pack"](x).chunk(3, dim=-1))
-        if "max_position_embeddings" in self.card:
+        if "max_position_embeddings" in self.hf_config:
             attended = attention(rotated(query, 10000.0), rotated(key, 10000.0), value)
         else:
             attended = attention(query, key, value, alibi_slopes(heads))
         return parts["o_proj"](attended)
 
 
-def _layer(card: Mapping[str, Any]) -> nn.ModuleDict:
-    hidden, wide, eps = card["hidden_size"], card["intermediate_size"], card["rms_norm_eps"]
+def _layer(hf_config: Mapping[str, Any]) -> nn.ModuleDict:
+    hidden, wide, eps = hf_config["hidden_size"], hf_config["intermediate_size"], hf_config["rms_norm_eps"]
     return nn.ModuleDict(
         {
             "self_attn": nn.ModuleDict(

@@ -14,20 +14,20 @@ from torch import nn
 
 
 class InternLM2(PlainDecoder):
-    """The decoder of a card; within ``max_position_embeddings``, where dynamic RoPE scaling has no effect."""
+    """The decoder of a config; within ``max_position_embeddings``, where dynamic RoPE scaling has no effect."""
 
-    def __init__(self, card: Mapping[str, Any]) -> None:
+    def __init__(self, hf_config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.card = card
-        hidden = card["hidden_size"]
+        self.hf_config = hf_config
+        hidden = hf_config["hidden_size"]
         self.model = nn.ModuleDict(
             {
-                "tok_embeddings": nn.Embedding(card["vocab_size"], hidden),
-                "layers": nn.ModuleList(_layer(card) for _ in range(card["num_hidden_layers"])),
-                "norm": RmsNorm(hidden, card["rms_norm_eps"]),
+                "tok_embeddings": nn.Embedding(hf_config["vocab_size"], hidden),
+                "layers": nn.ModuleList(_layer(hf_config) for _ in range(hf_config["num_hidden_layers"])),
+                "norm": RmsNorm(hidden, hf_config["rms_norm_eps"]),
             }
         )
-        self.output = nn.Linear(hidden, card["vocab_size"], bias=False)
+        self.output = nn.Linear(hidden, hf_config["vocab_size"], bias=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         x = self.model["tok_embeddings"](token_ids)
@@ -38,20 +38,20 @@ class InternLM2(PlainDecoder):
         return self.output(self.model["norm"](x))
 
     def _attended(self, parts: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
-        heads, kv_heads = self.card["num_attention_heads"], self.card["num_key_value_heads"]
+        heads, kv_heads = self.hf_config["num_attention_heads"], self.hf_config["num_key_value_heads"]
         each = heads // kv_heads
         packed = parts["wqkv"](x).reshape(len(x), kv_heads, each + 2, -1)
         query = packed[:, :, :each].reshape(len(x), heads, -1)
         key, value = packed[:, :, each], packed[:, :, each + 1]
-        theta = self.card["rope_theta"]
+        theta = self.hf_config["rope_theta"]
         return parts["wo"](attention(rotated(query, theta), rotated(key, theta), value))
 
 
-def _layer(card: Mapping[str, Any]) -> nn.ModuleDict:
+def _layer(hf_config: Mapping[str, Any]) -> nn.ModuleDict:
     hidden, wide, eps, bias = (
-        card[key] for key in ("hidden_size", "intermediate_size", "rms_norm_eps", "bias")
+        hf_config[key] for key in ("hidden_size", "intermediate_size", "rms_norm_eps", "bias")
     )
-    heads, kv_heads = card["num_attention_heads"], card["num_key_value_heads"]
+    heads, kv_heads = hf_config["num_attention_heads"], hf_config["num_key_value_heads"]
     return nn.ModuleDict(
         {
             "attention": nn.ModuleDict(

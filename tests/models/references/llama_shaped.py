@@ -1,7 +1,7 @@
 """InternLM 1 and Aquila: Llama's shape and tensor names.
 
 InternLM ("InternLM: a multilingual language model with progressively enhanced capabilities", 2023) has biases on all four
-projections of attention if its card sets ``bias``. Aquila (BAAI, 2023) has none, and fewer key and value heads in its
+projections of attention if its config sets ``bias``. Aquila (BAAI, 2023) has none, and fewer key and value heads in its
 largest model.
 """
 
@@ -16,20 +16,20 @@ from torch import nn
 
 
 class LlamaShaped(PlainDecoder):
-    """Either family, by its card."""
+    """Either family, by its config."""
 
-    def __init__(self, card: Mapping[str, Any]) -> None:
+    def __init__(self, hf_config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.card = card
-        hidden = card["hidden_size"]
+        self.hf_config = hf_config
+        hidden = hf_config["hidden_size"]
         self.model = nn.ModuleDict(
             {
-                "embed_tokens": nn.Embedding(card["vocab_size"], hidden),
-                "layers": nn.ModuleList(self._layer() for _ in range(card["num_hidden_layers"])),
-                "norm": RmsNorm(hidden, card["rms_norm_eps"]),
+                "embed_tokens": nn.Embedding(hf_config["vocab_size"], hidden),
+                "layers": nn.ModuleList(self._layer() for _ in range(hf_config["num_hidden_layers"])),
+                "norm": RmsNorm(hidden, hf_config["rms_norm_eps"]),
             }
         )
-        self.lm_head = nn.Linear(hidden, card["vocab_size"], bias=False)
+        self.lm_head = nn.Linear(hidden, hf_config["vocab_size"], bias=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         x = self.model["embed_tokens"](token_ids)
@@ -40,18 +40,22 @@ class LlamaShaped(PlainDecoder):
         return self.lm_head(self.model["norm"](x))
 
     def _attended(self, parts: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
-        heads = self.card["num_attention_heads"]
-        kv_heads = self.card.get("num_key_value_heads", heads)
+        heads = self.hf_config["num_attention_heads"]
+        kv_heads = self.hf_config.get("num_key_value_heads", heads)
         query = rotated(parts["q_proj"](x).reshape(len(x), heads, -1), 10000.0)
         key = rotated(parts["k_proj"](x).reshape(len(x), kv_heads, -1), 10000.0)
         value = parts["v_proj"](x).reshape(len(x), kv_heads, -1)
         return parts["o_proj"](attention(query, key, value))
 
     def _layer(self) -> nn.ModuleDict:
-        card = self.card
-        hidden, wide, eps = card["hidden_size"], card["intermediate_size"], card["rms_norm_eps"]
-        heads, bias = card["num_attention_heads"], card.get("bias", False)
-        kv_width = hidden // heads * card.get("num_key_value_heads", heads)
+        hf_config = self.hf_config
+        hidden, wide, eps = (
+            hf_config["hidden_size"],
+            hf_config["intermediate_size"],
+            hf_config["rms_norm_eps"],
+        )
+        heads, bias = hf_config["num_attention_heads"], hf_config.get("bias", False)
+        kv_width = hidden // heads * hf_config.get("num_key_value_heads", heads)
         return nn.ModuleDict(
             {
                 "self_attn": nn.ModuleDict(

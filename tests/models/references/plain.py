@@ -11,9 +11,9 @@ from torch import nn
 
 
 class PlainDecoder(nn.Module):
-    """A causal decoder built from a card. Subclasses define ``forward``."""
+    """A causal decoder built from a config. Subclasses define ``forward``."""
 
-    card: Mapping[str, Any]
+    hf_config: Mapping[str, Any]
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return logits ``[num_tokens, vocab_size]`` for ``token_ids [num_tokens]``."""

@@ -18,20 +18,20 @@ from torch import nn
 
 
 class Qwen1(PlainDecoder):
-    """The decoder of a card."""
+    """The decoder of a config."""
 
-    def __init__(self, card: Mapping[str, Any]) -> None:
+    def __init__(self, hf_config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.card = card
-        hidden = card["hidden_size"]
+        self.hf_config = hf_config
+        hidden = hf_config["hidden_size"]
         self.transformer = nn.ModuleDict(
             {
-                "wte": nn.Embedding(card["vocab_size"], hidden),
-                "h": nn.ModuleList(_layer(card) for _ in range(card["num_hidden_layers"])),
-                "ln_f": RmsNorm(hidden, card["layer_norm_epsilon"]),
+                "wte": nn.Embedding(hf_config["vocab_size"], hidden),
+                "h": nn.ModuleList(_layer(hf_config) for _ in range(hf_config["num_hidden_layers"])),
+                "ln_f": RmsNorm(hidden, hf_config["layer_norm_epsilon"]),
             }
         )
-        self.lm_head = nn.Linear(hidden, card["vocab_size"], bias=False)
+        self.lm_head = nn.Linear(hidden, hf_config["vocab_size"], bias=False)
 
     def forward(self, token_ids: torch.Tensor, num_prompt: int | None = None) -> torch.Tensor:
         """num_prompt: number of prompt tokens among them; None: all."""
@@ -44,25 +44,29 @@ class Qwen1(PlainDecoder):
         return self.lm_head(self.transformer["ln_f"](x))
 
     def _base(self, num_prompt: int) -> float:
-        base, dim, times = self.card["rotary_emb_base"], self.card["kv_channels"], 1
-        if self.card["use_dynamic_ntk"]:
-            while num_prompt > (times + 1) // 2 * self.card["seq_length"]:
+        base, dim, times = self.hf_config["rotary_emb_base"], self.hf_config["kv_channels"], 1
+        if self.hf_config["use_dynamic_ntk"]:
+            while num_prompt > (times + 1) // 2 * self.hf_config["seq_length"]:
                 times = 2 * times + 1
         return float(base * times ** (dim / (dim - 2)))
 
     def _attended(self, parts: nn.ModuleDict, x: torch.Tensor, base: float) -> torch.Tensor:
-        heads, trained = self.card["num_attention_heads"], self.card["seq_length"]
+        heads, trained = self.hf_config["num_attention_heads"], self.hf_config["seq_length"]
         query, key, value = (each.reshape(len(x), heads, -1) for each in parts["c_attn"](x).chunk(3, dim=-1))
         query = rotated(query, base)
-        if self.card["use_logn_attn"]:
+        if self.hf_config["use_logn_attn"]:
             grown = [max(1.0, math.log(seen, trained)) for seen in range(1, len(x) + 1)]
             query = query * torch.tensor(grown)[:, None, None]
         return parts["c_proj"](attention(query, rotated(key, base), value))
 
 
-def _layer(card: Mapping[str, Any]) -> nn.ModuleDict:
-    hidden, wide, eps = card["hidden_size"], card["intermediate_size"] // 2, card["layer_norm_epsilon"]
-    width, biased = card["kv_channels"] * card["num_attention_heads"], not card["no_bias"]
+def _layer(hf_config: Mapping[str, Any]) -> nn.ModuleDict:
+    hidden, wide, eps = (
+        hf_config["hidden_size"],
+        hf_config["intermediate_size"] // 2,
+        hf_config["layer_norm_epsilon"],
+    )
+    width, biased = hf_config["kv_channels"] * hf_config["num_attention_heads"], not hf_config["no_bias"]
     return nn.ModuleDict(
         {
             "ln_1": RmsNorm(hidden, eps),

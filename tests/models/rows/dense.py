@@ -63,7 +63,7 @@ ROWS: dict[str, Row] = {
         attention_multiplier=0.25,
         residual_multiplier=0.6 / 3**0.5,
         logits_scaling=2.0,
-        card={
+        hf_config={
             "architectures": ["MiniCPMForCausalLM"],
             "scale_emb": 3.0,
             "scale_depth": 0.6,
@@ -73,7 +73,7 @@ ROWS: dict[str, Row] = {
     "orion": of_transformers(
         "StableLmConfig",
         partial_rotary_factor=1.0,
-        card={"architectures": ["OrionForCausalLM"], "rms_norm_eps": 1e-5},
+        hf_config={"architectures": ["OrionForCausalLM"], "rms_norm_eps": 1e-5},
     ),
     "jais 2": of_transformers("Jais2Config"),
     "cwm": of_transformers(
@@ -126,7 +126,7 @@ ROWS: dict[str, Row] = {
     "arcee": of_transformers("ArceeConfig", mlp_bias=True),
     "qwen2-vl, text": of_transformers(
         "Qwen2Config",
-        card={
+        hf_config={
             "architectures": ["Qwen2_5_VLForConditionalGeneration"],
             "rope_parameters": None,
             "rope_theta": 10000.0,

@@ -16,7 +16,7 @@ _EYES = {
 
 ROWS: dict[str, Row] = {
     "gemma": of_transformers("GemmaConfig", head_dim=32),
-    "gemma, its first cards": of_transformers("GemmaConfig", head_dim=16, card={"hidden_act": "gelu"}),
+    "gemma, its first configs": of_transformers("GemmaConfig", head_dim=16, hf_config={"hidden_act": "gelu"}),
     "gemma2": of_transformers(
         "Gemma2Config", **_WIDE, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
     ),
@@ -25,7 +25,7 @@ ROWS: dict[str, Row] = {
     ),
     "vaultgemma": of_transformers("VaultGemmaConfig", **_WIDE, attn_logit_softcapping=2.0),
     "gemma3": of_transformers("Gemma3TextConfig", **_WIDE, num_hidden_layers=7),
-    "gemma3, its first cards": of_transformers(
+    "gemma3, its first configs": of_transformers(
         "Gemma3TextConfig",
         **_WIDE,
         num_hidden_layers=4,
@@ -34,7 +34,7 @@ ROWS: dict[str, Row] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
         },
         layer_types=["sliding_attention", "full_attention"] * 2,
-        card={
+        hf_config={
             "rope_parameters": None,
             "rope_theta": 50000.0,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},

@@ -48,10 +48,10 @@ def nas(folder: Path) -> Logits:
     )
     kept = {name: tensor for name, tensor in tensors.items() if not any(each in name for each in gone)}
     save_file(kept, folder / "model.safetensors")
-    card = json.loads((folder / "config.json").read_bytes())
-    card |= {"architectures": ["DeciLMForCausalLM"], "block_configs": blocks}
-    card |= {"num_key_value_heads": None, "intermediate_size": None}
-    (folder / "config.json").write_text(json.dumps(card))
+    hf_config = json.loads((folder / "config.json").read_bytes())
+    hf_config |= {"architectures": ["DeciLMForCausalLM"], "block_configs": blocks}
+    hf_config |= {"num_key_value_heads": None, "intermediate_size": None}
+    (folder / "config.json").write_text(json.dumps(hf_config))
 
     return batched_logits(model)
 

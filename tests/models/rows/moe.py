@@ -78,13 +78,15 @@ def gpt_oss_in_4_bits(folder: Path) -> Logits:
         tensors[f"{name}_blocks"] = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
         tensors[f"{name}_scales"] = exponents.to(torch.uint8)
     save_file(tensors, folder / "model.safetensors")
-    card = json.loads((folder / "config.json").read_bytes())
-    card["quantization_config"] = {"quant_method": "mxfp4"}
-    (folder / "config.json").write_text(json.dumps(card))
+    hf_config = json.loads((folder / "config.json").read_bytes())
+    hf_config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(hf_config))
     return batched_logits(model)
 
 
-def granite_as(card: dict[str, Any], names: Sequence[tuple[str, str]], stacked: Stacks | None = None) -> Row:
+def granite_as(
+    hf_config: dict[str, Any], names: Sequence[tuple[str, str]], stacked: Stacks | None = None
+) -> Row:
     """Return Granite's layer without its factors: normalised weights of the chosen experts equal a softmax over all."""
 
     def make(folder: Path) -> Logits:
@@ -119,7 +121,10 @@ def granite_as(card: dict[str, Any], names: Sequence[tuple[str, str]], stacked: 
 
     experts = {"n_routed_experts": 9, "num_experts": 9, "moe_intermediate_size": 40, "norm_topk_prob": True}
     return renamed(
-        Row(make), {**experts, "num_shared_experts": 2, "first_k_dense_replace": 0} | card, names, stacked
+        Row(make),
+        {**experts, "num_shared_experts": 2, "first_k_dense_replace": 0} | hf_config,
+        names,
+        stacked,
     )
 
 

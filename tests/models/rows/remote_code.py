@@ -7,7 +7,7 @@ from tests.models.references.internlm2 import InternLM2
 from tests.models.references.llama_shaped import LlamaShaped
 from tests.models.references.qwen1 import Qwen1
 
-_CARD = {
+_HF_CONFIG = {
     "vocab_size": 211,
     "hidden_size": 64,
     "intermediate_size": 112,
@@ -17,12 +17,12 @@ _CARD = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-_7B = _CARD | {
+_7B = _HF_CONFIG | {
     "architectures": ["BaiChuanForCausalLM"],
     "model_type": "baichuan",
     "max_position_embeddings": 256,
 }
-CARD_13B = _CARD | {
+HF_CONFIG_13B = _HF_CONFIG | {
     "architectures": ["BaichuanForCausalLM"],
     "model_type": "baichuan",
     "model_max_length": 256,
@@ -48,7 +48,7 @@ QWEN_1 = {
     "tie_word_embeddings": False,
 }
 
-INTERNLM2 = _CARD | {
+INTERNLM2 = _HF_CONFIG | {
     "architectures": ["InternLM2ForCausalLM"],
     "model_type": "internlm2",
     "bias": False,
@@ -60,12 +60,12 @@ INTERNLM2 = _CARD | {
 
 ROWS: dict[str, Row] = {
     "baichuan 7b": of_module(_7B, Baichuan),
-    "baichuan 13b": of_module(CARD_13B | {"hidden_size": 80, "num_attention_heads": 5}, Baichuan),
+    "baichuan 13b": of_module(HF_CONFIG_13B | {"hidden_size": 80, "num_attention_heads": 5}, Baichuan),
     "baichuan 2 7b": of_module(
         _7B | {"architectures": ["BaichuanForCausalLM"], "z_loss_weight": 0}, Baichuan
     ),
     "internlm": of_module(
-        _CARD
+        _HF_CONFIG
         | {
             "architectures": ["InternLMForCausalLM"],
             "model_type": "internlm",
@@ -127,7 +127,7 @@ ROWS: dict[str, Row] = {
             f"self_attention.query_key_value.{kind}": [f"self_attn.{part}_proj.{kind}" for part in "qkv"]
             for kind in ("weight", "bias")
         },
-        whole_card=True,
+        whole_hf_config=True,
     ),
     "tele-flm": renamed(
         of_transformers(
@@ -142,7 +142,7 @@ ROWS: dict[str, Row] = {
         },
     ),
     "aquila": of_module(
-        _CARD
+        _HF_CONFIG
         | {
             "architectures": ["AquilaModel"],
             "model_type": "aquila",

@@ -55,7 +55,7 @@ class Kind:
     settings: dict[str, Any]
     layout: Layout = DEEPSEEK
     alone: dict[str, Any] = field(default_factory=dict)
-    card: dict[str, Any] = field(default_factory=dict)
+    hf_config: dict[str, Any] = field(default_factory=dict)
 
 
 GLM = {**ROUTED, "moe_intermediate_size": 40, "use_qk_norm": True}
@@ -68,7 +68,7 @@ KINDS = {
             output_norm=f"{MIMO}.final_layernorm",
             hidden_first=True,
         ),
-        card={"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
+        hf_config={"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
     ),
     "glm4 moe": Kind("Glm4MoeConfig", GLM, alone={"first_k_dense_replace": 0}),
     "deepseek v3": Kind(
@@ -84,7 +84,7 @@ KINDS = {
             *("model.mtp_block.0", "model.mtp_emb_norm.0", "model.mtp_hidden_norm.0"),
             *("model.mtp_linear_proj.0", None),
         ),
-        card={"num_nextn_predict_layers": 1},
+        hf_config={"num_nextn_predict_layers": 1},
     ),
     "qwen3 next": Kind(
         "Qwen3NextConfig",
@@ -156,9 +156,9 @@ def write(name: str, folder: Path) -> Reference:
         elif tensor == "model.norm.weight" and layout.output_norm is not None:
             tensors[f"{layout.output_norm}.weight"] = value
     target.save_pretrained(folder)
-    path, card = folder / "model.safetensors", folder / "config.json"
+    path, hf_config = folder / "model.safetensors", folder / "config.json"
     save_file(load_file(path) | tensors, path)
-    card.write_text(json.dumps(json.loads(card.read_bytes()) | kind.card))
+    hf_config.write_text(json.dumps(json.loads(hf_config.read_bytes()) | kind.hf_config))
     (folder / "tokenizer.json").write_text("{}")
     return Reference(target, alone, tensors, layout)
 

@@ -50,8 +50,8 @@ def with_draft(config: EngineConfig, draft: EngineConfig, *, group: int = 0, **l
 def saved(folder: Path, **changes: Any) -> EngineConfig:
     """Save a random model of one layer, and return a configuration that serves it."""
     torch.manual_seed(2)
-    card = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 1, **changes})
-    transformers.AutoModelForCausalLM.from_config(card).float().save_pretrained(folder)
+    hf_config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 1, **changes})
+    transformers.AutoModelForCausalLM.from_config(hf_config).float().save_pretrained(folder)
     return engine_config(folder, json.loads((folder / "config.json").read_bytes()), BLOCK_SIZE, 96)
 
 

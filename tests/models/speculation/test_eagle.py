@@ -17,7 +17,7 @@ from tests.models.speculation.test_bits import PARAMS, drafting_worker, run
 from tests.models.test_engine import CoreAndWorker, changed, small_kv, without_prefix_cache
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from quintet.executor.model_config.eagle import ARCHITECTURE, eagle_card
+from quintet.executor.model_config.eagle import ARCHITECTURE, eagle_hf_config
 from quintet.executor.speculation.drafters import DraftRows
 from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.head import HeadDrafter
@@ -145,12 +145,12 @@ def random_head(**flags: Any) -> Head:
 def with_head(config: EngineConfig, folder: Path, head: Head) -> EngineConfig:
     """Return the configuration with a saved head."""
     kv = full_layers(1, KV_HEADS, HEAD_DIM, 4, config.model.kv.block_size)
-    card = eagle_card(json.loads((folder / "config.json").read_text()), head.tensors.keys())
+    hf_config = eagle_hf_config(json.loads((folder / "config.json").read_text()), head.tensors.keys())
     model = msgspec.structs.replace(
         config.model,
         path=str(folder),
         architecture=ARCHITECTURE,
-        card=json.dumps(card | {"layer_name": layer_name(folder)}),
+        hf_config=json.dumps(hf_config | {"layer_name": layer_name(folder)}),
         vocab_size=head.config["draft_vocab_size"],
         kv=kv,
     )

@@ -11,7 +11,7 @@ from tests.models.speculation.test_bits import PARAMS, run
 from tests.models.speculation.test_layouts import PROMPTS, foresee
 from tests.models.test_engine import changed
 from tests.models.test_equal import ROWS, made
-from tests.models.test_hybrids import CARD, of_tests
+from tests.models.test_hybrids import HF_CONFIG, of_tests
 
 from quintet.core import recurrent_state
 from quintet.wire.config import EngineConfig
@@ -63,5 +63,5 @@ def test_windows_release_blocks_among_drafts(name: str, params: str, tmp_path: P
 
 
 def test_states_next_to_windows(tmp_path: Path) -> None:
-    with mock.patch.dict(CARD, vocab_size=211), of_tests(tmp_path):
+    with mock.patch.dict(HF_CONFIG, vocab_size=211), of_tests(tmp_path):
         check(tmp_path, "logprobs", "float32", load_format="dummy")

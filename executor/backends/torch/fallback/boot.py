@@ -19,7 +19,7 @@ from quintet.executor.context import WorkerContext
 from quintet.executor.interface import StepWorker
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.loading import MODEL_DTYPES
-from quintet.executor.model_config.card import ModelCard, card_of
+from quintet.executor.model_config.hf_config import HfConfig, hf_config_of
 from quintet.executor.model_config.spec import KvNeed
 from quintet.executor.model_config.unknown import unknown
 from quintet.executor.runner import Runner
@@ -36,8 +36,8 @@ def make_worker(context: WorkerContext) -> StepWorker:
 def _open_runner(context: WorkerContext) -> Runner:
     """Load the configured folder and run the self-check."""
     config, device, dtype = context.config, context.platform.device, MODEL_DTYPES[context.config.model.dtype]
-    card, checkpoint = check_transformers_model(config, dtype)
-    needs = _needs(card)
+    hf_config, checkpoint = check_transformers_model(config, dtype)
+    needs = _needs(hf_config)
     attention = PagedAttention(config.model.max_model_len)
     try:
         if config.executor.load_format == "dummy":
@@ -59,22 +59,22 @@ def _open_runner(context: WorkerContext) -> Runner:
         )
         self_check.run(runner, tables, context.num_blocks())
     except UnsupportedModel as why:
-        raise refusal(card.path, checkpoint.config, why) from None
+        raise refusal(hf_config.path, checkpoint.config, why) from None
     return runner
 
 
 def check_transformers_model(
     config: EngineConfig, dtype: torch.dtype = torch.float32
-) -> tuple[ModelCard, Checkpoint]:
+) -> tuple[HfConfig, Checkpoint]:
     """Raise ConfigError for an unsupported model, without reading its weights."""
-    card = card_of(config.model)
-    checkpoint = Checkpoint(card, Path(config.model.path), dtype, config.model.trust_remote_code)
-    check_compat(checkpoint, card.path, _needs(card), config.model.max_model_len)
-    return card, checkpoint
+    hf_config = hf_config_of(config.model)
+    checkpoint = Checkpoint(hf_config, Path(config.model.path), dtype, config.model.trust_remote_code)
+    check_compat(checkpoint, hf_config.path, _needs(hf_config), config.model.max_model_len)
+    return hf_config, checkpoint
 
 
-def _needs(card: ModelCard) -> list[KvNeed]:
-    return [need for need in unknown(card).kv_needs if need is not None]
+def _needs(hf_config: HfConfig) -> list[KvNeed]:
+    return [need for need in unknown(hf_config).kv_needs if need is not None]
 
 
 def _runner(model: TransformersModel, context: WorkerContext, kv: KvMemory) -> Runner:

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from transformers.utils import logging as transformers_log
 
 from quintet.executor.backends.torch.fallback.attention import NO_INTERFACE, PREFIX, UnsupportedModel
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import nearest
 from quintet.wire.errors import ConfigError
 
@@ -32,16 +32,16 @@ _SHOWN = 300
 class Checkpoint:
     """A model folder that transformers supports, or with trusted remote code."""
 
-    def __init__(self, card: ModelCard, folder: Path, dtype: torch.dtype, trusts_code: bool) -> None:
-        """Read the card with transformers. Raises ConfigError, also for remote code without --trust-remote-code."""
+    def __init__(self, hf_config: HfConfig, folder: Path, dtype: torch.dtype, trusts_code: bool) -> None:
+        """Read the config with transformers. Raises ConfigError, also for remote code without --trust-remote-code."""
         self._folder = folder
         self._dtype = dtype
         self._trusts_code = trusts_code
         transformers_log.set_verbosity_error()
         transformers_log.disable_progress_bar()
-        files = _code_files(card)
+        files = _code_files(hf_config)
         if files and not trusts_code:
-            known = self._try_card()
+            known = self._try_hf_config()
             if known is None:
                 raise ConfigError(
                     f"{folder}: the model needs the checkpoint's own code ({', '.join(files)}), which is not part of"
@@ -50,10 +50,10 @@ class Checkpoint:
             self.config = known
             return
         if not files:
-            _check_kind(card)
+            _check_kind(hf_config)
         if files:
             log.warning("--trust-remote-code: executing %s of %s", ", ".join(files), folder)
-        self.config = self._guarded("cannot read the card", lambda: self._card(trusts_code))
+        self.config = self._guarded("cannot read the config", lambda: self._hf_config(trusts_code))
 
     def empty_model(self, attention: str) -> PreTrainedModel:
         """Return the model on the meta device, to record its attention. In bf16, which all operations support."""
@@ -105,16 +105,16 @@ class Checkpoint:
         )
         return model
 
-    def _card(self, trusts_code: bool) -> PreTrainedConfig:
+    def _hf_config(self, trusts_code: bool) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             self._folder, trust_remote_code=trusts_code, local_files_only=True
         )
         return config
 
-    def _try_card(self) -> PreTrainedConfig | None:
-        """Return the configuration if transformers has a built-in class for the card, otherwise None."""
+    def _try_hf_config(self) -> PreTrainedConfig | None:
+        """Return the configuration if transformers has a built-in class for the config, otherwise None."""
         try:
-            config = self._card(False)
+            config = self._hf_config(False)
         except (ValueError, KeyError, OSError):
             return None
         return config if type(config) in AutoModelForCausalLM._model_mapping else None
@@ -145,28 +145,28 @@ class Checkpoint:
             raise ConfigError(f"{self._folder}: transformers {problem}: {text[:_SHOWN]}") from error
 
 
-def _check_kind(card: ModelCard) -> None:
-    """Reject a card with a model_type that transformers does not have."""
-    kind, names = card.values.get("model_type"), card.values.get("architectures")
+def _check_kind(hf_config: HfConfig) -> None:
+    """Reject a config with a model_type that transformers does not have."""
+    kind, names = hf_config.values.get("model_type"), hf_config.values.get("architectures")
     if not isinstance(kind, str) or kind in CONFIG_MAPPING:
         return
     near = nearest(str(names[0])) if isinstance(names, list) and names else None
     suggestion = f"; the most similar architecture of Quintet is {near}" if near else ""
     raise ConfigError(
-        f"{card.path}: neither Quintet nor transformers {transformers.__version__} supports model_type"
+        f"{hf_config.path}: neither Quintet nor transformers {transformers.__version__} supports model_type"
         f" {kind!r:.80}{suggestion}. Install a later transformers, or use a checkpoint with its own code (auto_map)"
     )
 
 
-def _code_files(card: ModelCard) -> list[str]:
-    """Return the Python files in the card's auto_map. Raises ConfigError for files of other repositories."""
-    values = card.section("auto_map").values.values()
+def _code_files(hf_config: HfConfig) -> list[str]:
+    """Return the Python files in the config's auto_map. Raises ConfigError for files of other repositories."""
+    values = hf_config.section("auto_map").values.values()
     paths = [path for value in values for path in (value if isinstance(value, list) else [value])]
     modules = sorted({path.rpartition(".")[0] for path in paths if isinstance(path, str)})
     external = [module for module in modules if "--" in module]
     if external:
         raise ConfigError(
-            f"{card.path}: auto_map refers to code of another repository, {external[0]!r:.100}; copy its files into this"
+            f"{hf_config.path}: auto_map refers to code of another repository, {external[0]!r:.100}; copy its files into this"
             " folder and remove the repository from auto_map"
         )
     return [f"{module}.py" for module in modules]

@@ -1,7 +1,7 @@
 """Checks, before weights are read, that a model of transformers can run over paged KV memory.
 
 Requirements: all state of the past is keys and values that pass through transformers' attention interface; their sizes match our
-reading of the card; the rest of the computation depends only on a token and its position.
+reading of the config; the rest of the computation depends only on a token and its position.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quintet.executor.model_config.spec import KvNeed
 from quintet.wire.errors import ConfigError
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Layer types of cards with no state other than keys and values."""
+"""Layer types of configs with no state other than keys and values."""
 
 BY_LENGTH = {"dynamic", "longrope"}
 """RoPE types that transformers computes for the longest sequence of a step."""
@@ -94,14 +94,14 @@ def check_calls(calls: Sequence[AttentionCall], needs: Sequence[KvNeed]) -> None
         raise UnsupportedModel(NO_INTERFACE)
     if len(calls) != len(needs):
         raise UnsupportedModel(
-            f"it makes {len(calls)} attention calls, but its card implies {len(needs)} layers"
+            f"it makes {len(calls)} attention calls, but its config implies {len(needs)} layers"
         )
     for index, (call, need) in enumerate(zip(calls, needs, strict=True)):
         actual = (call.num_kv_heads, call.key_dim, call.value_dim)
         planned = (need.num_kv_heads, need.key_dim, need.value_dim)
         if actual != planned:
             raise UnsupportedModel(
-                f"layer {index} has {actual[0]} KV heads of dimensions {actual[1]} and {actual[2]}, but its card implies"
+                f"layer {index} has {actual[0]} KV heads of dimensions {actual[1]} and {actual[2]}, but its config implies"
                 f" {planned[0]} of {planned[1]} and {planned[2]}"
             )
 

@@ -30,7 +30,7 @@ class SelfCheck:
     """Two sequences with the expected logits."""
 
     def __init__(self, model: TransformersModel, config: ModelConfig, device: torch.device) -> None:
-        """Compute the expected logits. Raises `UnsupportedModel` if their width differs from the vocabulary size of the card."""
+        """Compute the expected logits. Raises `UnsupportedModel` if their width differs from the config's vocabulary size."""
         generator = torch.Generator().manual_seed(0)
         self._config = config
         self._sequences = [
@@ -41,7 +41,7 @@ class SelfCheck:
             self._expected = [model.whole_logits(tokens.to(device)) for tokens in self._sequences]
         if self._expected[0].shape[1] != config.vocab_size:
             raise UnsupportedModel(
-                f"it returns {self._expected[0].shape[1]} logits, but its card implies {config.vocab_size}"
+                f"it returns {self._expected[0].shape[1]} logits, but its config implies {config.vocab_size}"
             )
 
     def run(self, runner: Runner, tables: SlotTables, num_blocks: int) -> None:

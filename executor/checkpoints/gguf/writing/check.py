@@ -1,6 +1,6 @@
-"""Compare a GGUF file's metadata with the folder's card: both are parsed as usual, then the specs are compared.
+"""Compare a GGUF file's metadata with the folder's config: both are parsed as usual, then the specs are compared.
 
-A card with a setting that GGUF cannot express is refused instead of becoming a different model.
+A config with a setting that GGUF cannot express is refused instead of becoming a different model.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from quintet.executor.checkpoints.gguf.card import card_of_gguf
+from quintet.executor.checkpoints.gguf.hf_config import hf_config_of_gguf
 from quintet.executor.checkpoints.gguf.parts import read_parts
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.rope import RopeSpec
 from quintet.executor.model_config.shape import SEPARATE_MATRICES
@@ -27,21 +27,21 @@ _CLOSE = 1e-6
 
 def check_matches(folder: Path, file: Path) -> None:
     """Raise `ConfigError` with the first setting that differs between file and folder."""
-    theirs = _spec(json.loads(card_of_gguf(read_parts(file))), file)
+    theirs = _spec(json.loads(hf_config_of_gguf(read_parts(file))), file)
     ours = _spec(read_json(folder / "config.json") | {SEPARATE_MATRICES: True}, folder / "config.json")
     for path, wanted, found in _differences(ours, theirs, ""):
         raise ConfigError(
-            f"{folder}: GGUF cannot express {path.strip('.')}: the card has {wanted!s:.60}, a file would have {found!s:.60}."
+            f"{folder}: GGUF cannot express {path.strip('.')}: the config has {wanted!s:.60}, a file would have {found!s:.60}."
             " Use a compressed-tensors format, which keeps config.json"
         )
 
 
-def _spec(card: dict[str, object], path: Path) -> object:
-    names = card.get("architectures")
+def _spec(hf_config: dict[str, object], path: Path) -> object:
+    names = hf_config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(f"{path}: unsupported architecture {name!r:.60}")
-    spec = FAMILIES[name].read(ModelCard(card, str(path)))
+    spec = FAMILIES[name].read(HfConfig(hf_config, str(path)))
     return (
         _without_idle_windows(_without_curves(_without_factors(spec)))
         if isinstance(spec, DecoderSpec)

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from quintet.executor.checkpoints.gguf.writing.card import Config, head_dim, kv_heads_of
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, head_dim, kv_heads_of
 
 Arrange = Callable[[torch.Tensor], torch.Tensor]
 Named = tuple[str, Arrange]

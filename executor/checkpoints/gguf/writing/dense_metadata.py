@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quintet.executor.checkpoints.gguf.writing.card import Config, either, head_dim, rope_of
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either, head_dim, rope_of
 
 
 def dimensions(config: Config) -> Config:

@@ -15,8 +15,8 @@ from typing import Any
 import gguf
 import torch
 
-from quintet.executor.checkpoints.gguf.writing.card import Config, either, head_dim, kv_heads_of, rope_of
 from quintet.executor.checkpoints.gguf.writing.conversions import Arrange, converted, paired
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either, head_dim, kv_heads_of, rope_of
 from quintet.executor.model_config import registry
 
 Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -92,8 +92,8 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "youtu": "deepseek2",
 }
-"""Keyed by the card's model_type."""
-_OF_CARDS = {
+"""Keyed by the config's model_type."""
+_OF_HF_CONFIGS = {
     "BailingMoeForCausalLM": "bailingmoe",
     "BailingMoeV2ForCausalLM": "bailingmoe2",
     "ChatGLMModel": "chatglm",
@@ -104,11 +104,11 @@ _OF_CARDS = {
     "OrionForCausalLM": "orion",
     "XverseForCausalLM": "xverse",
 }
-"""Keyed by the card's architecture, for families with an unusual or shared model_type."""
+"""Keyed by the config's architecture, for families with an unusual or shared model_type."""
 _KINDS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 """Names of an expert's matrices in checkpoints."""
 _INTERLEAVED_ROPE = frozenset({"llama", "arcee", "granite", "olmo", "smollm3"})
-"""Architectures with interleaved RoPE in llama.cpp but rotated halves in the card's family."""
+"""Architectures with interleaved RoPE in llama.cpp but rotated halves in the config's family."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123]|gate_proj|up_proj|down_proj)\.weight")
 _HEAD_NORM = re.compile(r"(.*_layernorm)\.norms\.(\d+)\.weight")
 _BUFFERS = (
@@ -139,13 +139,13 @@ class FileTensor:
 
 
 def architecture_of(config: Config) -> str | None:
-    """Return the GGUF architecture of a card; None if it is not supported for writing."""
+    """Return the GGUF architecture of a config; None if it is not supported for writing."""
     names = config.get("architectures") or [None]
-    return _OF_CARDS.get(names[0]) or ARCHITECTURES.get(str(config.get("model_type")))
+    return _OF_HF_CONFIGS.get(names[0]) or ARCHITECTURES.get(str(config.get("model_type")))
 
 
 def model_type_of(architecture: str) -> str | None:
-    """Return the ``model_type`` of cards with this architecture; None if it is not supported for writing."""
+    """Return the ``model_type`` of configs with this architecture; None if it is not supported for writing."""
     return next(
         (kind for kind in ARCHITECTURES if registry.architecture_of(kind, is_part=False) == architecture),
         None,

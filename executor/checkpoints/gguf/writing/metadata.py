@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file from a model card, like llama.cpp's converter: common keys and RoPE.
+"""Metadata of a GGUF file from a config, like llama.cpp's converter: common keys and RoPE.
 
 `dense_metadata`, `routed_metadata` (experts, latents) and `state_metadata` (recurrent models) add keys; none removes
 one.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quintet.executor.checkpoints.gguf.writing.card import Config, either, head_dim, kv_heads_of, rope_of
 from quintet.executor.checkpoints.gguf.writing.dense_metadata import DENSE, dimensions
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either, head_dim, kv_heads_of, rope_of
 from quintet.executor.checkpoints.gguf.writing.routed_metadata import LATENT, ROUTED
 from quintet.executor.checkpoints.gguf.writing.state_metadata import STATES
 

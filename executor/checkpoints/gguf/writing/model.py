@@ -19,8 +19,8 @@ import torch
 
 from quintet.executor.checkpoints.gguf.blocks.encode import encode
 from quintet.executor.checkpoints.gguf.types import GgmlType
-from quintet.executor.checkpoints.gguf.writing.card import Config, either, kv_heads_of, usual
 from quintet.executor.checkpoints.gguf.writing.check import check_matches
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either, kv_heads_of, usual
 from quintet.executor.checkpoints.gguf.writing.layout import (
     ARCHITECTURES,
     CURVES,
@@ -63,7 +63,7 @@ _REALS = frozenset(
         "yarn_log_multiplier",
     ]
 )
-"""Suffixes of float keys; readers refuse an integer type, though cards may have 12 for 12.0."""
+"""Suffixes of float keys; readers refuse an integer type, though configs may have 12 for 12.0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,12 @@ class GgufPlan:
         return sum(math.prod(each.shape) for each in self.tensors)
 
 
-def plan_of(folder: Path, mix: Mix, card: Config | None = None) -> GgufPlan:
-    """Return the plan of a folder's file. card: None reads the folder's.
+def plan_of(folder: Path, mix: Mix, hf_config: Config | None = None) -> GgufPlan:
+    """Return the plan of a folder's file. config: None reads the folder's.
 
     Raises `ConfigError` for a model that GGUF or this writer cannot express.
     """
-    config = usual(read_json(folder / "config.json") if card is None else card)
+    config = usual(read_json(folder / "config.json") if hf_config is None else hf_config)
     arch = architecture_of(config)
     if arch is None:
         raise ConfigError(
@@ -217,7 +217,7 @@ def _write_tensors(writer: Any, plan: GgufPlan, target: Path, on_progress: Progr
     os.posix_fallocate(file.fileno(), 0, file.tell() + plan.padded_bytes)
     num_of_rope = sum(
         not each.laid.sources for each in plan.tensors
-    )  # the first tensors, which the card needs
+    )  # the first tensors, which the config needs
     with ThreadPoolExecutor(os.cpu_count(), initializer=partial(torch.set_num_threads, 1)) as pool:
         for number, each in enumerate(plan.tensors):
             if number == num_of_rope:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quintet.executor.checkpoints.gguf.writing.card import Config, either
 from quintet.executor.checkpoints.gguf.writing.dense_metadata import dimensions, granite, hunyuan, windows
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either
 
 SIGMOID = 2
 """``expert_gating_func`` of sigmoid scores."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quintet.executor.checkpoints.gguf.writing.card import Config, kv_heads_of, rope_of
 from quintet.executor.checkpoints.gguf.writing.dense_metadata import granite
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, kv_heads_of, rope_of
 from quintet.executor.checkpoints.gguf.writing.routed_metadata import SIGMOID, experts
 
 
@@ -125,7 +125,7 @@ def _lfm2_dense(config: Config) -> Config:
 
 
 def _lfm2_width(config: Config) -> int:
-    """Return the width of the feed-forwards; the card has it before rounding."""
+    """Return the width of the feed-forwards; the config has it before rounding."""
     if not config.get("block_auto_adjust_ff_dim"):
         return int(config["intermediate_size"])
     step = config["block_multiple_of"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from quintet.executor.checkpoints.quant.formats import awq, fp8, gptq
 from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
@@ -54,8 +54,8 @@ class Floats:
         return fp8_scheme(layer, MARK, (shape,), row_group=1, group=group, exponents=True)
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card's ``quantization_config``."""
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config's ``quantization_config``."""
     kind = section.values.get("data_type") or "int"
     packing = section.values.get("packing_format") or section.values.get("backend") or USUAL
     if not isinstance(kind, str) or not isinstance(packing, str):
@@ -68,7 +68,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return _integers(section, packing) if kind.startswith("int") else _floats(section, kind, packing)
 
 
-def _floats(section: ModelCard, kind: str, packing: str) -> Format:
+def _floats(section: HfConfig, kind: str, packing: str) -> Format:
     bits = section.whole("bits", 1, FLOAT_BITS, 8)
     if "e5m3" not in packing and (kind[:5], bits) in MICROSCALED:
         others = _others(section, gptq.GptqConfig(4, 128, True, False))
@@ -90,7 +90,7 @@ def _floats(section: ModelCard, kind: str, packing: str) -> Format:
     )
 
 
-def _integers(section: ModelCard, packing: str) -> Format:
+def _integers(section: HfConfig, packing: str) -> Format:
     if "awq" in packing:
         return replace(awq.of(section), name=NAME)
     name = packing.removeprefix("auto_round").removeprefix(":")
@@ -115,7 +115,7 @@ def _integers(section: ModelCard, packing: str) -> Format:
 
 
 def _others(
-    section: ModelCard, usual: gptq.GptqConfig
+    section: HfConfig, usual: gptq.GptqConfig
 ) -> tuple[tuple[re.Pattern[str], gptq.GptqConfig | None], ...]:
     """Return the overrides of ``extra_config``: other bits, or None for unquantized layers."""
     found = []

@@ -25,7 +25,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     StoredLayer,
     groups_in_words,
 )
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
 MOST_GROUP = 1 << 20
@@ -83,13 +83,13 @@ class Awq:
         )
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card's ``quantization_config``."""
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config's ``quantization_config``."""
     return of(section)
 
 
-def of(section: ModelCard) -> Format:
-    """Return the format that a section of a card describes."""
+def of(section: HfConfig) -> Format:
+    """Return the format that a section of a config describes."""
     bits = section.whole(("bits", "w_bit"), 1, 16, BITS)
     if bits != BITS:
         raise section.wrong(("bits", "w_bit"), "4: AutoAWQ saves no other bits")

@@ -21,7 +21,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     total_bytes,
 )
 from quintet.executor.checkpoints.weights.header import Entry
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 
 IN_BYTE = 4
 
@@ -62,8 +62,8 @@ def _memory_bytes(contents: Mapping[str, Entry], dtype_bytes: int) -> int:
     return total_bytes(contents, {}) + sum(contents[name].num_bytes for name in ternary if name in contents)
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card's ``quantization_config``."""
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config's ``quantization_config``."""
     linear = section.word("linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
     if section.word("quantization_mode", ("offline", "online"), "offline") == "online":
         raise section.wrong(

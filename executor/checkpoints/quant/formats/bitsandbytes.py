@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from quintet.executor.checkpoints.quant.formats.modules import is_part_of, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, Stored, StoredLayer
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
 NF4 = (
@@ -84,8 +84,8 @@ class BitsAndBytes:
         )
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card's ``quantization_config``."""
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config's ``quantization_config``."""
     key = "llm_int8_skip_modules"
     left_out = word_list(section.values.get(key), section.path, section.inside + key)
     eight, four = (

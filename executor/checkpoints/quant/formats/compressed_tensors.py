@@ -23,7 +23,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     StoredLayer,
     in_words,
 )
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
 PACKED, INTEGERS, FLOAT8 = (
@@ -215,8 +215,8 @@ def _floats(layer: StoredLayer, numbers: GroupConfig) -> Scheme:
             )
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card's ``quantization_config``."""
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config's ``quantization_config``."""
     _refuse_unsupported(section)
     usual = section.values.get("format") or PACKED
     found = section.section("config_groups")
@@ -234,7 +234,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return Format("compressed-tensors", words, mark, layers.scheme, ignored)
 
 
-def _refuse_unsupported(section: ModelCard) -> None:
+def _refuse_unsupported(section: HfConfig) -> None:
     """Refuse sparse weights and transforms."""
     for key in ("sparsity_config", "sparsity_compression_config"):
         sparsity = section.section(key).values.get("format", "dense")
@@ -250,7 +250,7 @@ def _refuse_unsupported(section: ModelCard) -> None:
         )
 
 
-def _group(section: ModelCard, usual: object) -> Group:
+def _group(section: HfConfig, usual: object) -> Group:
     targets = word_list(section.values.get("targets"), section.path, f"{section.inside}targets")
     kind, weights = section.values.get("format") or usual, section.section("weights")
     if not isinstance(kind, str) or kind not in KNOWN:
@@ -277,7 +277,7 @@ def _group(section: ModelCard, usual: object) -> Group:
     return Group(targets, _numbers(weights, section, kind, bits, is_float))
 
 
-def _numbers(weights: ModelCard, section: ModelCard, kind: str, bits: int, is_float: bool) -> GroupConfig:
+def _numbers(weights: HfConfig, section: HfConfig, kind: str, bits: int, is_float: bool) -> GroupConfig:
     grouped = weights.values.get("group_size")
     strategy = weights.word("strategy", STRATEGIES, "group" if grouped and grouped != -1 else "tensor")
     group = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from quintet.executor.checkpoints.quant.formats.floats import fp8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import block_size, is_part_of, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.config import Quantization
 
 IGNORED = (
@@ -59,8 +59,8 @@ def of(
     return Format(name, words, mark, Fp8(block, left_out, mark).scheme, IGNORED)
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card with ``quant_method`` ``fp8``."""
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config with ``quant_method`` ``fp8``."""
     block = None
     if section.has("weight_block_size"):
         block = block_size(section, "weight_block_size")
@@ -68,12 +68,12 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return of("fp8", block, _left_out(section), mark)
 
 
-def recognise_fbgemm(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card with ``quant_method`` ``fbgemm_fp8``: a scale for each row."""
+def recognise_fbgemm(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config with ``quant_method`` ``fbgemm_fp8``: a scale for each row."""
     return of("fbgemm_fp8", None, _left_out(section))
 
 
-def _left_out(section: ModelCard) -> tuple[str, ...]:
+def _left_out(section: HfConfig) -> tuple[str, ...]:
     found: tuple[str, ...] = ()
     for key in ("modules_to_not_convert", "ignored_layers"):
         found += word_list(section.values.get(key), section.path, section.inside + key)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from quintet.executor.checkpoints.gguf.types import BY_NAME
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.header import Entry
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 
 
 def of(types: Sequence[str]) -> Format:
@@ -22,8 +22,8 @@ def _memory_bytes(contents: Mapping[str, Entry], dtype_bytes: int) -> int:
     )
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card that was made from a GGUF file."""
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config that was made from a GGUF file."""
     types = section.values.get("types")
     if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
         raise section.wrong("types", "the types of the file's tensors: serve the .gguf file itself")

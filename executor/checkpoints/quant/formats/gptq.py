@@ -26,7 +26,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     total_bytes,
 )
 from quintet.executor.checkpoints.weights.header import Entry
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
@@ -118,8 +118,8 @@ class Gptq:
         return self.numbers
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card's ``quantization_config``."""
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config's ``quantization_config``."""
     version = section.word(
         ("checkpoint_format", "format"),
         ("gptq", "gptq_v2", "gptq_pack", "marlin", "bitblas", "gptq_gemm"),
@@ -145,7 +145,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return layers.as_format("gptq", () if numbers.by_activations else ("*.g_idx",))
 
 
-def numbers_of(section: ModelCard, usual: GptqConfig) -> GptqConfig:
+def numbers_of(section: HfConfig, usual: GptqConfig) -> GptqConfig:
     """Return a section's configuration; missing keys come from ``usual``."""
     bits = section.whole("bits", 2, 8, usual.bits)
     if bits not in (2, 3, 4, 8):
@@ -161,7 +161,7 @@ def numbers_of(section: ModelCard, usual: GptqConfig) -> GptqConfig:
     )
 
 
-def _others(section: ModelCard, usual: GptqConfig) -> tuple[tuple[re.Pattern[str], GptqConfig | None], ...]:
+def _others(section: HfConfig, usual: GptqConfig) -> tuple[tuple[re.Pattern[str], GptqConfig | None], ...]:
     """Return GPTQModel's ``dynamic``: patterns with overrides; the prefix ``-:`` marks unquantized layers."""
     found = []
     dynamic = section.section("dynamic")

@@ -26,7 +26,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     total_bytes,
 )
 from quintet.executor.checkpoints.weights.header import Entry
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import ITEM_BYTES
 
@@ -153,8 +153,8 @@ def tag_of(name: str) -> str:
     return ".".join(each for each in words if each not in ("model", "layers") and not each.isnumeric())
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card's ``quantization_config``."""
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config's ``quantization_config``."""
     key = "skip_modules"
     skipped = word_list(section.values.get(key), section.path, section.inside + key)
     inner = section.section("quant_config")
@@ -168,7 +168,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return Hqq(None, by_tag, skipped).as_format()
 
 
-def _numbers(section: ModelCard) -> HqqConfig:
+def _numbers(section: HfConfig) -> HqqConfig:
     for key in ("scale_quant_params", "zero_quant_params"):
         if section.has(key):
             raise ConfigError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 
 _STRATEGIES = {"attn_head": "a scale for each head", "token": "a scale for each token"}
 _NAMED: Mapping[str, Literal["fp8", "int8"]] = {"FP8": "fp8", "INT8": "int8"}
@@ -53,15 +53,15 @@ class KvFormat:
         )
 
 
-def wish_of(card: ModelCard) -> KvFormat | None:
+def wish_of(hf_config: HfConfig) -> KvFormat | None:
     """Return the requested format; None if the checkpoint requests none."""
-    for holder in (card, card.section("text_config")):
+    for holder in (hf_config, hf_config.section("text_config")):
         if holder.has("quantization_config"):
             return _wish(holder.section("quantization_config"))
     return None
 
 
-def _wish(section: ModelCard) -> KvFormat | None:
+def _wish(section: HfConfig) -> KvFormat | None:
     inner = section.section("quantization") if section.has("quantization") else section
     named = inner.values.get("kv_cache_quant_algo")  # ModelOpt
     if named is None and isinstance(section.values.get("kv_cache_scheme"), str):  # transformers

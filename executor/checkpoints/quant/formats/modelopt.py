@@ -28,7 +28,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     StoredLayer,
     in_words,
 )
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
 MIXED = "MIXED_PRECISION"
@@ -139,8 +139,8 @@ def _four_bits(layer: StoredLayer, group: int, scale: str) -> Scheme:
     )
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card's ``quantization_config``, or of ``quantization`` in ``hf_quant_config.json``."""
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config's ``quantization_config``, or of ``quantization`` in ``hf_quant_config.json``."""
     inner = section.section("quantization") if section.has("quantization") else section
     left_out: tuple[str, ...] = ()
     for key in ("exclude_modules", "ignore"):
@@ -154,7 +154,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return ModelOpt(None, left_out, by_name).as_format()
 
 
-def _numbers(section: ModelCard) -> ModelOptConfig:
+def _numbers(section: HfConfig) -> ModelOptConfig:
     algorithm = section.values.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise ConfigError(

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 from quintet.executor.checkpoints.quant.formats.scheme import StoredLayer
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
 MOST_BLOCK = 1 << 20
@@ -17,11 +17,11 @@ MAX_PATTERN = 400
 """Maximum length of a regular expression; published ones are shorter."""
 
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
-"""Repeated groups can backtrack exponentially; a card is untrusted input."""
+"""Repeated groups can backtrack exponentially; a config is untrusted input."""
 
 
 def compiled(pattern: object, path: str, key: str) -> re.Pattern[str]:
-    """Return a card's compiled regular expression. Raises `ConfigError` for an invalid or unsafe pattern."""
+    """Return a config's compiled regular expression. Raises `ConfigError` for an invalid or unsafe pattern."""
     if isinstance(pattern, str) and len(pattern) <= MAX_PATTERN and not _REPEATED_GROUP.search(pattern):
         try:
             return re.compile(pattern)
@@ -33,7 +33,7 @@ def compiled(pattern: object, path: str, key: str) -> re.Pattern[str]:
     )
 
 
-def block_size(section: ModelCard, key: str) -> tuple[int, int]:
+def block_size(section: HfConfig, key: str) -> tuple[int, int]:
     """Return the numbers of rows and inputs that share a scale. Raises `ConfigError`."""
     value = section.values.get(key)
     if (
@@ -46,7 +46,7 @@ def block_size(section: ModelCard, key: str) -> tuple[int, int]:
 
 
 def word_list(values: object, path: str, key: str) -> tuple[str, ...]:
-    """Return a card's list of names; empty for null. Raises `ConfigError`."""
+    """Return a config's list of names; empty for null. Raises `ConfigError`."""
     if values is None:
         return ()
     if not isinstance(values, list) or not all(isinstance(each, str) for each in values):

@@ -10,15 +10,15 @@ unquantized.
 from __future__ import annotations
 
 from quintet.executor.checkpoints.quant.formats.scheme import Format
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
     """Return the format; only gpt-oss has it."""
-    if "GptOssForCausalLM" not in (card.values.get("architectures") or ()):
+    if "GptOssForCausalLM" not in (hf_config.values.get("architectures") or ()):
         raise ConfigError(
-            f"{card.path}: quant_method 'mxfp4' is supported only for gpt-oss's experts: use the"
+            f"{hf_config.path}: quant_method 'mxfp4' is supported only for gpt-oss's experts: use the"
             " original checkpoint"
         )
     words = "mxfp4: experts of 4 bits in groups of 32"

@@ -25,7 +25,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     groups_in_words,
     in_words,
 )
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
 KNOWN = {
@@ -144,11 +144,11 @@ def _four_bits(layer: StoredLayer, numbers: QuarkConfig, scale: str, reorders: b
     )
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card's ``quantization_config``."""
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config's ``quantization_config``."""
     if any(each is not None for each in section.section("layer_type_quant_config").values.values()):
         raise ConfigError(
-            f"{card.path}: {section.inside}layer_type_quant_config (quantization by layer type) is not"
+            f"{hf_config.path}: {section.inside}layer_type_quant_config (quantization by layer type) is not"
             " supported: use a checkpoint with layer_quant_config"
         )
     layers = section.section("layer_quant_config")
@@ -163,7 +163,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return Format("quark", words, MARK, its.scheme, IGNORED)
 
 
-def _numbers(section: ModelCard) -> QuarkConfig | None:
+def _numbers(section: HfConfig) -> QuarkConfig | None:
     """Return a section's configuration; None if the weights are not quantized."""
     if not section.has("weight"):
         return None

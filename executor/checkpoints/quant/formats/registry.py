@@ -23,7 +23,7 @@ from quintet.executor.checkpoints.quant.formats import (
 )
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Recognise
 from quintet.executor.checkpoints.weights.header import Entry
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
 FORMATS: dict[str, Recognise] = {
@@ -43,7 +43,7 @@ FORMATS: dict[str, Recognise] = {
     "torchao": torchao.recognise,
     "bitnet": bitnet.recognise,
 }
-"""Recognisers by ``quant_method``; each reads the card and its quantization section."""
+"""Recognisers by ``quant_method``; each reads the config and its quantization section."""
 
 _SPELLINGS = {
     "compressed_tensors": "compressed-tensors",
@@ -71,14 +71,14 @@ REFUSED = {
 """Unsupported values of ``quant_method``, with reason and alternative."""
 
 
-def recognise(card: ModelCard) -> Format | None:
+def recognise(hf_config: HfConfig) -> Format | None:
     """Return the format of a model's checkpoint; None if it is not quantized.
 
     Raises `ConfigError` for an unsupported format or variant, with an alternative.
     """
-    for holder in (card, card.section("text_config")):
+    for holder in (hf_config, hf_config.section("text_config")):
         if holder.has("quantization_config"):
-            return _of(card, holder.section("quantization_config"))
+            return _of(hf_config, holder.section("quantization_config"))
     return None
 
 
@@ -108,16 +108,16 @@ def check_contents(found: Format, contents: Mapping[str, Entry], path: str) -> N
         )
 
 
-def _of(card: ModelCard, section: ModelCard) -> Format:
+def _of(hf_config: HfConfig, section: HfConfig) -> Format:
     method = section.values.get("quant_method", "unknown")
     if not isinstance(method, str):
         raise section.wrong("quant_method", "the name of a format")
     method = _SPELLINGS.get(method.lower(), method.lower())
     if method in FORMATS:
-        return FORMATS[method](card, section)
+        return FORMATS[method](hf_config, section)
     near = difflib.get_close_matches(method, FORMATS, n=1)
     instead = REFUSED.get(
         method,
         f"{f'the nearest supported format is {near[0]!r}; ' if near else ''}supported: {', '.join(FORMATS)}",
     )
-    raise ConfigError(f"{card.path}: unsupported quant_method {method!r:.40}: {instead}")
+    raise ConfigError(f"{hf_config.path}: unsupported quant_method {method!r:.40}: {instead}")

@@ -12,7 +12,7 @@ from math import prod
 from typing import NoReturn, Protocol
 
 from quintet.executor.checkpoints.weights.header import Entry
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
@@ -231,5 +231,5 @@ def total_bytes(
     return int(total)
 
 
-Recognise = Callable[[ModelCard, ModelCard], Format]
-"""Takes a card and its section that describes the format. Raises `ConfigError` for an unsupported variant."""
+Recognise = Callable[[HfConfig, HfConfig], Format]
+"""Takes a config and its section that describes the format. Raises `ConfigError` for an unsupported variant."""

@@ -23,7 +23,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     total_bytes,
 )
 from quintet.executor.checkpoints.weights.header import Entry
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 
 SPARSE = {"rows": "I32", "cols": "I32", "vals": "F32", "full_rows": "F32", "full_row_indices": "I32"}
 """Suffixes and number formats of a layer's outliers."""
@@ -97,8 +97,8 @@ class SqueezeLlm:
         )
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card's ``quantization_config``, or of ``quant_config.json``."""
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config's ``quantization_config``, or of ``quant_config.json``."""
     key = ("wbits", "bits")
     bits = section.whole(key, 1, 16)
     if bits not in (3, 4):

@@ -28,7 +28,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     total_bytes,
 )
 from quintet.executor.checkpoints.weights.header import Entry
-from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
 INT8, INTX, INT4, FLOAT8 = "8-bit integers", "integers in bytes", "4-bit integers", "8-bit floats"
@@ -214,8 +214,8 @@ def _int4(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
     )
 
 
-def recognise(card: ModelCard, section: ModelCard) -> Format:
-    """Return the format of a card's ``quantization_config``."""
+def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+    """Return the format of a config's ``quantization_config``."""
     if section.flag("include_input_output_embeddings", False):
         raise ConfigError(
             f"{section.path}: {section.inside}include_input_output_embeddings: quantized embeddings are not supported:"
@@ -251,7 +251,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return TorchAo(usual, tuple(found), left_out).as_format()
 
 
-def _numbers(section: ModelCard) -> TorchAoConfig:
+def _numbers(section: HfConfig) -> TorchAoConfig:
     kind, inner = section.values.get("_type"), section.section("_data")
     if not isinstance(kind, str) or kind not in KNOWN:
         raise ConfigError(
@@ -277,7 +277,7 @@ def _numbers(section: ModelCard) -> TorchAoConfig:
     return TorchAoConfig(KNOWN[kind], group, "ASYMMETRIC" not in mappings, int8_activations)
 
 
-def _mapping(inner: ModelCard, key: str) -> str:
+def _mapping(inner: HfConfig, key: str) -> str:
     """Return the mapping from codes to values."""
     value = inner.values.get(key) or MAPPINGS[0]
     value = value.get("_data") if isinstance(value, dict) else value

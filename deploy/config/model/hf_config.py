@@ -11,15 +11,15 @@ import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quintet.deploy.config.model.implementation import check_transformers_card, choose_implementation
+from quintet.deploy.config.model.implementation import check_transformers_hf_config, choose_implementation
 from quintet.deploy.config.model.stop_tokens import configured_ids
 from quintet.executor.checkpoints.quant.formats.kv_cache import KvFormat, wish_of
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
 from quintet.executor.checkpoints.weights.header import Entry, read_header
-from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.registry import FAMILIES, architecture_of
 from quintet.executor.model_config.spec import DecoderSpec, KvNeed, ModelSpec
@@ -27,7 +27,7 @@ from quintet.executor.model_config.state_specs import StateNeed
 from quintet.executor.model_config.unknown import unknown
 from quintet.wire.config import Dtype, ModelImpl
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import Json, card_path, is_gguf, parse_json, read_json, read_text
+from quintet.wire.model_files import Json, hf_config_path, is_gguf, parse_json, read_json, read_text
 from quintet.wire.params import shown
 
 _QUANTIZATION_FILES = {
@@ -52,7 +52,7 @@ class ModelFacts:
     """Model facts from the JSON files of a model folder."""
 
     path: Path
-    card: str
+    hf_config: str
     """Text of ``config.json``, with ``quantization_config`` of a separate file merged in."""
     stored: Format | None
     """Quantization format of the checkpoint; None if it is not quantized."""
@@ -89,7 +89,7 @@ class ModelFacts:
 class Overrides:
     """Values that override those of a model's files."""
 
-    card: Json = field(default_factory=dict)
+    hf_config: Json = field(default_factory=dict)
     """Overrides of ``config.json``, merged recursively."""
     generation: Json = field(default_factory=dict)
     """Overrides of sampling defaults."""
@@ -108,33 +108,33 @@ def read_facts(
     ``generation_config`` and ``model_impl`` are the flags. with_weights: whether weight headers override ``config.json`` on
     tied embeddings. Raises `ConfigError` with the file and the missing or invalid key.
     """
-    path, overrides = card_path(folder), overrides or Overrides()
-    config, text = _read_card(folder, overrides.card)
+    path, overrides = hf_config_path(folder), overrides or Overrides()
+    config, text = _read_hf_config(folder, overrides.hf_config)
     generation = _read_generation_config(folder, "auto")
     defaults = (
         generation if generation_config == "auto" else _read_generation_config(folder, generation_config)
     )
     architecture = _architecture(config, path)
-    card = ModelCard(config, str(path))
+    hf_config = HfConfig(config, str(path))
     implementation = choose_implementation(model_impl, architecture)
     family = FAMILIES.get(architecture) if implementation == "quintet" else None
     if implementation == "transformers" and is_gguf(folder):
         raise ConfigError(f"{folder}: --model-impl transformers does not support GGUF files; drop it")
     if implementation == "transformers":
-        check_transformers_card(card, architecture)
-    stored = recognise(card)
-    spec: ModelSpec = unknown(card) if family is None else family.read(card)
+        check_transformers_hf_config(hf_config, architecture)
+    stored = recognise(hf_config)
+    spec: ModelSpec = unknown(hf_config) if family is None else family.read(hf_config)
     notes = _check_generation_overrides(overrides.generation)
     if family is not None and with_weights and _has_untied_head(folder, spec):
         config, text = _changed(untied(config))
-        card = ModelCard(config, str(path))
-        spec = family.read(card)
+        hf_config = HfConfig(config, str(path))
+        spec = family.read(hf_config)
         notes.append(_UNTIED_NOTE)
     return ModelFacts(
         path=folder,
-        card=text,
+        hf_config=text,
         stored=stored,
-        stored_kv_format=wish_of(card) if implementation == "quintet" else None,
+        stored_kv_format=wish_of(hf_config) if implementation == "quintet" else None,
         architecture=architecture,
         implementation=implementation,
         dtype=_dtype(config, path),
@@ -152,10 +152,10 @@ def read_facts(
     )
 
 
-def _read_card(folder: Path, changes: Json) -> tuple[Json, str]:
+def _read_hf_config(folder: Path, changes: Json) -> tuple[Json, str]:
     """Return ``config.json`` as values and as text, with quantization files and overrides merged in."""
-    path = card_path(folder)
-    text = _card_of_gguf(path) if is_gguf(folder) else with_quantization(folder, read_text(path))
+    path = hf_config_path(folder)
+    text = _hf_config_of_gguf(path) if is_gguf(folder) else with_quantization(folder, read_text(path))
     config = parse_json(text, path)
     if changes:
         config, text = _changed(_overridden(config, changes))
@@ -261,12 +261,12 @@ def _dtype(config: Json, path: Path) -> Dtype:
     return "float32"
 
 
-def _card_of_gguf(path: Path) -> str:
+def _hf_config_of_gguf(path: Path) -> str:
     # Imported only for GGUF files: numpy starts threads, after which the supervisor must not fork.
-    from quintet.executor.checkpoints.gguf.card import card_of_gguf
+    from quintet.executor.checkpoints.gguf.hf_config import hf_config_of_gguf
     from quintet.executor.checkpoints.gguf.parts import read_parts
 
-    return card_of_gguf(read_parts(path))
+    return hf_config_of_gguf(read_parts(path))
 
 
 def _read_generation_config(folder: Path, where: str) -> Json:

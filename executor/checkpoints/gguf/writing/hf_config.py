@@ -1,4 +1,4 @@
-"""Normalisation of keys that model cards spell differently."""
+"""Normalisation of keys that configs spell differently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPELLED = {
 
 
 def usual(config: Config) -> Config:
-    """Return the card with the common keys."""
+    """Return the config with the common keys."""
     found = {key: either(config, key, *others) for key, others in _SPELLED.items()}
     layers = found["num_hidden_layers"]
     found["num_hidden_layers"] = len(layers) if isinstance(layers, list) else layers

@@ -1,6 +1,6 @@
-"""Convert a GGUF file's metadata to a model card: the values of ``config.json``. Imports no torch.
+"""Convert a GGUF file's metadata to a config: the values of ``config.json``. Imports no torch.
 
-The readers of `quintet.executor.model_config` check the values as for any other card.
+The readers of `quintet.executor.model_config` check the values as for any other config.
 
 `REFUSED` has the unsupported architectures, each with the reason.
 """
@@ -14,7 +14,7 @@ from quintet.executor.checkpoints.gguf.architectures import ARCHITECTURES, Archi
 from quintet.executor.checkpoints.gguf.common_values import KEYS
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 from quintet.executor.checkpoints.gguf.parts import GgufParts
-from quintet.executor.model_config.card import FILE_KEYS
+from quintet.executor.model_config.hf_config import FILE_KEYS
 from quintet.executor.model_config.shape import SEPARATE_MATRICES
 from quintet.wire.errors import ConfigError
 
@@ -78,10 +78,10 @@ _NARROW = ("gemma", "glm4", "plamo")
 """Architectures with activations beyond the range of float16."""
 
 
-def card_of_gguf(parts: GgufParts) -> str:
-    """Return the text of the model's card. Raises `ConfigError` for an unsupported architecture."""
+def hf_config_of_gguf(parts: GgufParts) -> str:
+    """Return the text of the model's config. Raises `ConfigError` for an unsupported architecture."""
     metadata = GgufMetadata.of(parts)
-    values = architecture_of(metadata).card(metadata)
+    values = architecture_of(metadata).hf_config(metadata)
     values |= {"dtype": _dtype(metadata), SEPARATE_MATRICES: True}
     values[FILE_KEYS] = {
         key: f"{metadata.architecture}.{theirs}" for key, theirs in KEYS.items() if key in values

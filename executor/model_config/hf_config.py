@@ -1,6 +1,6 @@
 """Read values of a model folder's ``config.json``, checked by name, type and range.
 
-Kernels and tables rely on these values without further checks, so all reads pass through `ModelCard`. Imports no
+Kernels and tables rely on these values without further checks, so all reads pass through `HfConfig`. Imports no
 torch: `deploy` resolves the configuration with the same functions.
 """
 
@@ -14,20 +14,20 @@ from typing import Any, TypeGuard
 
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import card_path, parse_json
+from quintet.wire.model_files import hf_config_path, parse_json
 
 Key = str | tuple[str, ...]
-"""A value's key in a card, or alternative keys of different families; the first key with a value counts."""
+"""A value's key in a config, or alternative keys of different families; the first key with a value counts."""
 
 FILE_KEYS = "file_keys"
-"""For a card converted from another file: a map from card keys to that file's keys, for error messages."""
+"""For a config converted from another file: a map from config keys to that file's keys, for error messages."""
 _SHOWN = 60
 """Maximum length of a wrong value in an error message."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCard:
-    """The values of a card, or of a nested object. A null value counts as absent."""
+class HfConfig:
+    """The values of a config, or of a nested object. A null value counts as absent."""
 
     values: Mapping[str, Any]
     path: str
@@ -40,7 +40,7 @@ class ModelCard:
         return self.values.get(self.spelling(key)) is not None
 
     def spelling(self, key: Key) -> str:
-        """Return the key under which the card has the value, else a key with null, else the first key."""
+        """Return the key under which the config has the value, else a key with null, else the first key."""
         if isinstance(key, str):
             return key
         present = [each for each in key if each in self.values]
@@ -93,12 +93,12 @@ class ModelCard:
             raise self.wrong(key, f"one of {', '.join(known)}")
         return value
 
-    def section(self, key: str) -> ModelCard:
+    def section(self, key: str) -> HfConfig:
         """Return a nested object; an empty one if absent."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(key, "an object")
-        return ModelCard(value or {}, self.path, f"{self.inside}{key}.")
+        return HfConfig(value or {}, self.path, f"{self.inside}{key}.")
 
     def wrong(self, key: Key, allowed: str) -> ConfigError:
         """Return the error for a value that is not allowed; the caller raises it."""
@@ -113,10 +113,10 @@ class ModelCard:
         return ConfigError(f"{self.path}: {self.inside}{key} {found}; it must be {allowed}")
 
 
-def card_of(config: ModelConfig) -> ModelCard:
-    """Return the card of a resolved model, from the ``config.json`` that `deploy` read."""
-    path = card_path(Path(config.path))
-    return ModelCard(parse_json(config.card, path), str(path))
+def hf_config_of(config: ModelConfig) -> HfConfig:
+    """Return the config of a resolved model, from the ``config.json`` that `deploy` read."""
+    path = hf_config_path(Path(config.path))
+    return HfConfig(parse_json(config.hf_config, path), str(path))
 
 
 def _is_number(value: object) -> TypeGuard[float]:
