@@ -241,10 +241,10 @@ class DraftModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Speculative decoding: drafts that the model verifies. Outputs are the same without it."""
 
-    method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"] = "ngram"
+    method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"] = "ngram"
     """``ngram``: the tokens after the last earlier occurrence of the newest tokens (prompt lookup). ``suffix``: the most
     frequent continuation of the newest tokens, in the request and in earlier outputs. ``draft_model``: tokens of a smaller
-    model. ``eagle3``, ``mtp``: of a head over hidden states of the served model.
+    model. ``eagle``, ``eagle3``, ``mtp``: of a head over hidden states of the served model.
     """
     num_speculative_tokens: int = 4
     """Maximum draft tokens of a request in one step."""
@@ -261,7 +261,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     suffix_decoding_min_token_prob: float = 0.1
     """Minimum estimated probability of a draft."""
     draft: DraftModelConfig | None = None
-    """Set if the method is ``draft_model``, ``eagle3`` or ``mtp``."""
+    """Set if the method is ``draft_model``, or one with a head."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,12 +1,13 @@
-"""Heads as draft models, EAGLE-3 and multi-token prediction: their files, memory, and checks that they fit the served model."""
+"""Heads as draft models, EAGLE and multi-token prediction: their files, memory, and checks that they fit the served model."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,11 +23,11 @@ from quintet.deploy.config.model.weights import (
     read_weight_facts,
     weight_bytes_of,
 )
-from quintet.deploy.config.speculation import FLAG
+from quintet.deploy.config.speculation import FLAG, speculative_method
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.model_config import eagle, mtp
-from quintet.executor.model_config.draft_heads import NUM_FEATURES
-from quintet.executor.model_config.eagle import AUX_LAYERS, EagleSpec
+from quintet.executor.model_config.draft_heads import DRAFT_HEADS, NUM_FEATURES
+from quintet.executor.model_config.eagle import EagleSpec
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.mtp import MTP_NAMES, MtpSpec
 from quintet.executor.model_config.registry import FAMILIES
@@ -37,6 +38,13 @@ from quintet.wire.kv_spec import KvSpec
 from quintet.wire.model_files import hf_config_path, parse_json, read_json
 
 _DECODER = "quintet.executor.models.decoder:Decoder"
+_CONVERTERS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "eagle": eagle.eagle_hf_config,
+    "eagle3": eagle.eagle3_hf_config,
+}
+"""Functions that convert the configuration of a head, by method."""
+HEAD_METHODS = tuple(_CONVERTERS)
+"""Methods with a head of its own folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +104,11 @@ class HeadFacts:
 def read_head(
     name: str | None, options: Options, target: ModelFacts, dtype: Dtype, block_size: int, group: int
 ) -> HeadFacts:
-    """Return the EAGLE-3 head of this name, or without a name the multi-token prediction layer of the served model.
+    """Return the head of this name, or without a name the multi-token prediction layer of the served model.
 
     dtype: of both. Raises `ConfigError`.
     """
-    head = _mtp_head(options, target) if name is None else _eagle_head(name, options, target)
+    head = _mtp_head(options, target) if name is None else _named_head(name, options, target)
     item_bytes, spec, weights = DTYPE_BYTES[dtype], head.spec, head.weights
     num_parameters = (weights and weights.num_parameters) or spec.num_parameters
     weight_bytes = weight_bytes_of(num_parameters, item_bytes, head.quantization, head.stored, weights, 0)
@@ -121,26 +129,30 @@ def draft_kv(
     return rules.kv_spec(alike, "cpu", dataclasses.replace(facts, kv_needs=kept, state_needs=()), dtype_bytes)
 
 
-def _eagle_head(name: str, options: Options, target: ModelFacts) -> Head:
+def _named_head(name: str, options: Options, target: ModelFacts) -> Head:
+    method = speculative_method(options) or ""
     reads_weights = options.load_format == "auto"
     folder = locate_model(name, reads_weights, flag=f"{FLAG}: model")
     path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError(f"{FLAG}: head {name!r} has no config.json: give the folder of an EAGLE-3 head")
+        raise ConfigError(f"{FLAG}: head {name!r} has no config.json: give the folder of a head")
     weights = read_weight_facts(folder) if reads_weights else None
     if weights is not None and not weights.contents:
         raise ConfigError(
-            f"{FLAG}: head {name!r} has pickled weights: convert them with `quintet convert`, and give the new folder"
+            f"{FLAG}: head {name!r} has pickled weights: run `quintet convert {name}`, which adds safetensors"
         )
-    served = _served_spec(target)
-    hf_config = eagle.eagle_hf_config(read_json(path), () if weights is None else weights.contents)
-    spec = eagle.read_eagle(HfConfig(hf_config, str(path)))
-    if not spec.aux_layers:
-        hf_config[AUX_LAYERS] = list(eagle.default_aux_layers(len(served.layers)))
-        spec = eagle.read_eagle(HfConfig(hf_config, str(path)))
+    served = _served_spec(target, method)
+    contents = () if weights is None else weights.contents
+    hf_config = _CONVERTERS[method](read_json(path), contents, len(served.layers))
+    (architecture,) = hf_config["architectures"]
+    spec = DRAFT_HEADS[architecture].read(HfConfig(hf_config, str(path)))
+    assert isinstance(spec, EagleSpec | MtpSpec), spec
     _check_fit(name, spec, served, str(target.path))
-    quantization = loaded_quantization(options)
-    return Head(name, folder, eagle.ARCHITECTURE, json.dumps(hf_config), spec, weights, quantization)
+    if isinstance(spec, MtpSpec) and weights is not None:
+        weights = _read_tensors(spec, weights)
+    return Head(
+        name, folder, architecture, json.dumps(hf_config), spec, weights, loaded_quantization(options)
+    )
 
 
 def _mtp_head(options: Options, target: ModelFacts) -> Head:
@@ -153,8 +165,7 @@ def _mtp_head(options: Options, target: ModelFacts) -> Head:
     spec = mtp.read_mtp(HfConfig(hf_config, str(path)))
     weights = None
     if options.load_format == "auto":
-        contents = read_weight_facts(target.path).contents
-        weights = facts_of({name: entry for name, entry in contents.items() if spec.parts.has(name)})
+        weights = _read_tensors(spec, read_weight_facts(target.path))
         if not weights.contents:
             raise ConfigError(
                 f"{FLAG}: {target.path} has no tensors {spec.parts.projection}.* of a multi-token prediction layer: use"
@@ -165,17 +176,24 @@ def _mtp_head(options: Options, target: ModelFacts) -> Head:
     return Head("mtp", target.path, mtp.ARCHITECTURE, text, spec, weights, quantization, target.stored)
 
 
-def _served_spec(target: ModelFacts) -> DecoderSpec:
+def _read_tensors(spec: MtpSpec, weights: WeightFacts) -> WeightFacts:
+    """Return the sizes of the tensors that a head reads."""
+    return facts_of({name: entry for name, entry in weights.contents.items() if spec.parts.has(name)})
+
+
+def _served_spec(target: ModelFacts, method: str) -> DecoderSpec:
     family = FAMILIES.get(target.architecture)
     spec = None
     if target.implementation == "quintet" and family is not None and family.builder == _DECODER:
         spec = family.read(HfConfig(parse_json(target.hf_config, target.path), str(target.path)))
     if not isinstance(spec, DecoderSpec):
-        raise ConfigError(f"{FLAG}: the method eagle3 is not supported for {target.architecture}: use ngram")
+        raise ConfigError(
+            f"{FLAG}: the method {method} is not supported for {target.architecture}: use ngram"
+        )
     return spec
 
 
-def _check_fit(name: str, spec: EagleSpec, served: DecoderSpec, path: str) -> None:
+def _check_fit(name: str, spec: EagleSpec | MtpSpec, served: DecoderSpec, path: str) -> None:
     """Reject a head of another model."""
     checks = [
         ("hidden size", spec.target_hidden_size, served.hidden_size),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quintet.deploy.config.draft_head import HeadFacts, draft_kv, read_head
+from quintet.deploy.config.draft_head import HEAD_METHODS, HeadFacts, draft_kv, read_head
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.hf_config import ModelFacts, read_facts
 from quintet.deploy.config.model.source import locate_model
@@ -81,7 +81,7 @@ def read_draft(
             f"{FLAG}: {target.path} has {kind}; a draft model needs a served model with full attention and without states:"
             " use the method ngram"
         )
-    if name is None or method == "eagle3":
+    if name is None or method in HEAD_METHODS:
         return read_head(name, options, target, dtype, kv.block_size, group)
     return _read_model(name, options, kv.block_size, group)
 

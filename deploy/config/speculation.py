@@ -25,6 +25,7 @@ METHOD_KEYS = {
         "suffix_decoding_min_token_prob",
     ),
     "draft_model": ("model",),
+    "eagle": ("model",),
     "eagle3": ("model",),
     "mtp": (),
 }

@@ -12,8 +12,9 @@ NUM_FEATURES = MAX_PENDING + MAX_DRAFTS + 2
 """Kept features of a request: vectors as wide as the head's hidden states."""
 
 DRAFT_HEADS = {
-    eagle.ARCHITECTURE: Family(
-        eagle.read_eagle, "EAGLE-3 draft heads", "quintet.executor.models.eagle:EagleHead"
+    eagle.ARCHITECTURE: Family(eagle.read_eagle, "EAGLE draft heads", "quintet.executor.models.mtp:MtpHead"),
+    eagle.ARCHITECTURE_3: Family(
+        eagle.read_eagle3, "EAGLE-3 draft heads", "quintet.executor.models.eagle:EagleHead"
     ),
     mtp.ARCHITECTURE: Family(
         mtp.read_mtp, "multi-token prediction layers", "quintet.executor.models.mtp:MtpHead"

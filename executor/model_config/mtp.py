@@ -26,12 +26,14 @@ class MtpNames:
 
     layer: str = "model.layers.{num_layers}"
     """Prefix of the decoder layer; the names in it are those of the model's layers."""
-    token_norm: str = "{layer}.enorm"
-    hidden_norm: str = "{layer}.hnorm"
+    token_norm: str | None = "{layer}.enorm"
+    hidden_norm: str | None = "{layer}.hnorm"
+    """None: there is no such norm."""
     projection: str = "{layer}.eh_proj"
     """Of the joined embedding and hidden state, each normed."""
     output_norm: str | None = "{layer}.shared_head.norm"
     """Norm before the output layer; None: the model's own."""
+    has_output_norm: bool = True
     hidden_first: bool = False
     """The hidden state is before the embedding in the projection's input."""
     first_kind: bool = False
@@ -86,17 +88,25 @@ MTP_NAMES: dict[str, MtpNames] = {
 
 @dataclass(frozen=True, slots=True)
 class MtpSpec(DecoderSpec):
-    """A prediction layer."""
+    """A prediction layer, or an EAGLE head (`quintet.executor.model_config.eagle`)."""
 
     parts: MtpNames = MtpNames()
     """Names of its parts."""
+    projection_bias: bool = False
     aux_layers: tuple[int, ...] = ()
     """The model's last layer, as a number of layers: the hidden states after it are read."""
+
+    has_embedding = False
 
     @property
     def draft_vocab_size(self) -> int:
         """Tokens that the layer can propose."""
         return self.vocab_size
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Hidden size of the served model."""
+        return self.hidden_size
 
     @property
     def num_parameters(self) -> int:

@@ -112,11 +112,6 @@ class Decoder:
         """The norm before the output layer, in the last stage."""
         return self._norm
 
-    @property
-    def output_layer(self) -> Linear:
-        """The output layer, in the last stage."""
-        return self._head
-
     def forward(
         self, ops: ForwardPass[ValueT], observe: Callable[[int, ValueT], None] | None = None
     ) -> ValueT:
@@ -145,7 +140,10 @@ class Decoder:
 
     def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
         """See `CausalModel.logits`. The final norm covers sampling rows only. A rank returns its columns."""
-        x = hidden if self._norm is None else ops.norm(hidden, self._norm)
+        return self.logits_of_normed(ops, hidden if self._norm is None else ops.norm(hidden, self._norm))
+
+    def logits_of_normed(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
+        """Return the logits of hidden states after the final norm."""
         if self._project_out is not None:
             x = ops.linear(self._project_out, x)
         logits = ops.linear(self._head, x)

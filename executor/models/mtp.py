@@ -1,16 +1,14 @@
-"""A multi-token prediction layer of a checkpoint, as a draft head.
+"""A multi-token prediction layer of a checkpoint, as a draft head. An EAGLE head is such a layer without the norms below.
 
     token ─ embedding ─ norm ─╮
                               ├─ join ─ projection ─ layer ─ norm ─ hidden ─ output layer ─ logits
     features ────────── norm ─╯
 
 The features of a token are of the token before it: the served model's hidden states after its last norm, where it has
-computed them; else the head's own hidden states. Embedding and output layer are the served model's.
+computed them; else the head's own hidden states. Embedding and output layer are the served model's, with its factors of logits.
 """
 
 from __future__ import annotations
-
-from typing import TypeVar
 
 import torch
 
@@ -24,8 +22,6 @@ from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import Setting
-
-PartT = TypeVar("PartT")
 
 
 class MtpHead:
@@ -42,14 +38,15 @@ class MtpHead:
         inside = Scope(
             *(setting, self.weights, names, hidden, 0, spec.transposed, spec.ropes), attentions=attentions
         )
-        self._token_norm = outside.norm(spec.final_norm, parts.token_norm)
-        self._features_norm = outside.norm(spec.final_norm, parts.hidden_norm)
-        self._projection = outside.linear([outside.part(parts.projection, hidden)], 2 * hidden)
+        self._token_norm, self._features_norm, self._output_norm = (
+            None if name is None else outside.norm(spec.final_norm, name)
+            for name in (parts.token_norm, parts.hidden_norm, parts.output_norm)
+        )
+        self._projection = outside.linear(
+            [outside.part(parts.projection, hidden)], 2 * hidden, biased=spec.projection_bias
+        )
         (layer,) = spec.layers
         self._layer = Layer(inside, layer)
-        self._output_norm: Norm | None = None
-        if parts.output_norm is not None:
-            self._output_norm = outside.norm(spec.final_norm, parts.output_norm)
         self._served: Decoder | None = None
         self.attentions = attentions
         self.ropes = [Rope(rope, setting.device) for rope in spec.ropes]
@@ -57,25 +54,31 @@ class MtpHead:
     def share(self, served: Decoder) -> None:
         """Use the served model's embedding, last norm and output layer."""
         self._served = served
+        if self.spec.parts.has_output_norm:
+            self._output_norm = self._output_norm or served.final_norm
 
     def fused(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the features ``[tokens, hidden]`` of the served model's hidden states after its last layer."""
-        return _known(_known(self._served).final_norm)(hidden)
+        norm = _known(self._served).final_norm
+        return hidden if norm is None else norm(hidden)
 
     def forward(self, ops: ForwardPass[ValueT]) -> ValueT:
-        """See `CausalModel.forward`. The result is normed, as features are."""
-        served = _known(self._served)
-        token = ops.norm(ops.embedding(served.embedding), _known(self._token_norm))
-        features = ops.norm(ops.from_previous_stage(self.spec.hidden_size), _known(self._features_norm))
+        """See `CausalModel.forward`. The result is in place of features."""
+        token = _normed(ops, ops.embedding(_known(self._served).embedding), self._token_norm)
+        features = _normed(ops, ops.from_previous_stage(self.spec.hidden_size), self._features_norm)
         pair = (features, token) if self.spec.parts.hidden_first else (token, features)
         x = self._layer(ops, ops.linear(self._projection, ops.join(*pair)))
-        return ops.norm(x, self._output_norm or _known(served.final_norm))
+        return _normed(ops, x, self._output_norm)
 
     def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
         """See `CausalModel.logits`."""
-        return ops.linear(_known(self._served).output_layer, hidden)
+        return _known(self._served).logits_of_normed(ops, hidden)
 
 
-def _known(part: PartT | None) -> PartT:
-    assert part is not None, "all families have norms, and the served model is set before the pass"
-    return part
+def _normed(ops: ForwardPass[ValueT], x: ValueT, norm: Norm | None) -> ValueT:
+    return x if norm is None else ops.norm(x, norm)
+
+
+def _known(served: Decoder | None) -> Decoder:
+    assert served is not None, "the served model is set before the pass"
+    return served

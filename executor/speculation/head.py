@@ -1,4 +1,4 @@
-"""Drafts of a head: an EAGLE-3 head, or a multi-token prediction layer. It reads hidden states of the served model.
+"""Drafts of a head: an EAGLE head, or a multi-token prediction layer. It reads hidden states of the served model.
 
 The head computes token ``t[i]`` from its embedding and features of the token before it, and draws ``t[i + 1]``:
 

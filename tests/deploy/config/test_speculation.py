@@ -45,6 +45,7 @@ def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) 
             'the method is "beam"; it must be one of ngram, suffix',
         ),
         ('{"method": "draft_model", "num_speculative_tokens": 4}', "needs the key model"),
+        ('{"method": "eagle", "num_speculative_tokens": 4}', "the method eagle needs the key model"),
         ('{"method": "eagle3", "num_speculative_tokens": 4}', "the method eagle3 needs the key model"),
         ('{"method": "ngram", "model": "x", "num_speculative_tokens": 4}', "the key model is only for"),
         ('{"method": "mtp", "model": "x", "num_speculative_tokens": 4}', "the key model is only for"),

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 from tests.models.small_models import FAMILIES, prompts_of
+from tests.models.speculation.draft_heads import eagle3_head, record_drafts, with_head
 from tests.models.speculation.test_bits import drafting_worker
-from tests.models.speculation.test_eagle import random_head, record_drafts, with_head
 from tests.models.test_engine import CoreAndWorker, changed, small_kv
 
 from quintet.executor.worker import Worker
@@ -23,8 +23,7 @@ class HeadBench:
     """A served model with a random head, and the proposals of each run."""
 
     def __init__(self, served: Any, folder: Any, **cache: Any) -> None:
-        self._served, self.head = served, random_head()
-        self.head.save(folder, speculators=False)
+        self._served, self.head = served, eagle3_head()
         config = with_head(served.config, folder, self.head)
         self.config: EngineConfig = msgspec.structs.replace(
             config, cache=msgspec.structs.replace(config.cache, **cache)
