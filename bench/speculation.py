@@ -229,7 +229,7 @@ def main() -> None:
     """Read arguments, measure, and print the result."""
     parser = command_parser(__doc__)
     parser.add_argument("--model", default="smollm2", help="model folder, file or packaged name")
-    methods = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
+    methods = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp")
     parser.add_argument("--method", default="ngram", choices=methods, help="source of drafts")
     parser.add_argument("--draft-model", help="draft model or head")
     parser.add_argument("--drafts", type=int, default=8, help="maximum drafts of a request in a step")

@@ -241,10 +241,10 @@ class DraftModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Speculative decoding: drafts that the model verifies. Outputs are the same without it."""
 
-    method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"] = "ngram"
+    method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp"] = "ngram"
     """``ngram``: the tokens after the last earlier occurrence of the newest tokens (prompt lookup). ``suffix``: the most
     frequent continuation of the newest tokens, in the request and in earlier outputs. ``draft_model``: tokens of a smaller
-    model. ``eagle``, ``eagle3``, ``mtp``: of a head over hidden states of the served model.
+    model. ``eagle``, ``eagle3``, ``medusa``, ``mtp``: of a head over hidden states of the served model.
     """
     num_speculative_tokens: int = 4
     """Maximum draft tokens of a request in one step."""

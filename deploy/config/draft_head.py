@@ -1,4 +1,4 @@
-"""Heads as draft models, EAGLE and multi-token prediction: their files, memory, and checks that they fit the served model."""
+"""Draft heads, EAGLE, Medusa and multi-token prediction: their files, memory, and checks that they fit the served model."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from quintet.deploy.config.model.weights import (
 )
 from quintet.deploy.config.speculation import FLAG, speculative_method
 from quintet.executor.checkpoints.quant.formats.scheme import Format
-from quintet.executor.model_config import eagle, mtp
-from quintet.executor.model_config.draft_heads import DRAFT_HEADS, NUM_FEATURES
+from quintet.executor.model_config import eagle, medusa, mtp
+from quintet.executor.model_config.draft_heads import DRAFT_HEADS, NUM_FEATURES, HeadSpec
 from quintet.executor.model_config.eagle import EagleSpec
 from quintet.executor.model_config.hf_config import HfConfig
+from quintet.executor.model_config.medusa import MedusaSpec
 from quintet.executor.model_config.mtp import MTP_NAMES, MtpSpec
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.spec import DecoderSpec, KvNeed
@@ -41,6 +42,7 @@ _DECODER = "quintet.executor.models.decoder:Decoder"
 _CONVERTERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "eagle": eagle.eagle_hf_config,
     "eagle3": eagle.eagle3_hf_config,
+    "medusa": medusa.medusa_hf_config,
 }
 """Functions that convert the configuration of a head, by method."""
 HEAD_METHODS = tuple(_CONVERTERS)
@@ -55,7 +57,7 @@ class Head:
     path: Path
     architecture: str
     hf_config: str
-    spec: EagleSpec | MtpSpec
+    spec: HeadSpec
     weights: WeightFacts | None
     """None for dummy weights."""
     quantization: Quantization
@@ -77,6 +79,8 @@ class HeadFacts:
     @property
     def block_bytes(self) -> int:
         """Memory for each block of the served model's KV memory: keys and values, and features of its last token."""
+        if not self.kv.groups:
+            return 0
         return self.kv.bytes_per_block + self.head.spec.hidden_size * DTYPE_BYTES[self.dtype]
 
     def of(self, model: ModelConfig) -> DraftModelConfig:
@@ -112,8 +116,10 @@ def read_head(
     item_bytes, spec, weights = DTYPE_BYTES[dtype], head.spec, head.weights
     num_parameters = (weights and weights.num_parameters) or spec.num_parameters
     weight_bytes = weight_bytes_of(num_parameters, item_bytes, head.quantization, head.stored, weights, 0)
-    weight_bytes += options.max_num_seqs * NUM_FEATURES * spec.hidden_size * item_bytes
-    kv = draft_kv(options, target, spec.kv_needs, block_size, item_bytes)
+    kv, num_features = KvSpec([], 0, 0, block_size), 1
+    if spec.kv_needs:
+        kv, num_features = draft_kv(options, target, spec.kv_needs, block_size, item_bytes), NUM_FEATURES
+    weight_bytes += options.max_num_seqs * num_features * spec.hidden_size * item_bytes
     return HeadFacts(head, dtype, weight_bytes, kv, group)
 
 
@@ -142,13 +148,13 @@ def _named_head(name: str, options: Options, target: ModelFacts) -> Head:
             f"{FLAG}: head {name!r} has pickled weights: run `quintet convert {name}`, which adds safetensors"
         )
     served = _served_spec(target, method)
-    contents = () if weights is None else weights.contents
-    hf_config = _CONVERTERS[method](read_json(path), contents, len(served.layers))
+    shapes = {} if weights is None else {key: entry.shape for key, entry in weights.contents.items()}
+    hf_config = _CONVERTERS[method](read_json(path), shapes, len(served.layers))
     (architecture,) = hf_config["architectures"]
     spec = DRAFT_HEADS[architecture].read(HfConfig(hf_config, str(path)))
-    assert isinstance(spec, EagleSpec | MtpSpec), spec
+    assert isinstance(spec, HeadSpec), spec
     _check_fit(name, spec, served, str(target.path))
-    if isinstance(spec, MtpSpec) and weights is not None:
+    if not isinstance(spec, EagleSpec) and weights is not None:
         weights = _read_tensors(spec, weights)
     return Head(
         name, folder, architecture, json.dumps(hf_config), spec, weights, loaded_quantization(options)
@@ -176,9 +182,10 @@ def _mtp_head(options: Options, target: ModelFacts) -> Head:
     return Head("mtp", target.path, mtp.ARCHITECTURE, text, spec, weights, quantization, target.stored)
 
 
-def _read_tensors(spec: MtpSpec, weights: WeightFacts) -> WeightFacts:
+def _read_tensors(spec: MtpSpec | MedusaSpec, weights: WeightFacts) -> WeightFacts:
     """Return the sizes of the tensors that a head reads."""
-    return facts_of({name: entry for name, entry in weights.contents.items() if spec.parts.has(name)})
+    has = spec.has if isinstance(spec, MedusaSpec) else spec.parts.has
+    return facts_of({name: entry for name, entry in weights.contents.items() if has(name)})
 
 
 def _served_spec(target: ModelFacts, method: str) -> DecoderSpec:
@@ -193,7 +200,7 @@ def _served_spec(target: ModelFacts, method: str) -> DecoderSpec:
     return spec
 
 
-def _check_fit(name: str, spec: EagleSpec | MtpSpec, served: DecoderSpec, path: str) -> None:
+def _check_fit(name: str, spec: HeadSpec, served: DecoderSpec, path: str) -> None:
     """Reject a head of another model."""
     checks = [
         ("hidden size", spec.target_hidden_size, served.hidden_size),

@@ -74,6 +74,8 @@ def read_draft(
     if not needs_draft_model(options):
         return None
     group = next((index for index, each in enumerate(kv.groups) if each.kind == "full"), None)
+    if method == "medusa":
+        group = 0  # unused: the heads have no keys and values
     has_states = kv.has_states and method == "draft_model"
     if has_states or group is None:
         kind = "recurrent states" if has_states else "a window in all layers"

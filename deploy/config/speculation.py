@@ -27,6 +27,7 @@ METHOD_KEYS = {
     "draft_model": ("model",),
     "eagle": ("model",),
     "eagle3": ("model",),
+    "medusa": ("model",),
     "mtp": (),
 }
 """Keys of each method besides ``num_speculative_tokens``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.executor.model_config import eagle, mtp
+from quintet.executor.model_config import eagle, medusa, mtp
 from quintet.executor.model_config.family import Family
 from quintet.wire.config import MAX_DRAFTS
 
@@ -16,8 +16,13 @@ DRAFT_HEADS = {
     eagle.ARCHITECTURE_3: Family(
         eagle.read_eagle3, "EAGLE-3 draft heads", "quintet.executor.models.eagle:EagleHead"
     ),
+    medusa.ARCHITECTURE: Family(
+        medusa.read_medusa, "Medusa heads", "quintet.executor.models.medusa:MedusaHeads"
+    ),
     mtp.ARCHITECTURE: Family(
         mtp.read_mtp, "multi-token prediction layers", "quintet.executor.models.mtp:MtpHead"
     ),
 }
 """By architecture."""
+
+HeadSpec = eagle.EagleSpec | mtp.MtpSpec | medusa.MedusaSpec

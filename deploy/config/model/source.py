@@ -12,7 +12,7 @@ from quintet.wire.model_files import is_gguf, part_paths
 
 _HF_CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
-_PICKLED_FILES = ["pytorch_model*.bin"]
+_PICKLED_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]
 """Downloaded only if there are no safetensors files."""
 _CODE_FILES = ["*.py"]
 _UNWANTED_FILES = ["*/*", "consolidated*"]

@@ -15,10 +15,13 @@ from quintet.executor.distributed.parallel.pipeline import Pipeline
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.distributed.parallel.rank_views import open_links, open_ranks, share_of_rank
 from quintet.executor.interface import StepWorker
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.loading import MODEL_DTYPES
 from quintet.executor.models.decoder import Decoder
+from quintet.executor.models.medusa import MedusaHeads
 from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
 from quintet.executor.speculation.head import DraftHead, HeadDrafter
+from quintet.executor.speculation.medusa import MedusaDrafter
 from quintet.executor.worker import MakeDrafter, Worker
 from quintet.wire.errors import ConfigError
 
@@ -62,20 +65,30 @@ def _open_drafter(context: WorkerContext, target: Stage) -> MakeDrafter | None:
     if draft is None or speculative is None or speculative.draft is None:
         return None
     head = draft.load()
-    if isinstance(head, DraftHead):
+    context.add_draft(draft)
+    if isinstance(head, DraftHead | MedusaHeads):
         model = context.load()
         assert isinstance(model, Decoder), "the configuration allows draft heads of decoders only"
         head.share(model)
+    if isinstance(head, MedusaHeads):
+        return partial(MedusaDrafter, head, _open_heads(draft, head, target), draft.config, target)
     try:
         stage = open_stage(draft)
     except Unsupported as why:
         raise ConfigError(f"--speculative-config: draft model {draft.config.model.path}: {why}") from why
-    context.add_draft(draft)
     runner, num_blocks = ProgramRunner(stage, draft.config), context.num_blocks()
     if isinstance(head, DraftHead):
         return partial(HeadDrafter, speculative.draft, head, runner, stage, target, num_blocks)
     sizes = num_blocks, stage.max_tokens, context.config.model.vocab_size
     return partial(DraftModel, speculative.draft, runner, *sizes)
+
+
+def _open_heads(context: WorkerContext, model: MedusaHeads, target: Stage) -> list[Stage]:
+    """Record the heads, which have no keys and values."""
+    kv = KvMemory(context.config.model.kv, (), target.dtype)
+    return [
+        Stage(target.library, head, context.config, target.dtype, kv, context.share) for head in model.heads
+    ]
 
 
 def _on_hosts(context: WorkerContext) -> str:

@@ -15,6 +15,8 @@ PICKLED = (".bin", ".pt")
 PICKLED_FILE = "pytorch_model.bin"
 SQUEEZELLM_FILES = "sq-*.pt"
 """File names of SqueezeLLM's authors."""
+MEDUSA_FILE = "medusa_lm_head.pt"
+"""File name of Medusa's authors."""
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 MAX_NAME_BYTES = 255
 """Linux limit."""
@@ -41,6 +43,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
         (INDEX_FILE, SINGLE_FILE, "*.safetensors"),
         (PICKLED_INDEX_FILE, PICKLED_FILE, "pytorch_model*.bin"),
         (PICKLED_INDEX_FILE, PICKLED_FILE, SQUEEZELLM_FILES),
+        (PICKLED_INDEX_FILE, PICKLED_FILE, MEDUSA_FILE),
     ):
         if (folder / index).exists():
             return _listed(folder, folder / index)

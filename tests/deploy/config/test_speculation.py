@@ -46,6 +46,7 @@ def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) 
         ),
         ('{"method": "draft_model", "num_speculative_tokens": 4}', "needs the key model"),
         ('{"method": "eagle", "num_speculative_tokens": 4}', "the method eagle needs the key model"),
+        ('{"method": "medusa", "num_speculative_tokens": 4}', "the method medusa needs the key model"),
         ('{"method": "eagle3", "num_speculative_tokens": 4}', "the method eagle3 needs the key model"),
         ('{"method": "ngram", "model": "x", "num_speculative_tokens": 4}', "the key model is only for"),
         ('{"method": "mtp", "model": "x", "num_speculative_tokens": 4}', "the key model is only for"),

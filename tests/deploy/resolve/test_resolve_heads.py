@@ -1,4 +1,4 @@
-"""The method ``eagle``: formats of its heads, their memory, and rejections by name."""
+"""The methods ``eagle`` and ``medusa``: formats of their heads, their memory, and rejections by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.deploy.config.model_folder import CONFIG, write_model, write_weights
-from tests.deploy.resolve.test_resolve_draft_model import config_of, flag, speculative_of
+from tests.deploy.resolve.test_resolve_draft_model import WINDOWS, config_of, flag, speculative_of
 
 from quintet.deploy.cli.main import main
 from quintet.wire.config import DraftModelConfig
@@ -91,4 +91,78 @@ def test_eagle_head_of_another_model_is_refused_by_name(
     write_model(folder / "head", **({"num_hidden_layers": 1} | changes))
     with pytest.raises(ConfigError) as error:
         draft_of(folder, "eagle")
+    assert message in str(error.value) and "head" in str(error.value)
+
+
+MEDUSA = {"num_heads": 3, "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 100}
+PLAIN_TARGET = {"model.embed_tokens.weight": [100, 64]}
+
+
+def write_head(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "head").mkdir()
+    (folder / "head" / "config.json").write_text(json.dumps(config))
+    return folder / "head"
+
+
+def test_medusa_heads_have_no_keys_and_values(folder: Path) -> None:
+    write_model(folder / "target", **WINDOWS, max_window_layers=0)
+    write_head(folder, MEDUSA)
+    config = config_of(folder, speculative_config=flag(folder / "head", method="medusa"), dtype="float32")
+    found = speculative_of(config).draft
+    assert found is not None and (found.aux_layers, found.model.vocab_size) == ([2], 100)
+    assert found.model.kv.bytes_per_block == config.model.kv.draft_bytes == 0
+    features = config.scheduler.max_num_seqs * 64
+    assert found.weight_bytes == 4 * (3 * 64 * (64 + 100) + features)
+
+
+def test_sizes_of_medusa_heads_are_those_of_their_tensors(folder: Path) -> None:
+    head = write_head(folder, {"medusa_num_heads": 2, "medusa_num_layers": 1})
+    write_weights(folder / "target" / "model.safetensors", PLAIN_TARGET)
+    tensors = {
+        f"medusa_head.{number}.{name}": shape
+        for number in range(5)
+        for name, shape in {"0.linear.weight": [64, 64], "0.linear.bias": [64], "1.weight": [100, 64]}.items()
+    }
+    write_weights(head / "medusa_lm_head.safetensors", tensors | {"model.norm.weight": [64]})
+    found = draft_of(folder, "medusa", load_format="auto", max_num_seqs=4)
+    assert found.weight_bytes == 2 * (5 * (64 * 64 + 64 + 100 * 64) + 4 * 64)
+
+
+def test_pickled_medusa_heads_are_read_after_their_conversion(folder: Path) -> None:
+    head = write_head(folder, {"medusa_num_heads": 1})
+    write_weights(folder / "target" / "model.safetensors", PLAIN_TARGET)
+    torch.save(
+        {"0.0.linear.weight": torch.zeros(64, 64), "0.1.weight": torch.zeros(100, 64)},
+        head / "medusa_lm_head.pt",
+    )
+    with pytest.raises(ConfigError, match="has pickled weights: run `quintet convert"):
+        draft_of(folder, "medusa", load_format="auto")
+    assert main(["convert", str(head)]) == 0
+    assert draft_of(folder, "medusa", load_format="auto").model.vocab_size == 100
+
+
+def test_plan_shows_medusa_heads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value = flag(write_head(folder, MEDUSA), method="medusa")
+    flags = ["--device", "cpu", "--load-format", "dummy", "--kv-cache-memory", "1MiB"]
+    assert main(["plan", str(folder / "target"), *flags, "--speculative-config", value, "--json"]) == 0
+    draft = json.loads(capsys.readouterr().out)["draft"]
+    assert (draft["architecture"], draft["kv_bytes_per_token"]) == ("MedusaHeads", 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "is for a model with hidden size 32, but"),
+        ({"vocab_size": 90}, "is for a model with vocabulary size 90, but"),
+        ({"num_heads": None}, "medusa_num_heads is missing"),
+        ({"original_lm_head": True}, "original_lm_head is True"),
+        ({"truncated_vocab_size": 50}, "truncated_vocab_size is 50; it must be equal to vocab_size"),
+    ],
+)
+def test_medusa_heads_of_another_model_are_refused_by_name(
+    changes: dict[str, Any], message: str, folder: Path
+) -> None:
+    write_head(folder, MEDUSA | changes)
+    with pytest.raises(ConfigError) as error:
+        draft_of(folder, "medusa")
     assert message in str(error.value) and "head" in str(error.value)

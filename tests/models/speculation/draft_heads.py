@@ -197,6 +197,39 @@ def eagle_drafts(head: Head, target: Any, tokens: list[int], count: int) -> list
     return drafts
 
 
+def medusa_heads(*, of_vllm: bool = False) -> Head:
+    """Return three Medusa heads: in the authors' format with one layer, or in that of vLLM with two.
+
+    The authors' configuration has a wrong number of heads and no sizes, as published ones.
+    """
+    torch.manual_seed(5)
+    numbers = [(head, layer) for head in range(3) for layer in range(2 if of_vllm else 1)]
+    if of_vllm:
+        shapes = {f"blocks.{head}.layers.{layer}": (HIDDEN, HIDDEN) for head, layer in numbers}
+        shapes |= {f"lm_heads.{head}": (VOCAB, HIDDEN) for head in range(3)}
+        sizes = {"num_heads": 3, "num_hidden_layers": 2, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+        return Head("medusa", {"model_type": "medusa", **sizes}, random_tensors(shapes), medusa_drafts)
+    shapes = {f"medusa_head.{head}.{layer}.linear": (HIDDEN, HIDDEN) for head, layer in numbers}
+    tensors = random_tensors(shapes | {f"medusa_head.{head}.1": (VOCAB, HIDDEN) for head in range(3)})
+    tensors |= {f"{name}.bias": 0.1 * torch.randn(HIDDEN) for name in shapes}
+    return Head("medusa", {"medusa_num_heads": 2, "medusa_num_layers": 1}, tensors, medusa_drafts)
+
+
+def medusa_drafts(head: Head, target: Any, tokens: list[int], count: int) -> list[int]:
+    """Return drafts of Medusa heads. The newest token is not computed yet."""
+    w, drafts = part_of(head.tensors, "medusa_head.") or head.tensors, list[int]()
+    is_of_vllm = "lm_heads.0.weight" in w
+    known = target.model(torch.tensor([tokens])).last_hidden_state[0, -2]
+    for number in range(count):
+        x = known
+        for layer in range(2 if is_of_vllm else 1):
+            name = f"blocks.{number}.layers.{layer}" if is_of_vllm else f"{number}.{layer}.linear"
+            x = x + silu(linear(x, w[f"{name}.weight"], w.get(f"{name}.bias")))
+        output = f"lm_heads.{number}" if is_of_vllm else f"{number}.1"
+        drafts.append(int(linear(x, w[f"{output}.weight"]).argmax()))
+    return drafts
+
+
 def with_head(config: EngineConfig, folder: Path, head: Head) -> EngineConfig:
     """Save a head, and return the configuration with it, as the server resolves it."""
     head.save(folder)

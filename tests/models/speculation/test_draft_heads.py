@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 from tests.models.small_models import FAMILIES, prompts_of
-from tests.models.speculation.draft_heads import Head, eagle3_head, eagle_head, record_drafts, with_head
+from tests.models.speculation.draft_heads import (
+    Head,
+    eagle3_head,
+    eagle_head,
+    medusa_heads,
+    record_drafts,
+    with_head,
+)
 from tests.models.speculation.test_bits import PARAMS, drafting_worker, run
 from tests.models.test_engine import CoreAndWorker, changed, small_kv, without_prefix_cache
 
@@ -22,6 +29,8 @@ EAGLE3: dict[str, dict[str, Any]] = {
 HEADS: dict[str, Callable[[], Head]] = {
     "eagle": eagle_head,
     "eagle of vllm, biases": lambda: eagle_head(biased=True, of_vllm=True),
+    "medusa": medusa_heads,
+    "medusa of vllm": lambda: medusa_heads(of_vllm=True),
     **{f"eagle3, {name}": lambda flags=flags: eagle3_head(**flags) for name, flags in EAGLE3.items()},
     **{
         f"eagle3 of speculators, {name}": lambda flags=flags: eagle3_head(speculators=True, **flags)
@@ -54,7 +63,7 @@ def test_drafts_are_those_of_the_reference(
 
 @pytest.mark.drawn(3)
 @compiled
-@pytest.mark.parametrize("head", ["eagle", "eagle3, token map"])
+@pytest.mark.parametrize("head", ["eagle", "medusa", "eagle3, token map"])
 @pytest.mark.parametrize("name", PARAMS)
 def test_outputs_are_those_without_drafts(
     name: str, head: str, tmp_path_factory: pytest.TempPathFactory, serve: Callable[..., Any]

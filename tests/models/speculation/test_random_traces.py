@@ -16,6 +16,7 @@ import pytest
 from tests.models import byte_vocabulary
 from tests.models.equality import few_blocks, load, with_blocks
 from tests.models.small_models import FAMILIES
+from tests.models.speculation.draft_heads import Head, eagle_head, medusa_heads, with_head
 from tests.models.speculation.mtp_checkpoints import write
 from tests.models.speculation.test_bits import DRAFTS, Oracle, Recorder, choice_of, drafting_worker
 from tests.models.speculation.test_structured import budget, reasoned
@@ -28,7 +29,6 @@ from quintet.executor.backends.registry import make_worker
 from quintet.executor.interface import Pending
 from quintet.executor.speculation.drafters import Drafter, DraftRows
 from quintet.executor.speculation.gram_index import Tokens
-from quintet.executor.speculation.head import HeadDrafter
 from quintet.executor.worker import Worker
 from quintet.wire.codec import pack_i32, unpack_i64
 from quintet.wire.config import EngineConfig, SpeculativeConfig
@@ -195,7 +195,7 @@ def drafts_with(rng: random.Random, worker: Worker, plain: Trace, requests: list
     speculation._lengths.is_due = lambda **_: bool(draws.random() < 0.6)  # type: ignore[method-assign]
     sequences = [requests[key // 10 - 1].prompt + outputs for key, outputs in plain.outputs.items()]
     drafter = speculation._drafter
-    if isinstance(drafter, HeadDrafter):
+    if drafter.reads_steps and not isinstance(drafter, Mixed):
         speculation._drafter = Mixed(worker, sequences, drafter)
     elif not isinstance(drafter, Mixed) and rng.random() < 0.7:
         speculation._drafter = Oracle(worker, sequences)
@@ -234,6 +234,23 @@ def test_any_request_in_any_schedule(
     speculative = msgspec.structs.replace(DRAFTS, method=method, prompt_lookup_min=1)
     assert isinstance(speculative, SpeculativeConfig)
     check_any_schedule(rng, config, changed(config, speculative=speculative))
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("make", [eagle_head, medusa_heads])
+@pytest.mark.parametrize("serve", [16], indirect=True)
+def test_any_request_in_any_schedule_with_a_head(
+    make: Callable[[], Head],
+    seed: int,
+    serve: Callable[..., Any],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
+    config = byte_vocabulary.with_vocabulary(changed(served.config, max_num_seqs=8), tmp_path)
+    drafting = with_head(config, tmp_path_factory.mktemp("head"), make())
+    check_any_schedule(random.Random(seed), config, drafting)
 
 
 @pytest.mark.drawn(3)
