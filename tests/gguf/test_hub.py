@@ -67,6 +67,21 @@ def test_without_weights_only_the_first_part_is_fetched(cache: Path) -> None:
     assert [*cache.iterdir()] == [first] == [cache / "m-F32-00001-of-00003.gguf"]
 
 
+def test_parts_that_are_links_of_the_hub_cache_keep_their_names(tmp_path: Path) -> None:
+    for part in (1, 2):
+        (tmp_path / f"{part}a4c").touch()
+        (tmp_path / f"m-0000{part}-of-00002.gguf").symlink_to(tmp_path / f"{part}a4c")
+    first = locate_model(str(tmp_path / "m-00002-of-00002.gguf"), with_weights=True)
+    assert first == tmp_path / "m-00001-of-00002.gguf"
+
+
+def test_a_link_to_the_first_part_finds_the_others(tmp_path: Path) -> None:
+    first = tmp_path / "m-00001-of-00002.gguf"
+    first.touch()
+    (tmp_path / "model.gguf").symlink_to(first)
+    assert locate_model(str(tmp_path / "model.gguf"), with_weights=True) == first
+
+
 def test_a_hub_file_is_planned_like_a_local_file(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,7 +43,8 @@ def locate_model(
         return folder.resolve()
     if folder.exists():
         if is_gguf(folder):
-            return part_paths(folder.resolve())[0]
+            target = folder.resolve()  # a link of the hub cache has a target without the name
+            return part_paths(target if is_gguf(target) else folder.absolute())[0]
         raise ConfigError(
             f"{flag} {name!r} is a file; give the folder that contains config.json, or a .gguf file"
         )
