@@ -280,6 +280,18 @@ def four_bit_floats(
     return tensors
 
 
+def fp8_of_transformers() -> Written:
+    """One scale for each tensor, as transformers writes it (Ministral 3, Devstral 2)."""
+    section = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
+    make = eight_bit_floats("weight_scale_inv", (0, 0), as_list=False)
+
+    def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
+        kept, numbers = make(name, weight)
+        return kept | {"activation_scale": torch.tensor(0.5)}, numbers
+
+    return Written(section, tensors)
+
+
 def fp8(block: bool, method: str = "fp8") -> Written:
     """DeepSeek's blocks, or one scale for each tensor; of fbgemm for each row."""
     if method == "fbgemm_fp8":

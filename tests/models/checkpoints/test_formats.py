@@ -40,6 +40,7 @@ FORMATS: dict[str, Written] = {
     "awq": layers.awq(64),
     "compressed-tensors": layers.compressed(W4, "pack-quantized"),
     "fp8": layers.fp8(block=True),
+    "fp8, of transformers": layers.fp8_of_transformers(),
     "bitsandbytes": layers.bitsandbytes("nf4", nested=True),
     "hqq": tools.hqq(4, 64),
 }

@@ -2,7 +2,8 @@
 
     weight fp8 [rows, depth]    weight_scale_inv [rows / 128, depth / 128]    or    weight_scale: one, or one for each row
 
-``weight_scale_inv`` is a factor despite its name. Activation scales are ignored: fp8 activations use one scale for
+``weight_scale_inv`` is a factor despite its name. transformers uses the name for one scale as well, and writes
+``weight_block_size`` as null then. Activation scales are ignored: fp8 activations use one scale for
 each token.
 """
 
@@ -64,7 +65,7 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
     block = None
     if section.has("weight_block_size"):
         block = block_size(section, "weight_block_size")
-    mark = "weight_scale" if block is None else "weight_scale_inv"
+    mark = "weight_scale_inv" if "weight_block_size" in section.values else "weight_scale"
     return of("fp8", block, _left_out(section), mark)
 
 
