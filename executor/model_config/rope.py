@@ -69,7 +69,8 @@ class RopeSpec:
     def reach(self) -> int:
         """The maximum context length that the position encoding supports, scaling included.
 
-        The configs of llama3 and longrope include scaling in ``max_position_embeddings``; the other types multiply it.
+        The configs of llama3 and longrope include scaling in ``max_position_embeddings``; the other types multiply it,
+        except in Gemma 3.
         """
         if self.kind in {"linear", "dynamic"}:
             assert self.factor is not None

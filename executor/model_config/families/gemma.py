@@ -75,7 +75,10 @@ def vault_gemma(hf_config: HfConfig) -> DecoderSpec:
 
 
 def gemma3(hf_config: HfConfig) -> DecoderSpec:
-    """Gemma 3, the text model: norms of queries and keys; five of six layers have a sliding window and another rotation."""
+    """Gemma 3, the text model: norms of queries and keys; five of six layers have a sliding window and another rotation.
+
+    ``max_position_embeddings`` includes the factor of linear scaling.
+    """
     hf_config = replace(hf_config, values={**_GEMMA3, **hf_config.values})
     kinds = layer_kinds(
         hf_config, every_full(hf_config, hf_config.whole("sliding_window_pattern", 1, 1024, 6))
@@ -88,7 +91,8 @@ def gemma3(hf_config: HfConfig) -> DecoderSpec:
     mixer = _capped(hf_config, None, rope=full, qk_norm=rms(hf_config, offset=1.0))
     sliding = replace(mixer, rope=local, window=window(hf_config, 4096))
     layers = (_layer(hf_config, sliding if kind == SLIDING else mixer) for kind in kinds)
-    return _decoder(hf_config, tuple(layers), names=Names(mlp_norm="pre_feedforward_layernorm"))
+    names = Names(mlp_norm="pre_feedforward_layernorm")
+    return _decoder(hf_config, tuple(layers), names=names, reach=full.max_positions)
 
 
 def _attention(hf_config: HfConfig, **switches: Any) -> AttentionSpec:

@@ -41,6 +41,7 @@ def test_gemma_3_with_vision() -> None:
     assert first.rope is not None and (first.rope.theta, first.rope.kind) == (10000.0, "default")
     assert sixth.rope is not None and (sixth.rope.theta, sixth.rope.factor) == (1e6, 8.0)
     assert spec.names.prefix == "language_model."
+    assert spec.reach == 131072
     assert 3.8e9 < spec.num_parameters < 4e9
 
 
