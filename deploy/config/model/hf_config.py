@@ -20,7 +20,7 @@ from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
 from quintet.executor.checkpoints.weights.header import Entry, read_header
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.hf_config import HfConfig
-from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.names import Names, spellings
 from quintet.executor.model_config.registry import FAMILIES, architecture_of
 from quintet.executor.model_config.spec import DecoderSpec, KvNeed, ModelSpec
 from quintet.executor.model_config.state_specs import StateNeed
@@ -336,8 +336,8 @@ def has_own_head(folder: Path, names: Names) -> bool:
     """
     if is_gguf(folder):
         return False
-    heads = _spellings(names.head, names.prefix)
-    embeddings = _spellings(names.embedding, names.prefix)
+    heads = {f"{each}.weight" for each in spellings(names.head, names.prefix)}
+    embeddings = {f"{each}.weight" for each in spellings(names.embedding, names.prefix)}
     head = embedding = None
     for path in checkpoint_files(folder):
         if path.suffix in PICKLED:
@@ -355,10 +355,6 @@ def untied(config: Json) -> Json:
     changed = {**config, **{key: False for key in _TIES if key in config or key == _TIES[0]}}
     text = config.get("text_config")
     return changed if not isinstance(text, dict) else {**changed, "text_config": untied(text)}
-
-
-def _spellings(name: str, prefix: str) -> set[str]:
-    return {f"{each}.weight" for each in (name, prefix + name, name.removeprefix(prefix))}
 
 
 def _entries(path: Path) -> dict[str, Entry]:

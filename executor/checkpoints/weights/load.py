@@ -23,6 +23,7 @@ from quintet.executor.checkpoints.weights.packed_cache import PackedCache
 from quintet.executor.checkpoints.weights.pickled import PickledFile
 from quintet.executor.checkpoints.weights.plan import Codes, Expected, WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve
+from quintet.executor.model_config.names import spellings
 from quintet.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def _check_tied(plan: WeightPlan, files: Sequence[WeightFile]) -> None:
     """
     pickled = {name: file for file in files if isinstance(file, PickledFile) for name in file}
     for name, other in plan.aliases.items():
-        first = next((each for each in (name, name.removeprefix(plan.prefix)) if each in pickled), None)
+        first = next((each for each in spellings(name, plan.prefix) if each in pickled), None)
         if first is None or other not in pickled:
             continue
         one, two = pickled[first].tensor(first), pickled[other].tensor(other)

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.model_config.names import expected_spellings, spellings
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf
 
@@ -30,7 +31,7 @@ def expected_names(plan: WeightPlan, files: Sequence[WeightFile]) -> dict[str, s
     wanted: dict[str, str] = {}
     missing: list[str] = []
     for name in plan.expected:
-        found = next((each for each in (name, *_other_spellings(plan, name)) if each in present), None)
+        found = next((each for each in (name, *_checkpoint_names(plan, name)) if each in present), None)
         if found is None:
             missing.append(name)
         else:
@@ -52,23 +53,20 @@ def expected_names(plan: WeightPlan, files: Sequence[WeightFile]) -> dict[str, s
     return wanted
 
 
-def _other_spellings(plan: WeightPlan, name: str) -> Iterator[str]:
-    """Yield alternative checkpoint names of an expected tensor: an alias, or the name with or without its prefix."""
+def _checkpoint_names(plan: WeightPlan, name: str) -> Iterator[str]:
+    """Yield the checkpoint names of an expected tensor: an alias, or the name's spellings."""
     if name in plan.aliases:
         yield plan.aliases[name]
-    if plan.prefix:
-        yield name.removeprefix(plan.prefix) if name.startswith(plan.prefix) else plan.prefix + name
+    yield from spellings(name, plan.prefix)
 
 
 def _is_unexpected(plan: WeightPlan, wanted: dict[str, str], name: str) -> bool:
     if name in wanted or _other_form(name) in wanted:
         return False
-    spellings = (name, plan.prefix + name)
-    if plan.elsewhere and any(
-        _is_on_other_rank(plan, each) for each in (*spellings, name.removeprefix(plan.prefix))
-    ):
+    expected = expected_spellings(name, plan.prefix)
+    if plan.elsewhere and any(_is_on_other_rank(plan, each) for each in expected):
         return False
-    return not any(fnmatchcase(each, pattern) for each in spellings for pattern in (*IGNORED, *plan.ignored))
+    return not any(fnmatchcase(each, pattern) for each in expected for pattern in (*IGNORED, *plan.ignored))
 
 
 def _is_on_other_rank(plan: WeightPlan, name: str) -> bool:

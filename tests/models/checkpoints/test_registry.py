@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tests.models.documented_families import SIZES, hf_config_of
 
 from quintet.executor.checkpoints.quant.none import Unquantized
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.checkpoints.weights.names import expected_names
 from quintet.executor.model_config.registry import FAMILIES, nearest
 from quintet.executor.models.model import Setting, build_model
 from quintet.wire.errors import ConfigError
@@ -28,6 +33,30 @@ def test_parameter_count_of_the_spec_equals_the_model(architecture: str) -> None
     )
     assert spec.num_parameters == declared
     assert len(spec.kv_needs) == SIZES["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "model."])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "Gemma3ForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+    ],
+)
+def test_text_part_has_the_names_of_any_version_of_transformers(architecture: str, prefix: str) -> None:
+    if architecture.startswith("Qwen2") and prefix.startswith("language_model."):
+        pytest.skip("no version writes it")
+    setting = Setting(torch.device("meta"), torch.bfloat16, Unquantized())
+    weights = build_model(architecture, hf_config_of(architecture), setting).weights
+    entries = {
+        name.replace("model.", prefix, 1): Entry("BF16", each.shape, 0, 0)
+        for name, each in weights.expected.items()
+    }
+    vision = {f"{prefix.partition('language')[0]}visual.patch_embed.weight": Entry("BF16", (4, 4), 0, 0)}
+    file: Any = SimpleNamespace(path=Path("model.safetensors"), entries=entries | vision)
+    assert list(expected_names(weights, [file]).values()) == list(weights.expected)
 
 
 def test_unknown_architecture_error_names_the_nearest() -> None:

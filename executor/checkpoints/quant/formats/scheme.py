@@ -13,6 +13,7 @@ from typing import NoReturn, Protocol
 
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.hf_config import HfConfig
+from quintet.executor.model_config.names import spellings
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
@@ -142,9 +143,7 @@ class StoredLayer:
     @property
     def names(self) -> tuple[str, ...]:
         """Names that checkpoints may use."""
-        if not self.prefix:
-            return (self.name,)
-        return (self.name, self.name.removeprefix(self.prefix), self.prefix + self.name)
+        return spellings(self.name, self.prefix)
 
     def entry(self, ending: str) -> Entry | None:
         """Return the checkpoint tensor with a suffix; None if it is missing or there is no checkpoint."""
