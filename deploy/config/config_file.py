@@ -41,7 +41,8 @@ def merged_options(
     config_file: Path | None, flags: dict[str, object], source: str = "the command line"
 ) -> tuple[Options, list[str]]:
     """Return the options of a file overridden by flags, and notes on ignored or derived settings."""
-    in_file = {} if config_file is None else read_config_file(config_file)
-    given, notes = translated({**in_file, **with_new_names(flags)}, source)
-    settings, more_notes = derive_max_num_seqs(given)
-    return make_options(settings, source), [*notes, *more_notes]
+    settings_of_file = {} if config_file is None else read_config_file(config_file)
+    in_file, notes = translated(settings_of_file, str(config_file))
+    given, more_notes = translated({**in_file, **with_new_names(flags)}, source)
+    settings, derived_notes = derive_max_num_seqs(given)
+    return make_options(settings, source), [*notes, *more_notes, *derived_notes]

@@ -158,6 +158,13 @@ def test_files_and_keyword_arguments_accept_them(tmp_path: Path) -> None:
     )
 
 
+def test_flags_override_a_file_with_their_spellings(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("kv-cache-memory-bytes: 1GiB\napi-server-count: 2\nrope-theta: 1\n")
+    options, _ = merged_options(file, {"kv_cache_memory": "4GiB", "frontends": 3, "rope_theta": "2"})
+    assert options == Options(kv_cache_memory="4GiB", frontends=3, hf_overrides={"rope_theta": 2.0})
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
