@@ -88,14 +88,8 @@ def convert_gguf(file: Path, out: Path, dtype: Dtype | Literal["auto"] = "auto")
     from quintet.executor.checkpoints.gguf.convert import Folder  # imports torch
     from quintet.executor.checkpoints.quant.blocks import read_blocks
 
-    options = Options(
-        model=str(file),
-        dtype=dtype,
-        device="cpu",
-        load_format="dummy",
-        max_num_seqs=1,
-        kv_cache_memory="1TiB",
-    )
+    # The mock executor has no weights, so that a file larger than the memory can be converted tensor by tensor.
+    options = Options(model=str(file), dtype=dtype, device="cpu", executor="mock", max_num_seqs=1)
     model = resolve(options, Path(tempfile.gettempdir()) / "quintet-convert", http=False).config.model
     with tqdm(unit="weight", unit_scale=True, desc=out.name, file=sys.stderr, disable=None) as bar:
         folder = Folder(file, model, read_blocks, bar.update)

@@ -74,6 +74,13 @@ def test_a_converted_folder_has_the_logits_of_its_file(
             assert (rows[-1] - each.logits[0]).abs().amax() < CLOSE * each.logits[0].std()
 
 
+def test_a_file_larger_than_the_memory_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_transformers("LlamaConfig").make(tmp_path)
+    write_model(tmp_path, tmp_path / "model.gguf")
+    monkeypatch.setattr("quintet.deploy.config.build.available_ram_bytes", lambda: 1 << 10)
+    assert (converted(tmp_path / "model.gguf") / "model.safetensors").exists()
+
+
 def test_a_converted_folder_is_quantized_from_exact_numbers(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     in_blocks(of_transformers("Qwen2Config", **WIDE), as_q4_k_m, file).make(tmp_path)
