@@ -216,6 +216,7 @@ def _cache_config(
             step_tokens,
             options.max_model_len is not None,
             options.kv_cache_memory is not None,
+            options.tensor_parallel_size // options.decode_context_parallel_size,
         )
     if fitted < max_model_len:
         notes.append(

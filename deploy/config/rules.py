@@ -296,24 +296,24 @@ def fit_max_model_len(
     step_tokens: int,
     requested: bool,
     memory_flag_given: bool,
+    num_copies: int,
 ) -> int:
     """Return the maximum context length with KV that fits into memory.
 
     A default length is reduced to fit. A requested length that does not fit raises `ConfigError` with the largest one that
-    does. step_tokens: maximum number of tokens of one request in a step.
+    does. step_tokens: maximum number of tokens of one request in a step. num_copies: KV caches that divide the flag's memory.
     """
     fitting = kv.longest(kv.num_blocks(memory_bytes), max_model_len, step_tokens)
     if fitting >= max_model_len:
         return max_model_len
-    needed = format_size(kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block)
+    needed_bytes = kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
     if fitting < 2 * kv.block_size or requested:
-        more = f"--kv-cache-memory {needed.replace(' ', '')}" + (
-            "" if memory_flag_given else " or a larger --kv-cache-memory-share"
-        )
+        more = f"--kv-cache-memory {-(-needed_bytes * num_copies >> 20)}MiB"
+        more += "" if memory_flag_given else " or a larger --kv-cache-memory-share"
         less = f"lower --max-model-len to {fitting}, or " if fitting >= 2 * kv.block_size else ""
         raise ConfigError(
-            f"one request of {max_model_len} tokens needs {needed} of KV cache, but {format_size(memory_bytes)} is available: "
-            f"{less}set {more}"
+            f"one request of {max_model_len} tokens needs {format_size(needed_bytes)} of KV cache, but"
+            f" {format_size(memory_bytes)} is available: {less}set {more}"
         )
     return fitting
 
@@ -374,7 +374,7 @@ def fit_facts(facts: ModelFacts, max_model_len: int) -> tuple[ModelFacts, list[s
 def _usable_default(name: str, value: float, max_model_len: int) -> float | int:
     """Return a sampling default in the form of request parameters. Raises `RequestError` if it is invalid."""
     if name in _WHOLE_DEFAULTS:
-        if value != int(value):
+        if isinstance(value, float) and not value.is_integer():
             raise RequestError(ErrorCode.INVALID, f"{name} is {value:g}; it must be an integer.", name)
         value = int(value)
     if name == "max_tokens":
@@ -385,7 +385,7 @@ def _usable_default(name: str, value: float, max_model_len: int) -> float | int:
 
 def check_run_dir_length(run_dir: Path) -> None:
     """Reject a run folder if its socket paths would exceed `MAX_SOCKET_PATH`."""
-    longest = len(str(run_dir)) + _LONGEST_SOCKET_NAME
+    longest = len(bytes(run_dir)) + _LONGEST_SOCKET_NAME
     if longest > MAX_SOCKET_PATH:
         raise ConfigError(
             f"socket paths in {run_dir} would have {longest} bytes, but the system allows {MAX_SOCKET_PATH}: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,8 @@ def test_eos_beyond_the_vocabulary_is_ignored_with_a_note(
         ("max_new_tokens", 1e9, 511),
         ("max_new_tokens", 512, 511),
         ("max_new_tokens", 0, None),
+        ("max_new_tokens", math.inf, None),
+        ("max_new_tokens", math.nan, None),
         ("top_k", 50.0, 50),
         ("top_k", 2.5, None),
         ("top_k", -7, None),
@@ -158,7 +161,7 @@ def test_invalid_sampling_default_is_clamped_or_ignored_with_a_note(
         ({"write_timeout": 0.0}, ["--write-timeout is 0.0", "more than 0"]),
         ({"kv_cache_memory": "lots"}, ["--kv-cache-memory is 'lots'", "2GiB"]),
         ({"kv_cache_memory": "100KiB", "max_model_len": 512}, ["needs 128.0 KiB", "--max-model-len to 400"]),
-        ({"kv_cache_memory": 100}, ["needs 128.0 KiB", "--kv-cache-memory 128.0KiB"]),
+        ({"kv_cache_memory": 100}, ["needs 128.0 KiB", "--kv-cache-memory 1MiB"]),
         ({"executor": "torch", "step_ms": 1.0}, ["--step-ms 1.0", "--executor mock"]),
         ({"executor": "torch", "mock_script": "a.json"}, ["--mock-script a.json", "--executor mock"]),
         ({"executor": "torch"}, ["has no weights (model.safetensors", "--load-format dummy"]),
@@ -171,6 +174,17 @@ def test_each_error_names_the_flag_and_the_fix(
     noted = complaint(write_model(tmp_path), **options)
     for word in words:
         assert word in noted
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_advised_kv_memory_is_enough(num_ranks: int, tmp_path: Path) -> None:
+    length = 4890 * 16  # blocks of 16 tokens need 19.1016 MiB
+    folder = write_model(tmp_path, max_position_embeddings=length)
+    flags: dict[str, Any] = {"executor": "torch", "load_format": "dummy", "device": "cpu"}
+    flags |= {"max_model_len": length, "tensor_parallel_size": num_ranks}
+    advised = re.search(r"set --kv-cache-memory (\w+)", complaint(folder, kv_cache_memory="1MiB", **flags))
+    assert advised is not None and advised[1] == "20MiB"
+    assert resolved(folder, kv_cache_memory=advised[1], **flags).config.model.max_model_len == length
 
 
 def test_step_budget_grows_to_the_other_flags_minimum(tmp_path: Path) -> None:
@@ -301,6 +315,11 @@ def test_a_server_open_to_the_network_without_a_key_is_noted(tmp_path: Path) -> 
 def test_a_run_dir_too_deep_for_sockets_is_rejected() -> None:
     with pytest.raises(ConfigError, match="TMPDIR"):
         rules.check_run_dir_length(Path("/" + "x" * 90))
+
+
+def test_the_length_of_a_run_dir_is_in_bytes() -> None:
+    with pytest.raises(ConfigError, match="would have 126 bytes"):
+        rules.check_run_dir_length(Path("/" + "é" * 50))
 
 
 # sizes
