@@ -153,10 +153,9 @@ def test_a_vocabulary_is_written_unchanged(name: str, tmp_path: Path) -> None:
     wanted = tokenizer_made(name, tmp_path)
     (folder,) = (tmp_path / "cache").iterdir()
     size = wanted.get_vocab_size()
-    config = {"model_type": "llama", "vocab_size": size + 3, "architectures": ["LlamaForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text("{}")
     again = tmp_path / "again.gguf"
-    metadata = vocabulary_of(folder, folder)
+    metadata = vocabulary_of(folder, folder, size + 3)
     write_vocabulary(metadata, again)
     read = tokenizer_of_gguf(read_parts(again), tmp_path / "cache")
     found = Tokenizer.from_file(str(read / "tokenizer.json"))
@@ -164,6 +163,20 @@ def test_a_vocabulary_is_written_unchanged(name: str, tmp_path: Path) -> None:
         assert found.encode(text).ids == wanted.encode(text).ids, text
     kinds = metadata["tokenizer.ggml.token_type"]
     assert len(kinds) == size + 3 and kinds[-3:] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("name", ["byte pairs, gpt-2", "SentencePiece"])
+def test_an_added_token_beyond_the_vocabulary_is_omitted(name: str, tmp_path: Path) -> None:
+    """Gemma 3's text models have no row for the tokenizer's image token."""
+    tokenizer = tokenizer_made(name, tmp_path)
+    (folder,) = (tmp_path / "cache").iterdir()
+    (folder / "config.json").write_text("{}")
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert "<image>" not in vocabulary_of(folder, folder, size)["tokenizer.ggml.tokens"]
+    with pytest.raises(ConfigError, match=f"vocab_size is 99, but the tokenizer has {size + 1} tokens"):
+        vocabulary_of(folder, folder, 99)
 
 
 def write_vocabulary(metadata: Mapping[str, Any], target: Path) -> None:

@@ -38,9 +38,10 @@ _PROBES = (
 )
 
 
-def vocabulary_of(folder: Path, tokenizer_folder: Path) -> dict[str, Any]:
+def vocabulary_of(folder: Path, tokenizer_folder: Path, size: int) -> dict[str, Any]:
     """Return GGUF metadata of a model's tokenizer, chat templates, special tokens and sampling defaults.
 
+    size: the model's vocabulary size. Added tokens beyond it are omitted, such as Gemma 3's image token in text models.
     Raises `ConfigError` for a tokenizer that GGUF cannot express.
     """
     path = tokenizer_folder / "tokenizer.json"
@@ -50,19 +51,18 @@ def vocabulary_of(folder: Path, tokenizer_folder: Path) -> dict[str, Any]:
         kind = model.get("type") if isinstance(model, dict) else None
         raise ConfigError(f"{path}: the tokenizer type is {kind!r:.40}; only BPE can be written as GGUF")
     tokenizer = Tokenizer.from_file(str(path))
-    size = config.get("vocab_size")
-    if type(size) is not int or tokenizer.get_vocab_size() > size:
+    added_tokens: Any = described.get("added_tokens") or ()
+    added = {each["id"]: each for each in added_tokens}
+    if any(index >= size and index not in added for index in tokenizer.get_vocab().values()):
         raise ConfigError(
-            f"{folder}: vocab_size is {size!r:.40}, but the tokenizer has {tokenizer.get_vocab_size()} tokens"
+            f"{folder}: vocab_size is {size}, but the tokenizer has {tokenizer.get_vocab_size()} tokens"
         )
     is_spm = bool(model.get("byte_fallback"))
     metadata = (
         _sentencepiece(described, model, size) if is_spm else _byte_pairs(tokenizer, described, model, path)
     )
-    added_tokens: Any = described.get("added_tokens") or ()
-    added = {each["id"]: each for each in added_tokens}
     metadata |= _tokens(tokenizer, added, model.get("unk_token"), size, is_spm)
-    metadata |= _ends(folder, tokenizer_folder, tokenizer, config)
+    metadata |= _ends(folder, tokenizer_folder, tokenizer, config, size)
     templates = read_chat_templates(folder, None)
     metadata |= {
         f"tokenizer.chat_template{'' if name == DEFAULT else f'.{name}'}": text
@@ -136,7 +136,7 @@ def _sentencepiece(described: Mapping[str, Any], model: Mapping[str, Any], size:
     scores = [0.0] * size
     for rank, merge in enumerate(model.get("merges") or ()):
         index = vocab.get("".join(merge.split(" ", 1) if isinstance(merge, str) else merge))
-        if index is not None and scores[index] == 0.0:
+        if index is not None and index < size and scores[index] == 0.0:
             scores[index] = -1.0 - rank
     text = str(described.get("normalizer")) + str(described.get("pre_tokenizer"))
     prefixed = (
@@ -146,7 +146,7 @@ def _sentencepiece(described: Mapping[str, Any], model: Mapping[str, Any], size:
 
 
 def _ends(
-    folder: Path, tokenizer_folder: Path, tokenizer: Tokenizer, config: Mapping[str, Any]
+    folder: Path, tokenizer_folder: Path, tokenizer: Tokenizer, config: Mapping[str, Any], size: int
 ) -> dict[str, Any]:
     """Return the ids of special tokens, and whether BOS and EOS are added."""
     named = _read(tokenizer_folder / "tokenizer_config.json")
@@ -157,7 +157,7 @@ def _ends(
         index = tokenizer.token_to_id(token) if isinstance(token, str) else None
         if index is None and f"{key}_id" in config:
             index = _first(config[f"{key}_id"])
-        if type(index) is int and index >= 0:
+        if type(index) is int and 0 <= index < size:
             ids[f"{name}_token_id"] = index
     endings = _all(_read(folder / "generation_config.json").get("eos_token_id") or config.get("eos_token_id"))
     other = next((each for each in endings if each != ids.get("eos_token_id")), None)
