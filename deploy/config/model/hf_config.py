@@ -7,7 +7,9 @@ files, `source` locates the folder.
 from __future__ import annotations
 
 import json
+import math
 import mmap
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,7 +108,7 @@ def read_facts(
     """Read model facts from a folder's JSON files, or from a GGUF file.
 
     ``generation_config`` and ``model_impl`` are the flags. with_weights: whether weight headers override ``config.json`` on
-    tied embeddings. Raises `ConfigError` with the file and the missing or invalid key.
+    tied embeddings, and give a data type that it lacks. Raises `ConfigError` with the file and the missing or invalid key.
     """
     path, overrides = hf_config_path(folder), overrides or Overrides()
     config, text = _read_hf_config(folder, overrides.hf_config)
@@ -137,7 +139,7 @@ def read_facts(
         stored_kv_format=wish_of(hf_config) if implementation == "quintet" else None,
         architecture=architecture,
         implementation=implementation,
-        dtype=_dtype(config, path),
+        dtype=_dtype(config, path) or (_stored_dtype(folder) if with_weights else "float32"),
         kv_needs=spec.kv_needs,
         state_needs=spec.state_needs,
         vocab_size=spec.vocab_size,
@@ -240,12 +242,14 @@ _DTYPES: dict[str, Dtype] = {
     "double": "float32",
 }
 """Names of a checkpoint's data type."""
+_STORED_DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""Names in headers of safetensors."""
 _QUANTIZED_DTYPES = ("float8", "int8", "uint8", "float4", "int4")
 """Prefixes of names that are data types of quantized weights, not of activations."""
 
 
-def _dtype(config: Json, path: Path) -> Dtype:
-    """Return the data type of activations: of the language model if the whole model's config has none."""
+def _dtype(config: Json, path: Path) -> Dtype | None:
+    """Return the data type of activations: of the language model if the whole model's config has none. None: of neither."""
     part = config.get("text_config")
     for each in (config, part if isinstance(part, dict) else {}):
         name = str(each.get("dtype") or each.get("torch_dtype") or "auto").removeprefix("torch.")
@@ -258,7 +262,17 @@ def _dtype(config: Json, path: Path) -> Dtype:
                 f"{path}: dtype is {shown(name)}; set another one, for example with --hf-overrides "
                 '\'{"dtype": "bfloat16"}\''
             )
-    return "float32"
+    return None
+
+
+def _stored_dtype(folder: Path) -> Dtype:
+    """Return the data type of most values in the safetensors files; float32 without one."""
+    counts: Counter[Dtype] = Counter({"float32": 0})
+    for path in [] if is_gguf(folder) else checkpoint_files(folder):
+        for entry in () if path.suffix in PICKLED else _entries(path).values():
+            if entry.dtype in _STORED_DTYPES:
+                counts[_STORED_DTYPES[entry.dtype]] += math.prod(entry.shape)
+    return counts.most_common(1)[0][0]
 
 
 def _hf_config_of_gguf(path: Path) -> str:

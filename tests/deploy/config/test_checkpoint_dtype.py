@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.deploy.config.model_folder import write_model
 
 from quintet.deploy.config.model.hf_config import read_facts
@@ -30,6 +32,13 @@ from quintet.wire.errors import ConfigError
 def test_dtype_is_read_from_every_place(tmp_path: Path, config: dict[str, Any], dtype: str) -> None:
     folder = write_model(tmp_path, **{"dtype": None, "torch_dtype": None, **config})
     assert read_facts(folder).dtype == dtype
+
+
+def test_dtype_missing_in_the_config_is_that_of_most_weights(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, dtype=None, torch_dtype=None)
+    tensors = {"a": torch.zeros(9, dtype=torch.float32), "b": torch.zeros(10, dtype=torch.bfloat16)}
+    save_file(tensors, folder / "model.safetensors")
+    assert read_facts(folder, with_weights=True).dtype == "bfloat16"
 
 
 def test_an_unknown_dtype_is_named_with_a_way_out(tmp_path: Path) -> None:
