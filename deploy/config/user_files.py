@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from quintet.wire.errors import ConfigError
@@ -15,6 +18,31 @@ def user_cache() -> Path:
         return (Path(base) if base else Path.home() / ".cache") / "quintet"
     except RuntimeError:
         raise ConfigError("the user has no home folder: set HOME or XDG_CACHE_HOME") from None
+
+
+def cached_folder(target: Path, required: str, fill: Callable[[Path], object]) -> Path:
+    """Return a folder of a cache; create it atomically unless it has the ``required`` file.
+
+    fill: writes the files into a temporary folder. Raises `ConfigError` if the cache cannot be read or written.
+    """
+    try:
+        if (target / required).is_file():
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=".making-"))
+        try:
+            fill(temporary)
+            os.rename(temporary, target)
+        except OSError:
+            if not (target / required).is_file():  # not created concurrently by another process
+                raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache {target.parent} is not writable ({error.strerror or error}): set XDG_CACHE_HOME to a writable folder"
+        ) from None
+    return target
 
 
 LEAST_BYTES = 32

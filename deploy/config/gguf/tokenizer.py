@@ -10,9 +10,6 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ import numpy as np
 
 from quintet.deploy.config.gguf import pre_tokenizers
 from quintet.deploy.config.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from quintet.deploy.config.user_files import cached_folder
 from quintet.executor.checkpoints.gguf.header import Strings, Value
 from quintet.executor.checkpoints.gguf.parts import GgufParts
 from quintet.wire.errors import ConfigError
@@ -47,26 +45,13 @@ def tokenizer_of_gguf(parts: GgufParts, cache: Path) -> Path:
     made_by = b"".join(Path(module).read_bytes() for module in (__file__, pre_tokenizers.__file__))
     named = f"{header.path.resolve()}:{header.size}:{header.modified_ns}".encode()
     target = cache / hashlib.sha256(made_by + named).hexdigest()[:16]
-    if (target / "tokenizer.json").is_file():
-        return target
-    files = _Vocabulary(parts).files()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=cache, prefix=".making-"))
-        for name, content in files.items():
+
+    def write(folder: Path) -> None:
+        for name, content in _Vocabulary(parts).files().items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
-        try:
-            os.rename(folder, target)
-        except OSError:
-            shutil.rmtree(folder)  # created concurrently by another start
-            if not (target / "tokenizer.json").is_file():
-                raise
-    except OSError as error:
-        raise ConfigError(
-            f"{cache}: the tokenizer of {header.path.name} cannot be written: {error}"
-        ) from None
-    return target
+
+    return cached_folder(target, "tokenizer.json", write)
 
 
 def tokens_of(parts: GgufParts) -> list[str]:

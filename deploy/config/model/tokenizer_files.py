@@ -7,11 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quintet.deploy.config.user_files import user_cache
+from quintet.deploy.config.user_files import cached_folder, user_cache
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf
 
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+_MORE_FILES = (
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "config.json",
+)
+"""Further files that a conversion reads."""
 
 _CONVERT = """
 import sys
@@ -42,26 +50,32 @@ def tokenizer_folder(folder: Path, cache: Path | None = None, advice: str = SET_
     slow = next((name for name in _SLOW_FILES if (folder / name).is_file()), None)
     if slow is None:
         raise ConfigError(f"{folder} has no tokenizer.json: {advice}")
-    source = folder / slow
-    stat = source.stat()
-    key = hashlib.sha256(f"{source}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    target = (cache or _default_cache()) / key
-    if (target / "tokenizer.json").is_file():
-        return target
-    target.mkdir(parents=True, exist_ok=True)
+    target = (cache or _default_cache()) / _key_of(folder)
+    return cached_folder(target, "tokenizer.json", lambda made: _convert(folder, slow, made, advice))
+
+
+def _key_of(folder: Path) -> str:
+    """Return a key that changes with every file that the conversion reads."""
+    paths = [folder / name for name in (*_SLOW_FILES, *_MORE_FILES)]
+    stats = [(path.name, path.stat()) for path in paths if path.is_file()]
+    versions = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return hashlib.sha256(f"{folder}:{versions}".encode()).hexdigest()[:16]
+
+
+def _convert(folder: Path, slow: str, made: Path, advice: str) -> None:
+    """Convert the slow tokenizer of ``folder`` into the folder ``made``. Raises `ConfigError`."""
     converted = subprocess.run(
-        [sys.executable, "-c", _CONVERT, str(folder), str(target)],
+        [sys.executable, "-c", _CONVERT, str(folder), str(made)],
         capture_output=True,
         text=True,
         check=False,
     )
-    if converted.returncode != 0 or not (target / "tokenizer.json").is_file():
+    if converted.returncode != 0 or not (made / "tokenizer.json").is_file():
         last = (converted.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(
             f"{folder} has only {slow}, and transformers could not convert it to tokenizer.json (sentencepiece may need"
             f" `pip install sentencepiece`): {last}. Otherwise {advice}"
         )
-    return target
 
 
 def _default_cache() -> Path:
