@@ -76,6 +76,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the selected benchmark; return the exit status."""
     try:
+        if args.json is not None and not args.json.parent.is_dir():
+            raise BadWorkload(f"--json is {args.json}; create the folder {args.json.parent} first")
         return _run_serve(args) if args.bench_kind == "serve" else _run_offline(args)
     except (BadUrl, BadWorkload) as error:
         print(f"quintet bench: {error}", file=sys.stderr)
@@ -223,6 +225,9 @@ def _run_serve(args: argparse.Namespace) -> int:
     before = read_counters(target) if args.speculative_report else None
     summary = measured(load)
     accepted = None if before is None else acceptance(before, read_counters(target))
+    print(table(summary))
+    if args.speculative_report:
+        print("\n".join(("", *acceptance_lines(accepted))))
     if args.json is not None:
         settings = {
             k: str(v) if isinstance(v, Path) else v
@@ -233,9 +238,6 @@ def _run_serve(args: argparse.Namespace) -> int:
         if args.speculative_report:
             report["speculation"] = msgspec.to_builtins(accepted)
         args.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(table(summary))
-    if args.speculative_report:
-        print("\n".join(("", *acceptance_lines(accepted))))
     return 0 if summary.num_completed else 1
 
 
@@ -381,8 +383,8 @@ def _measure_offline(args: argparse.Namespace) -> int:
         prompt_tokens_per_s=round(prompt_tokens / duration_s, 2),
         output_tokens_per_s=round(output_tokens / duration_s, 2),
     )
-    if args.json is not None:
-        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     for name, value in msgspec.structs.asdict(summary).items():
         print(f"{name:<24}{value:>14,}")
+    if args.json is not None:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return 0

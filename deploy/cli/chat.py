@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import sys
 
-from quintet.deploy.tools.load_client.talk import Client, ListedModel, ServerError, Speed
+from quintet.deploy.tools.load_client.talk import Client, ListedModel, Piece, ServerError, Speed
 
 _EXAMPLES = """\
 examples:
@@ -73,8 +74,28 @@ def sampling_of(arguments: argparse.Namespace) -> dict[str, object]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+def replace_undecodable(arguments: argparse.Namespace) -> None:
+    """Replace bytes that are not text by U+FFFD, in the arguments and in what is read from standard input.
+
+    Python keeps such bytes of arguments as surrogates, which a request cannot contain.
+    """
+    for name, value in vars(arguments).items():
+        if isinstance(value, str):
+            setattr(arguments, name, _without_surrogates(value))
+        elif isinstance(value, list):
+            setattr(arguments, name, [_without_surrogates(each) for each in value])
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _without_surrogates(text: str) -> str:
+    return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Chat until the user exits; return the exit status."""
+    replace_undecodable(arguments)
     try:
         client = Client.of(arguments.url, arguments.api_key)
         model = client.listed_model(arguments.model)
@@ -166,22 +187,37 @@ class Chat:
     def send(self, text: str) -> Speed:
         """Send a message, print the streamed response, and return its speed.
 
-        The conversation keeps a partial response, and drops a rejected message.
+        The conversation keeps a partial response without its reasoning, and drops a message without a response.
         """
         self._messages.append({"role": "user", "content": text})
-        pieces: list[str] = []
+        contents: list[str] = []
         speed = Speed()
         body = {**self._fields, "messages": self._messages, "stream_options": {"include_usage": True}}
         response = self._client.stream("/v1/chat/completions", body, speed)
         try:
             with contextlib.closing(response):
+                was_reasoning = False
                 for piece in response:
-                    pieces.append(piece)
-                    print(piece, end="", flush=True)
+                    if was_reasoning and not piece.is_reasoning:
+                        print("\n", file=sys.stderr, flush=True)
+                    was_reasoning = piece.is_reasoning
+                    if not piece.is_reasoning:
+                        contents.append(piece.text)
+                    _print(piece)
             print()
         finally:
-            if pieces:
-                self._messages.append({"role": "assistant", "content": "".join(pieces)})
+            if contents:
+                self._messages.append({"role": "assistant", "content": "".join(contents)})
             else:
                 self._messages.pop()
         return speed
+
+
+def _print(piece: Piece) -> None:
+    """Print content on standard output, and reasoning on standard error, dim on a terminal."""
+    if not piece.is_reasoning:
+        print(piece.text, end="", flush=True)
+    elif sys.stderr.isatty():
+        print(f"\x1b[2m{piece.text}\x1b[22m", end="", file=sys.stderr, flush=True)
+    else:
+        print(piece.text, end="", file=sys.stderr, flush=True)

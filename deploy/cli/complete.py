@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 
-from quintet.deploy.cli.chat import add_client_arguments, sampling_of
+from quintet.deploy.cli.chat import add_client_arguments, replace_undecodable, sampling_of
 from quintet.deploy.tools.load_client.talk import Client, ServerError
 
 _DEFAULT_MAX_TOKENS = 128
@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.text is None and sys.stdin.isatty():
         print('quintet complete: no text given; use e.g. quintet complete "def add(a, b):"', file=sys.stderr)
         return 2
+    replace_undecodable(arguments)
     text = sys.stdin.read() if arguments.text is None else arguments.text
     try:
         client = Client.of(arguments.url, arguments.api_key)
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.echo:
                 print(text, end="", flush=True)
             for piece in pieces:
-                print(piece, end="", flush=True)
+                print(piece.text, end="", flush=True)
     except ServerError as error:
         print(f"quintet complete: {error}", file=sys.stderr)
         return 1

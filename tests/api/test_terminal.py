@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from quintet.deploy.cli.chat import Chat
+from quintet.deploy.tools.load_client.talk import Client
 from tests.api.toy_server import ToyServer, chunked, frames, sized, toy_server
 from tests.deploy.supervisor.supervised import is_readable
 
@@ -40,6 +43,13 @@ class ScriptedServer:
         message = received["messages"][-1]["content"]
         words = [f"[{len(received['messages'])}] ", f"you said {message.strip()}"]
         pieces = [json.dumps({"choices": [{"delta": {"content": word}}]}) for word in words]
+        if message == "reason":
+            deltas = [
+                {"reasoning": "let me"},
+                {"reasoning_content": " see", "content": "It"},
+                {"content": " is"},
+            ]
+            pieces = [json.dumps({"choices": [{"delta": delta}]}) for delta in deltas]
         if message == "hang":
             return [chunked(frames(pieces[0])).removesuffix(b"0\r\n\r\n")]
         return [chunked(frames(*pieces, USAGE, "[DONE]"))]
@@ -51,10 +61,11 @@ def server() -> Iterator[ToyServer]:
         yield server
 
 
-def quintet(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def quintet(*words: str | bytes, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "quintet.deploy.cli.main", *words],
-        input=stdin, capture_output=True, text=True, timeout=60, check=False,
+        input=stdin.decode(errors="surrogateescape") if isinstance(stdin, bytes) else stdin,
+        errors="surrogateescape", capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
 
@@ -117,6 +128,34 @@ def test_chat_answers_a_pipe_once(server: ToyServer) -> None:
     ended = quintet("chat", "--url", server.url, "--system", "be kind", stdin="two\nlines")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == "[2] you said two\nlines\n"
+
+
+def test_chat_history_has_no_reasoning(server: ToyServer, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = Chat(Client.of(server.url, None), {"model": "toy"}, None)
+    chat.send("reason")
+    assert capsys.readouterr() == ("It is\n", "let me see\n\n")
+    chat.send("again")
+    messages = json.loads(server.requests[-1][1])["messages"]
+    assert [message["content"] for message in messages] == ["reason", "It is", "again"]
+
+
+def test_undecodable_bytes_are_replaced(server: ToyServer) -> None:
+    chat = quintet("chat", "--url", server.url, "--system", b"na\xefve", stdin=b"caf\xe9")
+    assert (chat.returncode, chat.stdout, chat.stderr) == (0, "[2] you said caf\ufffd\n", "")
+    assert json.loads(server.requests[-1][1])["messages"][0]["content"] == "na\ufffdve"
+    complete = quintet("complete", "--echo", b"caf\xe9", "--url", server.url)
+    assert (complete.returncode, complete.stdout) == (0, "caf\ufffd one two")
+
+
+def test_rejected_certificate_is_named(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=localhost"
+    subprocess.run([*words.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with toy_server(ScriptedServer(), context) as server:
+        ended = quintet("chat", "--url", server.url, stdin="x")
+    assert ended.returncode == 1 and "was not accepted: self-signed certificate" in ended.stderr
 
 
 class Terminal:
@@ -216,6 +255,7 @@ def test_bench_serve_errors(server: ToyServer) -> None:
         (("--extra-body", "[]"), "must be a JSON object"),
         (("--header", "nope"), "Name: value"),
         (("--input-len", "0"), "at least 1"),
+        (("--json", "no-folder/out.json"), "create the folder no-folder first"),
     ):
         ended = quintet("bench", "serve", "--base-url", server.url, *words)
         assert ended.returncode == 2 and expected in ended.stderr

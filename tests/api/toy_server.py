@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ class ToyServer:
 
 
 @contextmanager
-def toy_server(script: Script) -> Iterator[ToyServer]:
+def toy_server(script: Script, tls: ssl.SSLContext | None = None) -> Iterator[ToyServer]:
     """Serve ``script`` on a free port of localhost, from a thread."""
     seen = ToyServer()
     loop = asyncio.new_event_loop()
@@ -67,9 +68,9 @@ def toy_server(script: Script) -> Iterator[ToyServer]:
         task.add_done_callback(tasks.discard)
 
     async def main() -> None:
-        server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=tls)
         host, port = server.sockets[0].getsockname()[:2]
-        seen.url = f"http://{host}:{port}"
+        seen.url = f"http{'s' * (tls is not None)}://{host}:{port}"
         started.set()
         await stop.wait()
         server.close()

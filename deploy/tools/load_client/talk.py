@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import http.client
+import ssl
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from quintet.deploy.http_client.connection import BadUrl, Target
 from quintet.deploy.tools.load_client.load import error_message
-from quintet.deploy.tools.load_client.tally import Chunk
+from quintet.deploy.tools.load_client.tally import Chunk, ChunkChoice
 
 _CONNECT_S = 10.0
 
@@ -32,6 +34,13 @@ class _Models(msgspec.Struct):
     """Response of ``/v1/models``."""
 
     data: list[ListedModel]
+
+
+class Piece(NamedTuple):
+    """A part of a streamed response."""
+
+    text: str
+    is_reasoning: bool = False
 
 
 @dataclass(slots=True)
@@ -92,8 +101,8 @@ class Client:
 
     def stream(
         self, path: str, body: Mapping[str, object], speed: Speed | None = None
-    ) -> Generator[str, None, None]:
-        """Post a streaming request and yield the text; closing the generator aborts the request.
+    ) -> Generator[Piece, None, None]:
+        """Post a streaming request and yield its pieces; closing the generator aborts the request.
 
         Fills in ``speed`` if given. Raises `ServerError`.
         """
@@ -107,7 +116,7 @@ class Client:
                     content = line[5:].strip()
                     if content == b"[DONE]":
                         return
-                    yield from _texts(content, speed)
+                    yield from _pieces(content, speed)
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"The connection to {self.url} broke: {error}") from None
         raise ServerError(f"{self.url} closed the stream before its end.")
@@ -122,10 +131,18 @@ class Client:
             connection.sock.settimeout(None)
             connection.request(method, target.prefix + path, body, headers)
             answer = connection.getresponse()
+            if connection.sock is not None:
+                connection.sock.close()  # the answer's file keeps the connection open until it is closed
+        except ssl.SSLCertVerificationError as error:
+            connection.close()
+            raise ServerError(
+                f"The TLS certificate of {self.url} was not accepted: {error.verify_message}.\n"
+                "Use the host name of the certificate, or set SSL_CERT_FILE to the certificate of its issuer."
+            ) from None
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise ServerError(
-                f"No server responds at {self.url} ({error or type(error).__name__}).\n"
+                f"No server responds at {self.url} ({str(error) or type(error).__name__}).\n"
                 "Start one with `quintet serve`, or set --url."
             ) from None
         if answer.status != 200:
@@ -136,18 +153,27 @@ class Client:
         return answer
 
 
-def _texts(content: bytes, speed: Speed) -> Generator[str, None, None]:
+def _pieces(content: bytes, speed: Speed) -> Generator[Piece, None, None]:
     chunk = msgspec.json.decode(content, type=Chunk)
     if chunk.usage is not None:
         speed.num_tokens = chunk.usage.completion_tokens
     if chunk.error is not None:
         raise ServerError(chunk.error if isinstance(chunk.error, str) else chunk.error.message)
     for choice in chunk.choices:
-        delta = choice.delta
-        text = choice.text if delta is None else delta.reasoning or delta.reasoning_content or delta.content
-        if text:
+        pieces = _pieces_of(choice)
+        if pieces:
             speed.ended_s = time.perf_counter()
             if speed.first_s is None:
                 speed.first_s = speed.ended_s
             speed.num_tokens += chunk.usage is None
-            yield text
+            yield from pieces
+
+
+def _pieces_of(choice: ChunkChoice) -> list[Piece]:
+    """Return the pieces of a choice: a delta at the end of the reasoning may contain both kinds."""
+    delta = choice.delta
+    if delta is None:
+        return [Piece(choice.text)] if choice.text else []
+    reasoning = delta.reasoning or delta.reasoning_content  # some servers send both names
+    pieces = [Piece(reasoning, is_reasoning=True)] if reasoning else []
+    return [*pieces, Piece(delta.content)] if delta.content else pieces
