@@ -98,8 +98,8 @@ def _fetch(
         reason = f"the hub answered {status}" + (
             "; check the name, and that HF_TOKEN has access" if status in (401, 403, 404) else ""
         )
-    except OSError as error:
-        reason = f"downloading it from the hub failed: {error}"
+    except Exception as error:  # noqa: BLE001 - the hub client passes on every error of its HTTP and storage libraries
+        reason = f"downloading it from the hub failed: {str(error) or type(error).__name__}"
     message = f"{flag} {name!r}: no such folder in {os.getcwd()}, and {reason}"
     if "/" not in name and not is_gguf(Path(name)):
         message += f"; without a slash it must be a folder or one of: {', '.join(PACKAGED_MODELS)}"

@@ -132,3 +132,20 @@ def test_command_prints_the_name_only_if_servable(
     assert found.out == "" and "serving the toy model that ships with Quintet" in found.err
     use(monkeypatch, Index())
     assert packaged_models.main() == 0 and capsys.readouterr().out == "smollm2\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("Data processing error"), ValueError("Port could not be cast"), TimeoutError()],
+    ids=repr,
+)
+def test_failed_download_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    reason = str(error) or "TimeoutError"
+    with pytest.raises(
+        ConfigError, match=f"MODEL 'example/any'.*downloading it from the hub failed: {reason}$"
+    ):
+        locate_model("example/any", with_weights=True)
