@@ -148,7 +148,7 @@ def read_facts(
         expert_depths=_expert_depths(spec),
         max_model_len=spec.reach,
         fixed_rope_len=spec.fixed_rope_len,
-        eos_token_ids=configured_ids(generation, config),
+        eos_token_ids=configured_ids(generation, config, config.get("text_config")),
         generation_defaults=_sampling_defaults(defaults | overrides.generation),
         notes=tuple(notes),
     )

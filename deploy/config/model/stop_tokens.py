@@ -32,17 +32,26 @@ class _Tokenizer(msgspec.Struct):
     added_tokens: list[_Token] = []
 
 
-def configured_ids(*configs: Json) -> list[int]:
-    """Return the ``eos_token_id`` values of configurations, in order, without duplicates."""
+def configured_ids(*configs: object) -> list[int]:
+    """Return the ``eos_token_id`` values of configurations, in order, without duplicates.
+
+    Skips configurations that are not JSON objects, and values that are not ids. ``2.0`` and ``"2"`` are ids.
+    """
     found: list[int] = []
     for config in configs:
-        ids = config.get("eos_token_id")
+        ids = config.get("eos_token_id") if isinstance(config, dict) else None
         listed: list[object] = ids if isinstance(ids, list) else [ids]
-        whole = [
-            token_id for token_id in listed if isinstance(token_id, int) and not isinstance(token_id, bool)
-        ]
-        found += whole if len(whole) == len(listed) else []
+        found += [token_id for token_id in map(_token_id, listed) if token_id is not None]
     return list(dict.fromkeys(found))
+
+
+def _token_id(value: object) -> int | None:
+    """Return a value of ``eos_token_id`` as an id; None if it is not one."""
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def end_token_ids(configured: Iterable[int], folder: Path, templates: Mapping[str, str]) -> list[int]:

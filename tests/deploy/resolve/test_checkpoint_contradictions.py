@@ -13,7 +13,7 @@ from tests.deploy.config.model_folder import write_model
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.hf_config import read_facts
-from quintet.deploy.config.model.stop_tokens import end_token_ids
+from quintet.deploy.config.model.stop_tokens import configured_ids, end_token_ids
 from quintet.executor.model_config.registry import FAMILIES, architecture_of
 from quintet.wire.errors import ConfigError
 
@@ -84,6 +84,20 @@ def test_eos_tokens_of_all_files_reach_the_configuration(tmp_path: Path) -> None
     write_tokenizer(folder, eos_token="<|im_end|>", chat_template=PARTS)
     model = resolve(Options(model=str(folder), executor="mock"), RUN_DIR).config.model
     assert model.eos_token_ids == [1, 0, 4, 5]
+
+
+def test_eos_tokens_of_the_text_config_reach_the_configuration(tmp_path: Path) -> None:
+    facts = read_facts(write_model(tmp_path, eos_token_id=None, text_config={"eos_token_id": [1, 106]}))
+    assert facts.eos_token_ids == [1, 106]
+
+
+@pytest.mark.parametrize(
+    ("value", "ids"),
+    [(2.0, [2]), ("2", [2]), ([1, None, "x", 2.5, True, "3", 4.0], [1, 3, 4]), (None, []), ("</s>", [])],
+    ids=str,
+)
+def test_eos_token_ids_of_unusual_types(value: object, ids: list[int]) -> None:
+    assert configured_ids({"eos_token_id": value}, None, []) == ids
 
 
 def test_eos_token_beyond_the_vocabulary_is_dropped(tmp_path: Path) -> None:
