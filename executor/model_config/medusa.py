@@ -1,6 +1,6 @@
 """Medusa heads (Cai et al., "Medusa: simple LLM inference acceleration framework with multiple decoding heads", 2024).
 
-Head ``i`` proposes the token ``i + 2`` places after the one whose hidden state it reads. Published configurations often lack
+Head ``i`` reads the hidden state of a token, and proposes the token ``i + 2`` places after it. Many configurations lack
 sizes, or have another number of heads than the checkpoint. So `medusa_hf_config` takes all sizes from the tensors, if any.
 """
 
