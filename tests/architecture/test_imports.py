@@ -85,7 +85,12 @@ INNER = {
         *(f"{CHECKPOINTS}.quant.formats", f"{CHECKPOINTS}.gguf.types", f"{CHECKPOINTS}.weights.header"),
         *("executor.model_config", "wire"),
     },
-    "executor/checkpoints/weights": {f"{CHECKPOINTS}.weights", CPU_OPS, "wire"},
+    "executor/checkpoints/weights": {
+        f"{CHECKPOINTS}.weights",
+        CPU_OPS,
+        "executor.model_config.names",
+        "wire",
+    },
     "executor/models/layers": {
         *("executor.model_config", "executor.models.layers", CPU_OPS),
         *(f"{CHECKPOINTS}.quant", f"{CHECKPOINTS}.weights", "wire"),
