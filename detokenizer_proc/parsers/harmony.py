@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
 from quintet.detokenizer_proc.parsers.machine import MAX_NAME, Machine, Prose
 from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.wire.channels import Channel
@@ -27,8 +28,8 @@ _HEADER = re.compile(
 _HEADER_BEGINS = Marks(CHANNEL, START, MESSAGE, "to=")
 _HEADER_ENDS = Marks(MESSAGE, START, *ENDS)
 _MESSAGE_ENDS = Marks(START, *ENDS)
-_REASONING_ENDS = Marks(START, CHANNEL, *ENDS)
-"""Unclosed reasoning ends at the next header, even without the header's start mark."""
+_UNCLOSED_ENDS = Marks(START, CHANNEL, *ENDS)
+"""Unclosed reasoning and arguments end at the next header, even without the header's start mark."""
 _MESSAGE_BEGINS = Marks(START, CHANNEL, *ENDS)
 
 
@@ -47,6 +48,7 @@ class Harmony(Machine):
         self._is_empty = True  # no text of the message was emitted
         self._used_channels: set[Channel] = set()
         self._prose = Prose(Channel.CONTENT, leading=False)
+        self._repair = JsonRepair()
 
     def _first(self) -> bool:
         """Read the first header, which the prompt may have begun."""
@@ -120,6 +122,7 @@ class Harmony(Machine):
             self._emit(Channel.NAME, name, self._num_calls)
             self._num_calls += 1
             channel = Channel.ARGUMENTS
+            self._repair = JsonRepair()
         elif (is_analysis or is_built_in) and self._with_reasoning:
             channel = Channel.REASONING
         else:
@@ -129,17 +132,23 @@ class Harmony(Machine):
         self._state = Harmony._in_message
 
     def _in_message(self) -> bool:
-        ends = _REASONING_ENDS if self.is_reasoning else _MESSAGE_ENDS
+        is_call = self._prose.channel is Channel.ARGUMENTS
+        ends = _UNCLOSED_ENDS if self.is_reasoning or is_call else _MESSAGE_ENDS
         before, mark, rest = ends.split(self._text)
         if self._over and not mark:
             before, rest = before + rest, ""
         self._text = rest
         self._emit_prose(before)
+        if mark == CHANNEL and self._repair.in_string and is_call:
+            self._emit_prose(mark)
+            return True
+        if is_call and (mark or self._over):
+            self._emit(Channel.ARGUMENTS, self._repair.end(), self._call_of_message())
         if not mark:
             if self._over:
                 self._emit(self._prose.channel, self._prose.end(), self._call_of_message())
             return False
-        if self._is_empty and self._prose.channel is Channel.ARGUMENTS:
+        if self._is_empty and is_call:
             self._emit(Channel.ARGUMENTS, "{}", self._call_of_message())
         self.is_reasoning = False
         self._prose = Prose(Channel.CONTENT, leading=True)
@@ -160,4 +169,6 @@ class Harmony(Machine):
             self._emit(channel, "\n")
         self._is_empty = False
         self._used_channels.add(channel)
+        if channel is Channel.ARGUMENTS:
+            text = self._repair.take(text)
         self._emit(channel, text, self._call_of_message())

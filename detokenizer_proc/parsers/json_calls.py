@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
 from quintet.detokenizer_proc.parsers.json_scan import CallObject, JsonValue
 from quintet.detokenizer_proc.parsers.machine import MAX_NAME, ListReader
 from quintet.detokenizer_proc.parsers.marks import Marks
@@ -47,6 +48,7 @@ class JsonCalls(ListReader):
         self._heads = Marks(*form.heads, "{") if form.heads else None
         self._object = CallObject()
         self._value = JsonValue("{")
+        self._repair = JsonRepair()
         self._head = ""
         self._is_called = False  # the name of the current call was emitted
 
@@ -133,7 +135,7 @@ class JsonCalls(ListReader):
                 self._state = JsonCalls._after
             return self._over
         if self._text[0] == "{":
-            self._value = JsonValue("{")
+            self._value, self._repair = JsonValue("{"), JsonRepair()
             self._state = JsonCalls._in_arguments
             return True
         end = self._ends.at_start(self._text)
@@ -145,5 +147,7 @@ class JsonCalls(ListReader):
         return True
 
     def _in_arguments(self) -> bool:
-        self._emit_arguments(self._take(self._value.read(self._text)))
+        self._emit_arguments(self._repair.take(self._take(self._value.read(self._text))))
+        if self._value.is_over or self._over:
+            self._emit_arguments(self._repair.end())
         return self._end_once(self._value.is_over)

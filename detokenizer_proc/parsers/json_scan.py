@@ -1,7 +1,7 @@
 """Streaming JSON scanner: finds the end of a value, and the name and arguments in an object that describes a call.
 
-Models write JSON with errors, so values are not validated but copied. A value ends with its brackets or quotes, or at a
-``<``: it begins a mark, and JSON allows it only in strings.
+Models write JSON with errors, so values are not validated; arguments are repaired (`json_repair`). A value ends with its
+brackets or quotes, or at a ``<``: it begins a mark, and JSON allows it only in strings.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import re
 from enum import Enum, auto
 
+from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
 from quintet.detokenizer_proc.parsers.machine import MAX_NAME
 
 _OUTSIDE = re.compile(r'["{}\[\]<]')
@@ -123,6 +124,8 @@ class CallObject:
         self._num_held = 0
         self._key = ""
         self._fresh: list[str] = []
+        self._repair = JsonRepair()
+        self._is_ended = False
         self._extra: list[str] = []
 
     @property
@@ -138,7 +141,8 @@ class CallObject:
     def take_arguments(self) -> str:
         """Return and clear the new text of the arguments."""
         fresh, self._fresh = self._fresh, []
-        return "".join(fresh)
+        text = self._repair.take("".join(fresh))
+        return text + self._repair.end() if self.is_over or self._is_ended else text
 
     def read(self, text: str) -> int:
         """Read text; return the number of characters of the object."""
@@ -155,6 +159,7 @@ class CallObject:
 
     def end(self) -> None:
         """End the text and release the held arguments."""
+        self._is_ended = True
         if self._expects is _Expects.VALUE_TEXT and self._key in ARGUMENT_KEYS:
             self._end_arguments()
 

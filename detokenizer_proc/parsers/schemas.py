@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from quintet.detokenizer_proc.parsers.json_repair import repaired
 from quintet.detokenizer_proc.parsers.json_scan import encodable, quoted
 from quintet.detokenizer_proc.parsers.literals import PYTHON, Literals
 
@@ -16,6 +17,10 @@ MAX_DEPTH = 8
 """Maximum nesting of alternatives and references."""
 
 Types = frozenset[str]
+_TYPE_NAMES = {
+    "str": "string", "text": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean",
+    "dict": "object", "list": "array",
+}  # fmt: skip
 _COMBINED = ("anyOf", "oneOf", "allOf")
 
 
@@ -52,15 +57,20 @@ def json_of(text: str, types: Types) -> str:
         return trimmed.lower()
     if trimmed in {"None", "null"}:
         return "null"
-    try:
-        json.loads(trimmed, parse_constant=_number, parse_float=_number)
-    except (ValueError, RecursionError):
-        pass
-    else:
+    if _is_json(trimmed):
         return trimmed
     if trimmed[:1] in {"[", "{"} and types & {"array", "object"}:
-        return _from_python(trimmed) or quoted(text)
+        fixed = repaired(trimmed)
+        return fixed if _is_json(fixed) else _from_python(trimmed) or quoted(text)
     return quoted(text)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_number, parse_float=_number)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _from_python(text: str) -> str | None:
@@ -99,9 +109,9 @@ class _Types:
             return self._named(reference.rpartition("/")[2], depth + 1)
         stated = schema.get("type")
         if isinstance(stated, str):
-            return frozenset({stated})
+            return frozenset({_json_type(stated)})
         if isinstance(stated, list):
-            return frozenset(map(str, stated))
+            return frozenset(_json_type(str(part)) for part in stated)
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list):
             return frozenset(map(_type_name, values))
@@ -113,6 +123,11 @@ class _Types:
             self._known[name] = frozenset()  # a recursive reference adds no types
             self._known[name] = self.of(self._definitions.get(name), depth)
         return self._known[name]
+
+
+def _json_type(name: str) -> str:
+    """Return JSON Schema's name of a type; some tools write Python's names or capitals."""
+    return _TYPE_NAMES.get(name.lower(), name.lower())
 
 
 def _type_name(value: object) -> str:

@@ -1,0 +1,113 @@
+"""Streaming repair of common errors in a model's JSON. Valid JSON is unchanged.
+
+| Error | Repair |
+|---|---|
+| control character in a string | its escape |
+| backslash that begins no escape | doubled |
+| comma before a closing bracket | removed |
+| Python's True, False, None; NaN | true, false, null; null |
+"""
+
+from __future__ import annotations
+
+import re
+
+_INSIDE = re.compile(r'[\x00-\x1f"\\]')
+_OUTSIDE = re.compile(r'[",]|(?<!\w)[TFN][A-Za-z]*')
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_PART_OF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_NOT_BLANK = re.compile(r"\S")
+_CONTROLS = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
+_WORDS = {"True": "true", "False": "false", "None": "null", "NaN": "null"}
+
+
+class JsonRepair:
+    """Repairs one object or list. A text that begins with another character is unchanged."""
+
+    __slots__ = ("_comma", "_is_json", "_last", "_rest", "in_string")
+
+    def __init__(self) -> None:
+        self.in_string = False
+        self._is_json: bool | None = None  # None before the first character
+        self._rest = ""  # part of an escape or a word
+        self._comma: list[str] = []  # a comma and whitespace after it
+        self._last = ""  # last character before the unread text
+
+    def take(self, text: str) -> str:
+        """Read text; return the repaired text that is final."""
+        if self._is_json is None and (first := _NOT_BLANK.search(text)) is not None:
+            self._is_json = first[0] in {"{", "["}
+        if not (self._is_json and text):
+            return text
+        text, self._rest = self._last + self._rest + text, ""
+        at, out = len(self._last), list[str]()
+        while at < len(text):
+            step = self._read_string(text, at, out) if self.in_string else self._read_outside(text, at, out)
+            if step == 0:
+                self._rest = text[at:]
+                break
+            at += step
+        self._last = text[at - 1 : at]
+        return "".join(out)
+
+    def end(self) -> str:
+        """End the text; return the text held back, unchanged."""
+        held, self._comma, self._rest = "".join(self._comma) + self._rest, [], ""
+        return held
+
+    def _read_string(self, text: str, at: int, out: list[str]) -> int:
+        """Read a part of a string; return the number of characters, or 0 to wait for more text."""
+        found = _INSIDE.search(text, at)
+        end = len(text) if found is None else found.start()
+        if found is None or end > at:
+            out.append(text[at:end])
+            return end - at
+        sign = found[0]
+        if sign == '"':
+            self.in_string = False
+        elif sign == "\\":
+            escape = _ESCAPE.match(text, at)
+            if escape is not None:
+                out.append(escape[0])
+                return len(escape[0])
+            if _PART_OF_ESCAPE.fullmatch(text, at):
+                return 0
+            sign = "\\\\"
+        else:
+            sign = _CONTROLS.get(sign) or f"\\u{ord(sign):04x}"
+        out.append(sign)
+        return 1
+
+    def _read_outside(self, text: str, at: int, out: list[str]) -> int:
+        """Read text outside strings; return as `_read_string`."""
+        if self._comma:
+            following = _NOT_BLANK.search(text, at)
+            end = len(text) if following is None else following.start()
+            self._comma.append(text[at:end])
+            if following is not None:
+                kept = self._comma[1:] if following[0] in {"}", "]"} else self._comma
+                out.append("".join(kept))
+                self._comma = []
+                return end - at or self._read_outside(text, at, out)
+            return end - at
+        found = _OUTSIDE.search(text, at)
+        end = len(text) if found is None else found.start()
+        if found is None or end > at:
+            out.append(text[at:end])
+            return end - at
+        sign = found[0]
+        if sign == ",":
+            self._comma = [sign]
+            return 1
+        if sign == '"':
+            self.in_string = True
+        elif found.end() == len(text) and any(word.startswith(sign) for word in _WORDS):
+            return 0
+        out.append(_WORDS.get(sign, sign))
+        return len(sign)
+
+
+def repaired(text: str) -> str:
+    """Repair a whole text."""
+    repair = JsonRepair()
+    return repair.take(text) + repair.end()

@@ -1,0 +1,119 @@
+"""Tool calls with a model's usual errors: same result for any division, and no call is lost or invented."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from quintet.detokenizer_proc.parsers.registry import build
+from quintet.wire.channels import Channel
+
+PROPERTIES = {
+    "x": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": "object"}, "b": {"type": "BOOLEAN"},
+    "t": {"type": "str"}, "u": {"type": ["STRING", "null"]}, "l": {"type": "list"},
+}  # fmt: skip
+SCHEMAS = json.dumps(
+    [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": PROPERTIES}}}
+        for name in ("f", "g")
+    ]
+).encode()
+
+Output = tuple[list[tuple[str, Any]], str, str]
+"""Calls with decoded arguments, content, reasoning."""
+
+
+def read(parts: Sequence[str], tools: str, reasoning: str) -> Output:
+    parser = build(reasoning, tools, SCHEMAS, "")
+    pieces = [piece for part in parts for piece in parser.push(part)] + parser.finish()
+    texts = dict.fromkeys((Channel.CONTENT, Channel.REASONING), "")
+    names, arguments = list[str](), list[str]()
+    for channel, call, text in pieces:
+        if channel is Channel.NAME:
+            names.append(text)
+            arguments.append("")
+        elif channel is Channel.ARGUMENTS:
+            arguments[call] += text
+        else:
+            texts[channel] += text
+    calls = [(name, json.loads(text)) for name, text in zip(names, arguments, strict=True)]
+    return calls, texts[Channel.CONTENT].strip(), texts[Channel.REASONING].strip()
+
+
+def parse(text: str, tools: str, reasoning: str = "") -> Output:
+    """Parse the output whole, in parts of five characters, and by character."""
+    whole = read([text], tools, reasoning)
+    for size in (1, 5):
+        parts = [text[at : at + size] for at in range(0, len(text), size)]
+        assert read(parts, tools, reasoning) == whole
+    return whole
+
+
+def hermes(arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+
+
+def harmony(arguments: str) -> str:
+    return f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{arguments}<|call|>"
+
+
+def kimi(arguments: str) -> str:
+    return f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("hermes", hermes('{"s": "%s"}')),
+        ("hermes", '<tool_call>{"arguments": {"s": "%s"}, "name": "f"}</tool_call>'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"s": "%s"}'),
+        ("llama3_json", '{"name": "f", "parameters": {"s": "%s"}}'),
+        ("kimi_k2", kimi('{"s": "%s"}')),
+        ("openai", harmony('{"s": "%s"}')),
+    ],
+)
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("a\nb\tc\x01", "a\nb\tc\x01"),
+        (r"C:\dir \$x \' \users", r"C:\dir \$x \' \users"),
+        (r"a\\b\"c\n\u00e9, True,}", 'a\\b"c\né, True,}'),
+    ],
+)
+def test_strings_with_invalid_characters_are_valid_json(
+    tools: str, text: str, written: str, value: str
+) -> None:
+    assert parse(text.replace("%s", written), tools) == ([("f", {"s": value})], "", "")
+
+
+@pytest.mark.parametrize("write", [hermes, harmony])
+def test_constants_of_python_and_trailing_commas_are_valid_json(write: Any) -> None:
+    tools = "openai" if write is harmony else "hermes"
+    text = write('{"a": [True, None,\n ], "b": False , "c": {"d": NaN,},}')
+    assert parse(text, tools)[0] == [("f", {"a": [True, None], "b": False, "c": {"d": None}})]
+
+
+def test_arguments_of_harmony_end_at_the_next_channel() -> None:
+    text = harmony('{"s": "<|channel|>"}').replace("<|call|>", "<|channel|>final<|message|>ok")
+    assert parse(text, "openai", "openai_gptoss") == ([("f", {"s": "<|channel|>"})], "ok", "")
+
+
+def qwen(name: str, value: str) -> str:
+    return f"<tool_call>\n<function=f>\n<parameter={name}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        ("b", "true", True),
+        ("t", "12", "12"),
+        ("u", "12", "12"),
+        ("l", "['q']", ["q"]),
+        ("o", '{"k": "a\nb",}', {"k": "a\nb"}),
+    ],
+)
+def test_names_of_types_in_other_spellings_apply(name: str, written: str, value: object) -> None:
+    assert parse(qwen(name, written), "qwen3_coder")[0] == [("f", {name: value})]
