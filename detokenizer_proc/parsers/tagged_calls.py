@@ -9,13 +9,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from quintet.detokenizer_proc.parsers.json_scan import quoted
+from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
+from quintet.detokenizer_proc.parsers.json_scan import JsonValue, quoted
 from quintet.detokenizer_proc.parsers.machine import MAX_NAME, CallReader
 from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.detokenizer_proc.parsers.schemas import Schemas, Types, json_of
 
-_WITH_KIND = re.compile(r'(.*)" string="(true|false)', re.DOTALL)
+_WITH_KIND = re.compile(r'(.*?)\s+string="(true|false)"', re.DOTALL)
 """A DeepSeek parameter's name, and the attribute that is true for text and false for JSON."""
+
+
+def _without_quotes(name: str) -> str:
+    return name.strip().strip("\"'").strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,8 @@ class TaggedCalls(CallReader):
         self._blank = ""  # a newline that belongs to the end tag if the tag follows
         self._begins_value = False
         self._types: Types = frozenset()
+        self._body = JsonValue("{")
+        self._repair = JsonRepair()
         self._is_text = False  # the value is streamed
 
     def _on_mark(self, mark: str) -> bool:
@@ -104,20 +111,53 @@ class TaggedCalls(CallReader):
         if mark == "\n" and not self._held.strip():  # a newline before the name
             self._held += self._take(1)
             return True
-        name = self._held.strip()
+        name = _without_quotes(self._held)
         if not name or any(sign.isspace() or sign in '<>{}"' for sign in name):
             return self._reject()
         if mark in {self._form.name_end, "\n"}:
             self._take(len(mark))
         self._name = name
-        self._start_call(name)
-        self._emit_arguments("{")
-        self._num_values = 0
+        self._state = TaggedCalls._after_name
+        return True
+
+    def _after_name(self) -> bool:
+        """Accept the call if its name is followed by arguments, an end mark, another call or the end of the output."""
+        if not self._skip_blanks():
+            if self._over and not self._is_cut:  # the model omitted the end mark
+                self._begin_call()
+                self._emit_arguments("}")
+                return self._return()
+            return self._over and self._reject()
+        if self._text[0] == "{":
+            self._start_call(self._name)
+            self._body, self._repair = JsonValue("{"), JsonRepair()
+            self._state = TaggedCalls._in_body
+            return True
+        mark = self._inside.at_start(self._text)
+        if mark == "" and not self._over:
+            return False
+        if mark is None or (mark == "" and self._is_cut):
+            return self._reject()
+        self._begin_call()
         self._state = TaggedCalls._in_call
         return True
 
+    def _in_body(self) -> bool:
+        """Read all arguments as one JSON object, which some models write in place of tags."""
+        self._emit_arguments(self._repair.take(self._take(self._body.read(self._text))))
+        if not (self._body.is_over or self._over):
+            return False
+        self._emit_arguments(self._repair.end())
+        self._state = TaggedCalls._after
+        return True
+
+    def _begin_call(self) -> None:
+        self._start_call(self._name)
+        self._emit_arguments("{")
+        self._num_values = 0
+
     def _in_call(self) -> bool:
-        """Read a parameter, the end of the call, or content, after a function's name or a parameter."""
+        """Read a parameter, the end of the call, or content."""
         if not self._skip_blanks():
             if self._over and not self._is_cut:  # the model omitted the end mark
                 self._emit_arguments("}")
@@ -172,8 +212,7 @@ class TaggedCalls(CallReader):
             self._take(len(mark))
         key = self._held.strip()
         kind = _WITH_KIND.fullmatch(key)
-        if kind is not None:
-            key = kind[1]
+        key = _without_quotes(key if kind is None else kind[1])
         self._emit_arguments(("" if self._num_values == 0 else ", ") + quoted(key) + ": ")
         self._num_values += 1
         is_string = kind is not None and kind[2] == "true"

@@ -117,3 +117,53 @@ def qwen(name: str, value: str) -> str:
 )
 def test_names_of_types_in_other_spellings_apply(name: str, written: str, value: object) -> None:
     assert parse(qwen(name, written), "qwen3_coder")[0] == [("f", {name: value})]
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("qwen3_coder", "Use <function=f> to call it."),
+        ("qwen3_coder", "Write `<function=NAME>` first."),
+        ("qwen3_coder", "The <tool_call> <function=f> tag"),
+        ("seed_oss", "Use <function=f> tag"),
+        ("minimax_m2", 'Use <minimax:tool_call> <invoke name="f"> tag'),
+        ("glm45", "The <tool_call>\nf\ntag"),
+    ],
+)
+def test_a_tag_in_prose_is_no_call(tools: str, text: str) -> None:
+    assert parse(text, tools) == ([], text, "")
+    call = {
+        "qwen3_coder": qwen("x", "1"),
+        "seed_oss": qwen("x", "1").replace("tool_call", "seed:tool_call"),
+        "minimax_m2": invoke('"'),
+        "glm45": "<tool_call>f\n<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>",
+    }[tools]
+    thought = f"<think>{text}</think>"
+    assert parse(thought + call, tools, "qwen3") == ([("f", {"x": 1})], "", text)
+
+
+def invoke(quote: str) -> str:
+    return (
+        f"<minimax:tool_call>\n<invoke name={quote}f{quote}>\n<parameter name={quote}x{quote}>1</parameter>\n"
+        "</invoke>\n</minimax:tool_call>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("minimax_m2", invoke("'")),
+        ("minimax_m2", invoke("")),
+        ("minimax_m2", '<invoke name="f"><parameter name="x">1</parameter></invoke>'),
+        ("qwen3_coder", '<tool_call><function="f"><parameter="x">1</parameter></function></tool_call>'),
+        ("qwen3_coder", '<function=f>{"x": 1}</function>'),
+        ("deepseek_v32", '<｜DSML｜function_calls><｜DSML｜invoke name="f">\n{"x": 1,}\n</｜DSML｜invoke>'),
+        (
+            "deepseek_v32",
+            '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="false">1</｜DSML｜parameter>'
+            "</｜DSML｜invoke></｜DSML｜function_calls>",
+        ),
+    ],
+)
+def test_tags_in_other_spellings_are_calls(tools: str, text: str) -> None:
+    assert parse(text, tools) == ([("f", {"x": 1})], "", "")
