@@ -35,6 +35,7 @@ def packed_file(folder: Path, model: Path, quantization: str, dtype: str, rank_l
 def checkpoint_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder: indexed safetensors, else all of them, else pickled files in the same way.
 
+    A single file takes precedence over an index of missing files, which merging tools copy from the base model.
     A GGUF file returns itself with its split parts. Raises `ConfigError` if there are none.
     """
     if is_gguf(folder):
@@ -45,9 +46,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
         (PICKLED_INDEX_FILE, PICKLED_FILE, SQUEEZELLM_FILES),
         (PICKLED_INDEX_FILE, PICKLED_FILE, MEDUSA_FILE),
     ):
-        if (folder / index).exists():
+        has_single = (folder / single).exists()
+        if (folder / index).exists() and not (has_single and is_stale(folder / index)):
             return _listed(folder, folder / index)
-        if (folder / single).exists():
+        if has_single:
             return [folder / single]
         others = sorted(folder.glob(pattern))
         if others:
@@ -66,6 +68,15 @@ def checkpoint_files(folder: Path) -> list[Path]:
     raise ConfigError(
         f"{folder} has no weights ({SINGLE_FILE} or {INDEX_FILE}){found}. To test without weights: --load-format dummy or"
         " --executor mock"
+    )
+
+
+def is_stale(index: Path) -> bool:
+    """Return whether an index lists a missing file. False for an invalid index."""
+    weight_map = read_json(index).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else ()
+    return any(
+        isinstance(name, str) and _is_file_name(name) and not (index.parent / name).exists() for name in names
     )
 
 

@@ -16,7 +16,13 @@ from tqdm import tqdm
 
 from quintet.executor.backends.cpu.ops.huge_memory import HugeMemory
 from quintet.executor.checkpoints.weights.file import WeightFile
-from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
+from quintet.executor.checkpoints.weights.files import (
+    INDEX_FILE,
+    PICKLED,
+    SINGLE_FILE,
+    checkpoint_files,
+    is_stale,
+)
 from quintet.executor.checkpoints.weights.mapped import DTYPES, MappedFile
 from quintet.executor.checkpoints.weights.names import expected_names
 from quintet.executor.checkpoints.weights.packed_cache import PackedCache
@@ -105,6 +111,8 @@ def fill_randomly(plan: WeightPlan, seed: int) -> None:
 def open_files(folder: Path) -> list[WeightFile]:
     """Open the files of a checkpoint."""
     paths = checkpoint_files(folder)
+    if paths == [folder / SINGLE_FILE] and (folder / INDEX_FILE).exists() and is_stale(folder / INDEX_FILE):
+        log.info("%s lists missing files; %s is read instead", INDEX_FILE, paths[0])
     if paths[0].suffix not in PICKLED:
         return [MappedFile(path) for path in paths]
     log.info(

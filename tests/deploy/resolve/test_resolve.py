@@ -548,6 +548,14 @@ def test_weights_are_measured_by_their_headers(tmp_path: Path) -> None:
     assert read_weight_facts(tmp_path) == WeightFacts(num_parameters=35, size_bytes=70)
 
 
+def test_a_single_file_precedes_an_index_of_missing_files(tmp_path: Path) -> None:
+    write_weights(tmp_path / "model.safetensors", {"x": [10]})
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "b.safetensors"}}')
+    assert read_weight_facts(tmp_path).num_parameters == 10
+    write_weights(tmp_path / "b.safetensors", {"x": [7]})
+    assert read_weight_facts(tmp_path).num_parameters == 7
+
+
 def test_a_missing_shard_or_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"version https://git-lfs")
     with pytest.raises(ConfigError, match=r"a\.safetensors: not a readable safetensors file"):
