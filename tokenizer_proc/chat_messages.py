@@ -5,10 +5,10 @@ Roles, contents and calls are kept as sent, as in transformers and vLLM. See doc
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from quintet.tokenizer_proc.call_ids import map_call_ids
 from quintet.tokenizer_proc.template_syntax import ContentFormat, TemplateTraits
 from quintet.tokenizer_proc.template_values import (
     ContentParts,
@@ -18,9 +18,9 @@ from quintet.tokenizer_proc.template_values import (
     arguments_of,
     text_part,
 )
-from quintet.wire.billing_header import without_billing_header
 from quintet.wire.chat import Message
 from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.message_text import text_only_result, without_billing_header
 from quintet.wire.params import shown
 
 TEXT_PARTS = {
@@ -35,9 +35,9 @@ TEXT_PARTS = {
 THINKING_PARTS = ("thinking", "reasoning")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Field names of a message's reasoning."""
+TOOL_ROLES = ("tool", "function")
 ROLE_ALIASES = {"developer": "system", "function": "tool"}
 """Roles of OpenAI's API that few templates support, and their replacement."""
-ALPHANUMERIC = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 def normal_messages(
@@ -60,7 +60,7 @@ def normal_messages(
     if normal[0]["role"] in ("system", "developer"):
         normal[0]["content"] = _without_billing_header(normal[0]["content"])
     if traits.call_id_length is not None:
-        _map_call_ids(normal, traits.call_id_length)
+        map_call_ids(normal, traits.call_id_length)
     return normal
 
 
@@ -82,10 +82,13 @@ def _normal_message(
     if role in ROLE_ALIASES and role not in traits.words:
         normal["role"] = ROLE_ALIASES[role]
     form = content_format or traits.content_format
-    parts = _parts_of(message.get("content"), f"{where}.content")
+    content = message.get("content")
+    if role in TOOL_ROLES:
+        content = text_only_result(content, f"{where}.content")
+    parts = _parts_of(content, f"{where}.content")
     if parts and not (traits.has_thinking_parts and form == "openai"):
         parts = _move_thinking(normal, parts)
-    normal["content"] = _content(message.get("content"), parts, form, is_forced=content_format is not None)
+    normal["content"] = _content(content, parts, form, is_forced=content_format is not None)
     _copy_reasoning(normal)
     calls = normal.pop("tool_calls", None) or _legacy_calls(normal)
     if calls:
@@ -93,10 +96,12 @@ def _normal_message(
     return normal
 
 
-def _parts_of(content: str | list[Any] | None, where: str) -> list[Part] | None:
+def _parts_of(content: Any, where: str) -> list[Part] | None:
     """Return a content's parts as text and thinking; None for a content that is not a list."""
     if content is None or isinstance(content, str):
         return None
+    if isinstance(content, dict):
+        raise invalid(f"{where} is an object; it must be a string or a list of parts.", where)
     return [_normal_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
 
 
@@ -181,30 +186,3 @@ def _without_billing_header(content: Any) -> Any:
         return content
     kept = without_billing_header(str(content))
     return PartsText(kept) if isinstance(content, PartsText) else kept
-
-
-def _map_call_ids(messages: list[Message], length: int) -> None:
-    """Rewrite the ids of calls and results to the template's length. Valid ids are kept."""
-    pending: list[str] = []
-    number = 0
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            call["id"] = _fitting_id(call.get("id") or f"call {number}", length)
-            pending.append(call["id"])
-            number += 1
-        if message["role"] == "tool":
-            sent = message.get("tool_call_id")
-            known = _fitting_id(sent, length) if isinstance(sent, str) and sent else None
-            message["tool_call_id"] = known or (pending[0] if pending else _fitting_id("call", length))
-            if message["tool_call_id"] in pending:
-                pending.remove(message["tool_call_id"])
-
-
-def _fitting_id(sent: Any, length: int) -> str:
-    """Return an alphanumeric id of ``length``: the one sent if valid, otherwise a hash of it."""
-    text = str(sent)
-    if len(text) == length and text.isascii() and text.isalnum():
-        return text
-    number = int.from_bytes(hashlib.blake2b(text.encode()).digest(), "little")
-    base = len(ALPHANUMERIC)
-    return "".join(ALPHANUMERIC[number // base**place % base] for place in range(length))

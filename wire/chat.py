@@ -33,7 +33,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
     role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE)]
     """Bounded because every choice may repeat the last message's role."""
-    content: str | list[TextPart | str] | None = None
+    content: str | list[TextPart | str] | dict[str, Any] | None = None
+    """Only a tool result may be an object."""
     tool_calls: list[dict[str, Any]] | None = None
 
     @property

@@ -8,8 +8,8 @@ import msgspec
 
 from quintet.frontend.load_balancing.load_ledger import num_prompt_tokens
 from quintet.frontend.load_balancing.prefix_affinity import hash_prefixes
-from quintet.wire.billing_header import without_billing_header_in_json
 from quintet.wire.codec import pack_i32
+from quintet.wire.message_text import without_billing_header_in_json
 from quintet.wire.messages import Prompt, TextPrompt, TokenPrompt
 
 

@@ -369,6 +369,11 @@ def test_settings_reach_the_engine(shared: Any) -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, "input", "robot"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "image input"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input", "call_id"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": 1}]}]},
+            None,
+            "input[0].output[0]",
+        ),
         ({"tools": [{"type": "function"}]}, "tools", "name is missing"),
         ({"tool_choice": "required"}, "tool_choice", "tools is not"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "tools is not"),
@@ -451,6 +456,43 @@ def test_untyped_items_are_messages_and_adjacent_items_are_merged() -> None:
         {"role": "assistant", "content": "No.", "reasoning_content": "hm"},
         {"role": "user", "content": "c"},
     ]
+
+
+OMITTED = "[image omitted: this model reads text only]"
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        ([{"type": "input_image", "image_url": "data:image/png;base64,aGk="}], OMITTED),
+        (
+            [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:,"}],
+            f"a\n{OMITTED}",
+        ),
+        ([{"type": "input_file", "file_data": "aGk="}], "[file omitted: this model reads text only]"),
+        (["x", "y"], "x\ny"),
+        ([{"a": 1}, {"b": [2]}], '[{"a":1},{"b":[2]}]'),
+        ([{"a": 1}, "x"], '{"a":1}\nx'),
+        ([1, 2], "[1,2]"),
+        ({"a": 1}, '{"a":1}'),
+        ([{"stdout": "out\n", "outcome": {"type": "exit", "exit_code": 2}}], "out\n[exit code 2]"),
+        ([], ""),
+    ],
+)
+def test_tool_results_are_text(output: Any, text: str) -> None:
+    item = {"type": "function_call_output", "call_id": "c", "output": output}
+    body = ResponsesBody(input=json.dumps([item]).encode())  # type: ignore[arg-type]
+    assert messages_of(None, items_of(body))[0] == [{"role": "tool", "tool_call_id": "c", "content": text}]
+
+
+def test_an_image_in_a_tool_message_is_omitted() -> None:
+    item = {
+        "role": "tool",
+        "tool_call_id": "c",
+        "content": [{"type": "image_url", "image_url": {"url": "data:,"}}],
+    }
+    body = ResponsesBody(input=json.dumps([item]).encode())  # type: ignore[arg-type]
+    assert messages_of(None, items_of(body))[0] == [{"role": "tool", "tool_call_id": "c", "content": OMITTED}]
 
 
 # --- resumed streams ----------------------------------------------------------------------------------------------

@@ -75,6 +75,30 @@ def test_a_part_without_a_type_is_text() -> None:
     )
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "a"}, IMAGE], "a\n[image omitted: this model reads text only]"),
+        ({"temp": 3}, '{"temp":3}'),
+        ([{"temp": 3}], '[{"temp":3}]'),
+        (["a", {"temp": "é"}], 'a\n{"temp":"é"}'),
+        ([{"text": "a"}], "a"),
+    ],
+)
+def test_the_content_of_a_tool_message_becomes_text(content: Any, text: str) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert render(template, {"role": "tool", "tool_call_id": "c", "content": content}) == text
+
+
+@pytest.mark.parametrize("content", [[IMAGE], {"temp": 3}, [{"temp": 3}]])
+def test_other_messages_with_media_or_data_are_rejected(content: Any) -> None:
+    with pytest.raises(RequestError, match="content"):
+        render(DUMP, {"role": "user", "content": content})
+
+
 def test_null_content_is_none_in_tests_and_empty_in_output() -> None:
     tests = "{{ c is none }}{{ c == none }}{{ c is string }}{{ c is iterable }}{{ not c }}|"
     tests += "{{ c }}{{ 'x' + c + 'y' }}{{ c | trim }}"

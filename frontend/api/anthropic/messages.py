@@ -76,8 +76,9 @@ def _checked(
 ) -> tuple[ChatBody, Conversation, SamplingParams, OutputParsing | None]:
     """Return the request as a chat body, and its conversation, parameters and output parsing."""
     chat, translation = chat_body(body)
-    if body.thinking is not None and config.model.parsers.thinks is not None:
-        chat.thinking_token_budget = body.thinking.budget_tokens
+    thinking = body.thinking
+    if thinking is not None and thinking.type != "disabled" and config.model.parsers.thinks is not None:
+        chat.thinking_token_budget = thinking.budget_tokens
     try:
         return chat, *checked_chat(chat, config, translation)
     except RequestError as error:

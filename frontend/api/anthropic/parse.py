@@ -17,7 +17,6 @@ from quintet.frontend.api.anthropic.types import (
     Block,
     ConversationBody,
     MessagesBody,
-    ThinkingChoice,
     ToolChoice,
     Turn,
 )
@@ -26,11 +25,10 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.offered_tools import OfferedTool, SentTool, Translation, offered_tools
 from quintet.frontend.api.openai.types import FORM_FIELDS, ChatBody, RawField, ResponseFormat
-from quintet.wire.billing_header import without_billing_header
+from quintet.wire.message_text import omitted_media, without_billing_header
 from quintet.wire.params import shown
 
 ROLES = ("user", "assistant", "system")
-MIN_THINKING = 1024
 THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 THINKING_KWARGS = ("enable_thinking", "thinking")
 """Template variables that turn reasoning on and off."""
@@ -38,6 +36,7 @@ CLIENT_NAMES = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 """Anthropic field names, by chat field name."""
 
@@ -107,7 +106,6 @@ def chat_body(body: ConversationBody) -> tuple[ChatBody, Translation]:
         form = _format(body.output_config.format, "output_config.format")
         chat.response_format = form or chat.response_format
     if isinstance(body, MessagesBody):
-        _check_thinking(body.thinking, body.max_tokens)
         chat.max_tokens, chat.stop, chat.stream = body.max_tokens, body.stop_sequences, body.stream
         chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
         chat.seed = body.seed
@@ -170,7 +168,7 @@ def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:
             result = {
                 "role": "tool",
                 "tool_call_id": call,
-                "content": _text(block.content or "", f"{at}.content", reader),
+                "content": _text(block.content or "", f"{at}.content", reader, is_result=True),
             }
             found.append(result | ({"name": reader.names[call]} if call in reader.names else {}))
         else:
@@ -208,17 +206,25 @@ def _assistant(blocks: Sequence[Block], where: str, reader: _Reader) -> Message:
     return message
 
 
-def _text(content: str | Sequence[Block] | Block, where: str, reader: _Reader) -> str:
+def _text(
+    content: str | Sequence[Block] | Block, where: str, reader: _Reader, *, is_result: bool = False
+) -> str:
     if isinstance(content, str):
         return content
     blocks = [content] if isinstance(content, Block) else content
     return "\n".join(
-        text for i, block in enumerate(blocks) for text in _text_of(block, f"{where}[{i}]", reader)
+        text
+        for i, block in enumerate(blocks)
+        for text in _text_of(block, f"{where}[{i}]", reader, is_result=is_result)
     )
 
 
-def _text_of(block: Block, where: str, reader: _Reader, *, is_answer: bool = False) -> list[str]:
+def _text_of(
+    block: Block, where: str, reader: _Reader, *, is_answer: bool = False, is_result: bool = False
+) -> list[str]:
     """Return a block's texts; empty for blocks of server tools, and for unknown ones of an answer.
+
+    In tool results, text replaces images and files, which agents read with their tools.
 
     Raises `RequestError` for unsupported blocks.
     """
@@ -226,7 +232,7 @@ def _text_of(block: Block, where: str, reader: _Reader, *, is_answer: bool = Fal
         case "text":
             return [_given(block.text, f"{where}.text")]
         case "document":
-            return [_document(block, where, reader)]
+            return [_document(block, where, reader, is_result=is_result)]
         case "search_result":
             source = parse.json_of(block.source).decode().strip('"')
             found = _text(block.content or "", f"{where}.content", reader)
@@ -239,11 +245,13 @@ def _text_of(block: Block, where: str, reader: _Reader, *, is_answer: bool = Fal
             return [_reference(name, reader) if block.type == "tool_addition" else f"Tool removed: {name}"]
         case "compaction":
             return [_text(block.content or "", f"{where}.content", reader)]
-        case "image":
+        case "image" if not is_result:
             raise parse.not_implemented(f"{where}: a block of type image", "image input", "Send text.")
     if block.type.endswith(SERVER_BLOCKS) or is_answer:
         _log.info("%s, a block of type %s, was skipped: it is of another server's tool", where, block.type)
         return []
+    if is_result and (text := omitted_media(block.type, where)):
+        return [text]
     raise parse.not_implemented(
         f"{where}: a block of type {shown(block.type)}",
         "content blocks of that type",
@@ -267,13 +275,15 @@ def _reference(name: str, reader: _Reader) -> str:
     return f"Tool available: {definition}"
 
 
-def _document(block: Block, where: str, reader: _Reader) -> str:
+def _document(block: Block, where: str, reader: _Reader, *, is_result: bool) -> str:
     """Return a document of text or of blocks, with its title."""
     source = parse.decode_part(block.source, _source, f"{where}.source")
     if source.type == "content" and source.content is not None:
-        text = _text(source.content, f"{where}.source.content", reader)
+        text = _text(source.content, f"{where}.source.content", reader, is_result=is_result)
         return f"{block.title}\n{text}" if block.title else text
     if source.type != "text" or source.data is None:
+        if is_result and (text := omitted_media(block.type, where)):
+            return text
         raise parse.not_implemented(
             f"{where}: a document with a source of type {shown(source.type)}",
             "file input",
@@ -323,16 +333,6 @@ def _format(raw: RawField, name: str) -> ResponseFormat | None:
     schema: dict[str, msgspec.Raw] = parse.decode_part(sent_format.schema, _mapping, f"{name}.schema")
     named = {"name": "output", "schema": schema, "strict": True}
     return ResponseFormat(type=sent_format.type, json_schema=msgspec.Raw(encode_json(named)))
-
-
-def _check_thinking(thinking: ThinkingChoice | None, max_tokens: int) -> None:
-    budget = None if thinking is None else thinking.budget_tokens
-    if budget is not None and not MIN_THINKING <= budget < max_tokens:
-        raise parse.invalid(
-            f"thinking.budget_tokens is {shown(budget)}; it must be at least {MIN_THINKING} and less than max_tokens "
-            f"({shown(max_tokens)}).",
-            "thinking",
-        )
 
 
 def _template_kwargs(body: ConversationBody) -> msgspec.Raw:

@@ -63,7 +63,7 @@ class ThinkingChoice(msgspec.Struct, kw_only=True):
     type: str
     """enabled, adaptive, between_tools or disabled."""
     budget_tokens: int | None = None
-    """At least 1024 and less than ``max_tokens``."""
+    """Maximum number of reasoning tokens, unless ``disabled``; 0: no reasoning."""
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):

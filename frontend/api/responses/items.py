@@ -22,6 +22,7 @@ from quintet.frontend.api.openai.offered_tools import (
     sent_tools,
 )
 from quintet.frontend.api.responses.types import ContentPart, InputItem
+from quintet.wire.message_text import omitted_media, text_only_result
 from quintet.wire.params import shown
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -39,10 +40,14 @@ PREDEFINED_CALLS = {
 """Tool names, by the item type of their calls."""
 ADDED_TOOLS = "additional_tools"
 
+RESULT_FIELDS = ("type", "text", "stdout", "outcome")
+"""Fields of `ContentPart`, one of which is in each part of a tool's result."""
+
 Message = dict[str, Any]
 EMPTY_REASONING: Message = {"role": "assistant", "content": ""}
 """Message of a reasoning item without text."""
 
+_part_decoder = msgspec.json.Decoder(ContentPart)
 _log = logging.getLogger("quintet")
 
 
@@ -132,7 +137,8 @@ def _message(item: InputItem, where: str, names: dict[str, str]) -> Message:
     """Return the message of an item, also of one in the format of chat completions."""
     role = _given(item.role, f"{where}.role")
     if role == "tool":
-        return _result(item, _text(item.content, f"{where}.content"), where, names)
+        text = _text(item.content, f"{where}.content", is_result=True)
+        return _result(item, text, where, names)
     if role not in ROLES:
         raise parse.invalid(f"{where}.role is {shown(role)}; it must be one of {', '.join(ROLES)}.", "input")
     is_answer = role == "assistant"
@@ -202,18 +208,32 @@ def _result(item: InputItem, text: str, where: str, names: dict[str, str]) -> Me
 
 
 def _output(item: InputItem, where: str) -> str:
-    """Return a result as text: empty without one, JSON for an object."""
-    if isinstance(item.output, dict):
-        return encode_json(item.output).decode()
-    return _text(item.output or "", f"{where}.output")
+    """Return a result as text: empty without one, JSON for data."""
+    output = text_only_result(item.output or "", f"{where}.output", RESULT_FIELDS)
+    if isinstance(output, str):
+        return output
+    return "\n".join(
+        each
+        if isinstance(each, str)
+        else _text_of(_part(each, f"{where}.output[{i}]"), f"{where}.output[{i}]")
+        for i, each in enumerate(output)
+    )
 
 
-def _text(content: str | Sequence[ContentPart] | None, where: str) -> str:
+def _part(sent: Any, where: str) -> ContentPart:
+    return parse.decode_part(msgspec.Raw(encode_json(sent)), _part_decoder, where)
+
+
+def _text(content: str | Sequence[ContentPart] | None, where: str, *, is_result: bool = False) -> str:
     if content is None:
         raise parse.invalid(f"{where} is missing; it is required.", "input")
     if isinstance(content, str):
         return content
-    return "\n".join(_text_of(part, f"{where}[{index}]") for index, part in enumerate(content))
+    return "\n".join(
+        (omitted_media(part.type, f"{where}[{index}]") if is_result else None)
+        or _text_of(part, f"{where}[{index}]")
+        for index, part in enumerate(content)
+    )
 
 
 def _text_of(part: ContentPart, where: str) -> str:

@@ -79,8 +79,8 @@ class InputItem(msgspec.Struct, kw_only=True):
     """Tools found by a search, or added here."""
     execution: str | None = None
     """Side that runs a tool search: client or server."""
-    output: str | list[ContentPart] | dict[str, Any] | None = None
-    """Other tools' results are objects."""
+    output: str | list[Any] | dict[str, Any] | None = None
+    """Text, a list of `ContentPart` and texts, or other data, which becomes JSON text."""
     summary: list[ContentPart] | None = None
 
 

@@ -1,0 +1,68 @@
+"""Text of messages: without Claude Code's billing header, and with text instead of images in tool results.
+
+The billing header is a first line of the system prompt that differs in each request. Models do not need it, and it defeats
+prefix caching.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Collection
+from typing import Any
+
+from quintet.wire.params import shown
+
+_LINE = re.compile(r"\s*x-anthropic-[\w-]+:[^\n]*(?:\n+|\Z)")
+_IN_JSON = re.compile(rb'x-anthropic-[\w-]+:(?:[^"\\]|\\[^n])*')
+MEDIA = ("image", "audio", "video", "document", "file")
+"""Words in the types of parts that are not text: ``input_image``, ``image_url``, ``input_file``, …"""
+TEXT_FIELDS = ("type", "text")
+_log = logging.getLogger("quintet")
+
+
+def without_billing_header(text: str) -> str:
+    """Return the text of a system prompt without this line at its beginning."""
+    match = _LINE.match(text)
+    return text if match is None else text[match.end() :]
+
+
+def without_billing_header_in_json(encoded: bytes) -> bytes:
+    """Return the JSON of a system prompt without the first such line."""
+    return _IN_JSON.sub(b"", encoded, count=1)
+
+
+def text_only_result(content: Any, where: str, fields: Collection[str] = TEXT_FIELDS) -> Any:
+    """Return a tool result's content with text instead of media, and JSON text instead of data.
+
+    Data is an object, or a list without text and parts. A part has one of ``fields``. Others are returned unchanged.
+    """
+    if isinstance(content, list) and (not content or any(_is_part(each, fields) for each in content)):
+        return [_text_only_part(part, f"{where}[{i}]", fields) for i, part in enumerate(content)]
+    return json_text(content) if isinstance(content, list | dict) else content
+
+
+def omitted_media(kind: str, where: str) -> str | None:
+    """Return the text that replaces a part of this type; None if the type is not of media. Logs the replacement."""
+    medium = next((word for word in MEDIA if word in kind), None)
+    if medium is None:
+        return None
+    _log.info("%s, of type %s in a tool result, was replaced by text", where, shown(kind))
+    return f"[{medium} omitted: this model reads text only]"
+
+
+def json_text(value: Any) -> str:
+    """Encode a value as compact JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _is_part(value: Any, fields: Collection[str]) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and any(name in value for name in fields))
+
+
+def _text_only_part(part: Any, where: str, fields: Collection[str]) -> Any:
+    if not _is_part(part, fields):
+        return json_text(part)
+    kind = part.get("type") if isinstance(part, dict) else None
+    return (omitted_media(kind, where) if isinstance(kind, str) else None) or part
