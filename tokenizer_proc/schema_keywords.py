@@ -41,6 +41,8 @@ APPLICATORS = frozenset(
     }
 )
 """Keys with schemas that apply to the same value."""
+ROOT_KEYWORDS = {"$schema", "$id", "$defs", "definitions"}
+"""Keys that references expect in the outermost schema."""
 MAX_NAME_LENGTH = 1000
 TYPES = {"null", "boolean", "string", "integer", "number", "array", "object"}
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -256,6 +258,25 @@ def _has_lookaround(schema: Any) -> bool:
     return isinstance(pattern, str) and any(mark in pattern for mark in ("(?=", "(?!", "(?<=", "(?<!"))
 
 
+def _allow_null(schema: Schema) -> None:
+    """Replace OpenAPI's ``nullable``: null becomes a type and a value of ``enum``, or a branch of ``anyOf``."""
+    if schema.pop("nullable", None) is not True:
+        return
+    if APPLICATORS & schema.keys():
+        kept = {key: schema.pop(key) for key in ROOT_KEYWORDS & schema.keys()}
+        inner = dict(schema)
+        schema.clear()
+        schema |= {**kept, "anyOf": [inner, {"type": "null"}]}
+        return
+    if "type" in schema:
+        declared = as_list(schema["type"])
+        schema["type"] = declared if "null" in declared else [*declared, "null"]
+    if "const" in schema:
+        schema["enum"] = [schema.pop("const")]
+    if isinstance(schema.get("enum"), list) and None not in schema["enum"]:
+        schema["enum"] = [*schema["enum"], None]
+
+
 def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
@@ -272,4 +293,5 @@ RULES: tuple[Callable[[Schema], None], ...] = (
     _plain_names,
     _plain_not,
     _drop_branches,
+    _allow_null,  # last: other rules read the types
 )

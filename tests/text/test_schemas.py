@@ -47,7 +47,7 @@ UNCONSTRAINED: list[dict[str, Any]] = [
     {"type": "object", "$dynamicAnchor": "node", "$recursiveAnchor": True},
     {"type": "object", "$schema": "https://spec.openapis.org/oas/3.1/dialect/base"},
     {"type": "object", "required": None, "properties": None, "enum": None, "additionalProperties": None},
-    {"type": "object", "nullable": True, "x-order": 1, "xml": {}, "discriminator": {"propertyName": "a"}},
+    {"type": "object", "nullable": False, "x-order": 1, "xml": {}, "discriminator": {"propertyName": "a"}},
     {"type": ["string", "null"], "not": {"type": "integer"}},
 ]
 """Schemas with keywords that constrain nothing."""
@@ -105,6 +105,21 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [[True, False]],
         [[True, True]],
     ),
+    "a nullable type": ({"type": "STRING", "nullable": True, "minLength": 1}, ["a", None], ["", 1]),
+    "a type that is not nullable": ({"type": "string", "nullable": False}, ["a"], [None]),
+    "a nullable enumeration": (
+        {"type": "string", "enum": ["a"], "nullable": True}, ["a", None], ["b"],
+    ),
+    "a nullable constant": ({"const": "a", "nullable": True}, ["a", None], ["b"]),
+    "a nullable property": (
+        {"type": "object", "properties": {"a": {"type": "integer", "nullable": True}}, "required": ["a"]},
+        [{"a": 1}, {"a": None}],
+        [{}, {"a": "1"}],
+    ),
+    "a nullable reference": (
+        {"$defs": {"N": INTEGER}, "$ref": "#/$defs/N", "nullable": True}, [1, None], ["1"],
+    ),
+    "a nullable union": ({"anyOf": [INTEGER, {"type": "boolean"}], "nullable": True}, [1, True, None], ["1"]),
     "a tagged union": (PET, [{"kind": "cat"}, {"kind": "dog", "n": 1}], [{"n": 1}, {"kind": "cow"}]),
     "oneOf by constants": ({"oneOf": [{"const": 1}, {"const": "1"}]}, [1, "1"], [2]),
     "oneOf by types": ({"oneOf": [{"type": "integer"}, {"type": ["null", "string"]}]}, [1, None], [True]),

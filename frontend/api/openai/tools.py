@@ -224,6 +224,7 @@ def _object_schema(function: FunctionTool) -> dict[str, object]:
     if not isinstance(schema, dict):
         return {"type": "object"}
     found = {"type": "object", **schema}
+    found.pop("nullable", None)  # arguments are never null
     if (
         "properties" in found and not found.keys() & _COMBINED
     ):  # in a combination, properties of one branch would be additional ones of another
