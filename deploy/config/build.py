@@ -200,9 +200,8 @@ def _cache_config(
 
     available_bytes: memory of a rank. reserved_bytes: the part used by weights and shared memory. Appends to ``notes``.
     """
-    max_model_len = rules.derive_max_model_len(
-        options.max_model_len, facts.max_model_len, hf_config_path(facts.path)
-    )
+    path = hf_config_path(facts.path)
+    max_model_len = rules.derive_max_model_len(options.max_model_len, facts.max_model_len, path)
     step_tokens = rules.most_step_tokens(options, device, max_model_len)
     memory_bytes = _kv_memory(
         options, device, kind, available_bytes - reserved_bytes, kv, max_model_len, step_tokens

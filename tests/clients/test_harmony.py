@@ -1,7 +1,7 @@
 """The Harmony parser against `openai-harmony`: same reasoning, content and calls of accepted outputs.
 
 `openai-harmony` merges messages of outputs with missing marks, so these are not compared here but in
-`tests/text/test_parsers.py`.
+`tests/text/parsers/test_parsers.py`.
 """
 
 from __future__ import annotations

@@ -23,8 +23,6 @@ from quintet.deploy.config.memory import (
     parse_size,
 )
 from quintet.deploy.config.model.hf_config import read_facts
-from quintet.deploy.config.model.source import locate_model
-from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.deploy.config.model.weights import WeightFacts, read_weight_facts
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
@@ -581,44 +579,3 @@ def test_unsupported_weight_formats_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"model\.gguf is a complete model: pass its path"):
         read_weight_facts(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c"])
-def test_missing_folder_is_a_one_line_error(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"MODEL '{name}': folder not found$"):
-        locate_model(name, with_weights=True)
-
-
-def test_offline_hub_name_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"MODEL 'example/absent'.*HF_HUB_OFFLINE is set"):
-        locate_model("example/absent", with_weights=True)
-    with pytest.raises(ConfigError, match="a folder or one of: smollm2"):
-        locate_model("smolm2", with_weights=True)
-
-
-def test_a_folder_without_any_tokenizer_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no tokenizer\.json.*--tokenizer"):
-        tokenizer_folder(tmp_path)
-
-
-def test_a_slow_tokenizer_is_converted_once(tmp_path: Path) -> None:
-    folder = tmp_path / "slow"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "bert"}')
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello"]))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
-    converted = tokenizer_folder(folder, cache=tmp_path / "cache")
-    assert "hello" in json.loads((converted / "tokenizer.json").read_text())["model"]["vocab"]
-    before = (converted / "tokenizer.json").stat().st_mtime_ns
-    assert tokenizer_folder(folder, cache=tmp_path / "cache") == converted
-    assert (converted / "tokenizer.json").stat().st_mtime_ns == before
-
-
-def test_unconvertible_tokenizer_is_a_one_line_error(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match=r"only tokenizer\.model, and transformers could not.*--tokenizer"):
-        tokenizer_folder(tmp_path, cache=tmp_path / "cache")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from tests.text.outputs import WRITERS, Call
-from tests.text.test_parsers import FEW, Random, calls_in, check_broken, read, schemas_of, text_of
+from tests.text.parsers.test_parsers import FEW, Random, calls_in, check_broken, read, schemas_of, text_of
 
 from quintet.detokenizer_proc.parsers.json_calls import JsonFormat
 from quintet.detokenizer_proc.parsers.literal_calls import LiteralFormat
