@@ -38,7 +38,7 @@ from quintet.deploy.config.model.weights import (
     check_packed_cache,
     check_weights_fit,
     choose_quantization,
-    read_weight_facts,
+    read_served_facts,
     weight_bytes_of,
 )
 from quintet.deploy.config.parsers import choose_parsers
@@ -120,7 +120,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         check_transformers_flags(options)
         notes.extend(filter(None, (note_of(options.model_impl, facts.architecture),)))
     check_activations(options, device, quantization)
-    weights = read_weight_facts(folder) if reads_weights else None
+    weights = read_served_facts(facts) if reads_weights else None
     if facts.stored is not None and weights is not None:
         check_contents(facts.stored, weights.contents, str(folder / "config.json"))
     dtype = facts.dtype if options.dtype == "auto" else options.dtype

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import translate
 
 _MODEL = "model."
 _TEXT_PART = "model.language_model."
@@ -99,6 +102,17 @@ class Names:
 
     ignored: tuple[str, ...] = ()
     """Patterns (``*`` as wildcard) of unused tensors that a checkpoint may contain."""
+
+    def without_ignored(self, tensors: Iterable[str]) -> list[str]:
+        """Return the names of a checkpoint's tensors that match no pattern of `ignored`."""
+        if not self.ignored:
+            return list(tensors)
+        pattern = re.compile("|".join(map(translate, self.ignored)))
+        return [
+            name
+            for name in tensors
+            if not any(pattern.match(each) for each in expected_spellings(name, self.prefix))
+        ]
 
     def in_layer(self, index: int, name: str) -> str:
         """Return the full name of a tensor of layer ``index``."""

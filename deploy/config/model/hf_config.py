@@ -68,6 +68,8 @@ class ModelFacts:
     state_needs: tuple[StateNeed | None, ...]
     """Recurrent state of each layer per request; empty if no layer has one."""
     vocab_size: int
+    tensor_names: Names | None
+    """None if only transformers has the architecture."""
     embedding_width: int
     """Width of a token embedding; 0 if only the executor knows it."""
     num_parameters: int | None
@@ -143,6 +145,7 @@ def read_facts(
         kv_needs=spec.kv_needs,
         state_needs=spec.state_needs,
         vocab_size=spec.vocab_size,
+        tensor_names=spec.names if isinstance(spec, DecoderSpec) else None,
         embedding_width=spec.embedding_width or spec.hidden_size if isinstance(spec, DecoderSpec) else 0,
         num_parameters=spec.num_parameters,
         expert_depths=_expert_depths(spec),

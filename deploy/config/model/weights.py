@@ -63,6 +63,14 @@ def facts_of(contents: Mapping[str, Entry]) -> WeightFacts:
     return WeightFacts(num_parameters, size_bytes, contents)
 
 
+def read_served_facts(target: ModelFacts) -> WeightFacts:
+    """Return the sizes of the tensors that a served model loads: without layers for multi-token prediction, for example."""
+    weights, names = read_weight_facts(target.path), target.tensor_names
+    if names is None or not weights.contents:
+        return weights
+    return facts_of({name: weights.contents[name] for name in names.without_ignored(weights.contents)})
+
+
 def _of_parts(parts: GgufParts) -> WeightFacts:
     contents = {
         name: Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)

@@ -12,6 +12,7 @@ from tests.deploy.config.model_folder import CONFIG, write_model, write_weights
 from tests.deploy.resolve.test_resolve_draft_model import WINDOWS, config_of, flag, speculative_of
 
 from quintet.deploy.cli.main import main
+from quintet.executor.model_config.draft_heads import NUM_FEATURES
 from quintet.wire.config import DraftModelConfig
 from quintet.wire.errors import ConfigError
 
@@ -166,3 +167,21 @@ def test_medusa_heads_of_another_model_are_refused_by_name(
     with pytest.raises(ConfigError) as error:
         draft_of(folder, "medusa")
     assert message in str(error.value) and "head" in str(error.value)
+
+
+def test_plan_counts_a_prediction_layer_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is part of the draft model with the method ``mtp``, and not loaded without it."""
+    served = {"model.embed_tokens.weight": [100, 64], "model.layers.1.mlp.up_proj.weight": [128, 64]}
+    layer = "model.mtp_layers.0"
+    predictor = {f"{layer}.input_proj.weight": [64, 128], f"{layer}.mlp.up_proj.weight": [128, 64]}
+    write_model(folder / "target", architectures=["MiMoForCausalLM"])
+    write_weights(folder / "target" / "model.safetensors", served | predictor)
+    flags = ["plan", str(folder / "target"), "--device", "cpu", "--max-num-seqs", "1", "--json"]
+    plans = []
+    for drafts in ([], ["--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2})]):
+        assert main([*flags, *drafts]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    count = 100 * 64 + 128 * 64
+    assert [(each["num_parameters"], each["weight_bytes"]) for each in plans] == 2 * [(count, 2 * count)]
+    assert plans[0]["draft"] is None
+    assert plans[1]["draft"]["weight_bytes"] == 2 * (2 * 128 * 64 + NUM_FEATURES * 64)
