@@ -1,4 +1,4 @@
-"""Operating-system settings of a process: scheduling class, return of freed memory.
+"""Operating-system settings of a process: standard streams, scheduling class, return of freed memory.
 
 glibc keeps freed memory unless asked. `TRIM_MIN_BYTES` is the size from which returning it is worthwhile. Callers
 decide when: the tokenizer after long prompts, the frontend after large bodies and answers.
@@ -9,6 +9,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
+
+
+def open_standard_streams() -> None:
+    """Open the null device in place of closed standard streams.
+
+    Otherwise sockets and pipes get their descriptors, which a child process replaces by its own standard streams.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened == descriptor:
+                os.set_inheritable(descriptor, True)
+            else:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+        if getattr(sys, name) is None:
+            mode = "w" if descriptor else "r"
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - kept open
 
 
 def set_batch_scheduling() -> None:

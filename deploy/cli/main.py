@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from quintet.process.os_tuning import open_standard_streams
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -85,6 +86,7 @@ class _ShowVersion(argparse.Action):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. A `ConfigError` becomes one line and exit status 78."""
+    open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = words[0] if words else None
     parser = _parser(chosen)

@@ -109,7 +109,7 @@ class AsyncLLM:
 
     def _detach(self) -> None:
         try:
-            self._engine.abandon("The engine was shut down.")
+            self._engine.fail_for_shutdown()
         finally:
             self._engine.detach()
 

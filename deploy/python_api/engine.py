@@ -10,6 +10,7 @@ supervisor stops all processes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from quintet.deploy.config.rules import derive_max_num_seqs
 from quintet.deploy.supervisor import run_dirs
 from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox, InboxHandlers
 from quintet.process.child import CONFIG_FILE
+from quintet.process.os_tuning import open_standard_streams
 from quintet.process.runtime import SUPERVISOR
 from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.config import EngineConfig
@@ -43,6 +46,7 @@ log = logging.getLogger(__name__)
 _REPORT_SLACK_S = 30.0
 _STOP_S = 10.0
 _POLL_S = 1.0
+WAS_SHUT_DOWN = "this engine was shut down"
 
 
 class EngineError(RuntimeError):
@@ -60,10 +64,13 @@ class SupervisorProcess:
 
     def __init__(self, config: EngineConfig) -> None:
         """Start it; call `wait_until_ready` next."""
+        open_standard_streams()
         config.write(Path(config.run_dir) / CONFIG_FILE)
         self._boot_timeout_s = config.processes.boot_timeout_s + _REPORT_SLACK_S
         parent_read, parent_write = os.pipe()
         self._parent_write: int | None = parent_write
+        process = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _close_parent_pipe(process()))
         self._report_read, report_write = os.pipe()
         try:
             self.process = subprocess.Popen(
@@ -103,17 +110,24 @@ class SupervisorProcess:
             raise kind(str(report_fields.get("error")))
 
     def stop(self) -> None:
-        """Stop all processes, and wait for the supervisor to end."""
-        if self._parent_write is None:
-            return
-        os.close(self._parent_write)
-        self._parent_write = None
+        """Stop all processes, and wait for the supervisor to end. Call `close` next."""
+        _close_parent_pipe(self)
         try:
             self.process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+    def close(self) -> None:
+        """Close `exit_fd`."""
         os.close(self.exit_fd)
+
+
+def _close_parent_pipe(supervisor: SupervisorProcess | None) -> None:
+    """Close this process's end of the pipe; a forked child that kept a copy would keep the supervisor running."""
+    if supervisor is not None and supervisor._parent_write is not None:
+        os.close(supervisor._parent_write)
+        supervisor._parent_write = None
 
 
 class LocalServer:
@@ -154,6 +168,7 @@ class LocalServer:
         self._timer: asyncio.TimerHandle | None = None
         self._next_account_s = 0.0
         self._failure: str | None = None
+        self._is_shutting_down = False
         self._is_stopped = False
         self._owner = os.getpid()
         try:
@@ -162,6 +177,7 @@ class LocalServer:
                 self._supervisor.wait_until_ready()
             except BaseException:
                 self._supervisor.stop()
+                self._supervisor.close()
                 raise
         except BaseException:
             self._close()
@@ -176,8 +192,8 @@ class LocalServer:
         """Raise `EngineError` if the processes have stopped."""
         if not self.is_ours:
             raise EngineError("this engine belongs to the parent process; create another one after fork")
-        if self._is_stopped:
-            raise EngineError("this engine was shut down")
+        if self._is_shutting_down or self._is_stopped:
+            raise EngineError(WAS_SHUT_DOWN)
         if self._failure is None and self._supervisor.process.poll() is not None:
             self._failure = f"the supervisor exited with status {self._supervisor.process.returncode}"
         if self._failure is not None:
@@ -207,14 +223,26 @@ class LocalServer:
             loop.remove_reader(self._supervisor.exit_fd)
 
     def stop(self) -> None:
-        """Stop the processes; running requests get no further outputs. Call after `detach`.
+        """Stop the processes; running requests get no further outputs.
 
-        Does nothing in a forked process, because sockets and processes belong to its parent.
+        Detaches, and closes the sockets. If another thread runs the attached loop, the loop does that later. Does nothing in a
+        forked process, because sockets and processes belong to its parent.
         """
-        if not self._is_stopped and self.is_ours:
-            self._is_stopped = True
-            self._supervisor.stop()
-            self._close()
+        if self._is_stopped or not self.is_ours:
+            return
+        self._is_stopped = True
+        self._supervisor.stop()
+        loop = self._loop
+        if loop is not None and loop.is_running() and loop is not asyncio._get_running_loop():
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                loop.call_soon_threadsafe(self._release)
+                return
+        self._release()
+
+    def fail_for_shutdown(self) -> None:
+        """Reject new requests, and fail the running ones. Call from the attached loop."""
+        self._is_shutting_down = True
+        self.abandon("The engine was shut down.")
 
     def abandon(self, reason: str) -> None:
         """Fail all running requests. Call from the attached loop."""
@@ -242,6 +270,11 @@ class LocalServer:
         self._loop.remove_reader(self._supervisor.exit_fd)
         self._failure = f"the supervisor exited with status {self._supervisor.process.wait()}"
         self.abandon(f"The engine processes have stopped: {self._failure}.")
+
+    def _release(self) -> None:
+        self.detach()
+        self._supervisor.close()
+        self._close()
 
     def _close(self) -> None:
         self._inbox.close()

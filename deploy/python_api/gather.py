@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from quintet.deploy.python_api.engine import EngineError, LocalServer
+from quintet.deploy.python_api.engine import WAS_SHUT_DOWN, EngineError, LocalServer
 from quintet.deploy.python_api.inputs import ReadPrompt
 from quintet.deploy.python_api.outputs import Assembler, RequestMetrics, RequestOutput
 from quintet.frontend.streams import Mailbox, Stream
@@ -103,7 +103,7 @@ class Gather:
                 if self._loop.is_running():
                     continue
                 self._engine.check()
-                raise EngineError("this engine is being shut down") from None
+                raise EngineError(WAS_SHUT_DOWN) from None
             self._ready[index] = ending
             return
 
@@ -117,7 +117,10 @@ class Gather:
             index = self._num_submitted
             self._num_submitted += 1
             if isinstance(prompt, CheckedPrompt):
-                self._loop.call_soon_threadsafe(self._submit, index, prompt)
+                try:
+                    self._loop.call_soon_threadsafe(self._submit, index, prompt)
+                except RuntimeError:  # the loop is closed
+                    raise EngineError(WAS_SHUT_DOWN) from None
             else:
                 self._ready[index] = prompt
             self._take_done()

@@ -35,7 +35,7 @@ from quintet.deploy.python_api.beams import (
     BeamSearchSequence,
     beam_search,
 )
-from quintet.deploy.python_api.engine import EngineError, LocalServer, options_of_call
+from quintet.deploy.python_api.engine import WAS_SHUT_DOWN, EngineError, LocalServer, options_of_call
 from quintet.deploy.python_api.gather import LOOK_S, CheckedPrompt, Gather, refused
 from quintet.deploy.python_api.inputs import (
     ChatOptions,
@@ -248,15 +248,15 @@ class LLM:
     def _wait(self, coroutine: Coroutine[None, None, ResultT]) -> ResultT:
         try:
             self._engine.check()
-        except EngineError:
+            answer = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError as error:  # an `EngineError`, or another thread has closed the loop
             coroutine.close()
-            raise
-        answer = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            raise error if isinstance(error, EngineError) else EngineError(WAS_SHUT_DOWN) from None
         while not futures.wait([answer], LOOK_S).done and self._loop.is_running():
             pass
         if not answer.done() or answer.cancelled():
             coroutine.close()
-            raise EngineError("this engine was shut down")
+            raise EngineError(WAS_SHUT_DOWN)
         return answer.result()
 
     def _run(
@@ -280,7 +280,9 @@ class LLM:
         jobs = self._jobs(inputs, read, params, priority, clamp_max_tokens)
         window = max(_WINDOW, 2 * self._engine.config.scheduler.max_num_seqs)
         gathered = Gather(self._engine, self._loop, jobs, window).outputs()
-        outputs = _with_progress(gathered, total, use_tqdm, errors)
+        outputs = _with_progress(gathered, total, use_tqdm)
+        if errors == "raise":
+            outputs = _without_errors(outputs, self._engine)
         return outputs if total is None else list(outputs)
 
     def _jobs(
@@ -323,14 +325,12 @@ def _is_one_prompt(prompts: object) -> bool:
 
 
 def _with_progress(
-    outputs: Generator[RequestOutput, None, None], total: int | None, use_tqdm: bool, errors: OnError
-) -> Iterator[RequestOutput]:
-    """Yield outputs with a progress bar; raise the first error unless ``errors`` is "return"."""
+    outputs: Generator[RequestOutput, None, None], total: int | None, use_tqdm: bool
+) -> Generator[RequestOutput, None, None]:
+    """Yield outputs with a progress bar."""
     num_tokens = 0
     with contextlib.closing(outputs), tqdm(total=total, unit="prompt", disable=not use_tqdm) as bar:
         for output in outputs:
-            if output.error is not None and errors == "raise":
-                raise output.error
             num_tokens += sum(len(choice.token_ids) for choice in output.outputs)
             elapsed_s = bar.format_dict["elapsed"] if use_tqdm else 0.0
             if elapsed_s > 0:
@@ -339,20 +339,38 @@ def _with_progress(
             yield output
 
 
+def _without_errors(
+    outputs: Generator[RequestOutput, None, None], engine: LocalServer
+) -> Generator[RequestOutput, None, None]:
+    """Yield outputs up to the first error, and raise it; `EngineError` if the engine has stopped or was shut down."""
+    with contextlib.closing(outputs):
+        for output in outputs:
+            if output.error is not None:
+                engine.check()
+                raise output.error
+            yield output
+
+
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
-    loop.run_forever()
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 def _shut_down(engine: LocalServer, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Shut down an `LLM`: fail requests in flight, stop the loop's thread, then the processes."""
+    """Shut down an `LLM`: fail requests in flight, stop the loop's thread, then the processes.
+
+    The garbage collector may call it in any thread, also in the loop's own.
+    """
 
     if not engine.is_ours:
         return
 
     async def stop_loop() -> None:
         try:
-            engine.abandon("The engine was shut down.")
+            engine.fail_for_shutdown()
         finally:
             engine.detach()
             await asyncio.sleep(0)  # two iterations, so that collectors deliver the errors
@@ -364,9 +382,10 @@ def _shut_down(engine: LocalServer, loop: asyncio.AbstractEventLoop, thread: thr
             loop.call_soon(loop.stop)
 
     stopping = asyncio.run_coroutine_threadsafe(stop_loop(), loop) if thread.is_alive() else None
+    if stopping is not None and thread is threading.current_thread():
+        stopping.add_done_callback(lambda _: engine.stop())
+        return
     thread.join(5)
     engine.stop()
-    if not loop.is_running():
-        loop.close()
     if stopping is not None and stopping.done():
         stopping.result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,6 +233,25 @@ def test_shutdown_ends_running_requests_and_ids_are_free_again_after_an_end() ->
             await anext(llm.generate("x"))
         await llm.abort("same")
         assert llm._streams == {} and not run_dir.exists()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("thread", ["the loop's", "another"])
+def test_a_collected_engine_leaves_the_loop(thread: str) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(executor="mock")
+        await llm.encode("x")
+        server, finalizer = llm._engine, llm._shutdown
+        if thread == "another":
+            await asyncio.to_thread(finalizer)
+            await asyncio.sleep(0)
+        else:
+            del llm
+            gc.collect()
+        assert not finalizer.alive
+        assert server._timer is not None and server._timer.cancelled() and server._loop is None
+        assert not Path(server.config.run_dir).exists()
 
     asyncio.run(main())
 

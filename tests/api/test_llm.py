@@ -438,6 +438,62 @@ def test_forked_child_does_not_stop_its_parents_engine() -> None:
     assert "after fork" in refusal and count == "2"
 
 
+LIVING_CHILD = """
+import os
+from quintet import LLM
+llm = LLM(executor="mock")
+supervisor = llm._engine._supervisor.process
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    os.close(write)
+    os.read(read, 1)
+    os._exit(0)
+llm.shutdown()
+print(supervisor.returncode)
+os.close(write)
+os.waitpid(child, 0)
+"""
+
+
+def test_shutdown_does_not_wait_for_a_forked_child() -> None:
+    """A supervisor that does not end is killed after 10 s."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LIVING_CHILD], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0\n", "")
+
+
+def test_a_program_without_standard_input_starts_an_engine() -> None:
+    program = 'from quintet import LLM; LLM(executor="mock").shutdown()'
+    command = ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_iterators_raise_after_shutdown() -> None:
+    llm = LLM(executor="mock")
+    iterators = [
+        llm.generate(iter(lambda: "a", None), SamplingParams(max_tokens=1), use_tqdm=False, errors=errors)
+        for errors in ("raise", "return")
+    ]
+    for outputs in iterators:
+        assert next(outputs).finished
+    llm.shutdown()
+    for outputs in iterators:
+        with pytest.raises(EngineError, match="shut down"):
+            for _ in outputs:
+                pass
+
+
+def test_the_loops_own_thread_may_collect_the_engine() -> None:
+    llm = LLM(executor="mock")
+    run_dir = Path(llm._engine.config.run_dir)
+    llm._loop.call_soon_threadsafe(llm._shutdown)
+    llm._thread.join(20)
+    assert llm._loop.is_closed() and not run_dir.exists()
+
+
 def _check_forms(llm: quintet.LLM) -> None:
     """Each prompt in its own form; an error names its prompt."""
     schema = {
