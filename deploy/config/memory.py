@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from quintet.process.control_groups import SYSTEM, group_folders
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
 
@@ -45,19 +46,20 @@ def format_size(size_bytes: float) -> str:
     return f"{size_bytes:.1f} TiB"
 
 
-def available_ram_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory available without swapping: the host's, or the container's if less."""
+def available_ram_bytes(system: Path = SYSTEM) -> int:
+    """Return the memory available without swapping: the host's, or that of a control group of this process if less."""
     import psutil  # most importers only parse and format sizes
 
     available = int(psutil.virtual_memory().available)
-    version_1 = cgroup_root / "memory"
-    for folder, limit, usage, reclaimable in (
-        (cgroup_root, "memory.max", "memory.current", "inactive_file"),
+    unified, version_1 = group_folders("memory", system)
+    for folders, limit, usage, reclaimable in (
+        (unified, "memory.max", "memory.current", "inactive_file"),
         (version_1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        left = _cgroup_left(folder / limit, folder / usage, folder / "memory.stat", reclaimable)
-        if left is not None:
-            available = min(available, left)
+        for folder in folders:
+            left = _cgroup_left(folder / limit, folder / usage, folder / "memory.stat", reclaimable)
+            if left is not None:
+                available = min(available, left)
     return available
 
 

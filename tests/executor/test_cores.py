@@ -50,6 +50,27 @@ def test_a_container_quota_limits_cores(tmp_path: Path, quota: str, expected: in
     assert usable_cores({0, 1, 2, 3}, machine(tmp_path, {}, cpu_max=quota)) == expected
 
 
+@pytest.mark.parametrize(
+    ("line", "limits"),
+    [
+        ("0::/job/step", {"job/cpu.max": "200000 100000", "job/step/cpu.max": "max 100000"}),
+        ("0::/job/step", {"job/cpu.max": "400000 100000", "job/step/cpu.max": "200000 100000"}),
+        ("3:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "200000", "cpu/job/cpu.cfs_period_us": "100000"}),
+        ("0::/../other", {"cpu.max": "200000 100000"}),
+    ],
+)
+def test_the_smallest_quota_of_all_parent_groups_limits_cores(
+    tmp_path: Path, line: str, limits: dict[str, str]
+) -> None:
+    for name, text in limits.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{line}\n")
+    assert usable_cores({0, 1, 2}, tmp_path / "sys") == 2
+
+
 def test_a_cgroup_v1_quota_limits_cores(tmp_path: Path) -> None:
     group = tmp_path / "fs/cgroup/cpu"
     group.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Number of physical cores available to this process, by affinity and the container's CPU quota."""
+"""Number of physical cores available to this process, by affinity and the CPU quota of its control groups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 from pathlib import Path
 
-SYSTEM = Path("/sys")
+from quintet.process.control_groups import SYSTEM, group_folders
 
 
 def usable_cores(affinity: set[int] | None = None, system: Path = SYSTEM) -> int:
@@ -35,16 +35,24 @@ def siblings(thread: int, system: Path) -> str:
 
 
 def _quota(system: Path) -> float | None:
-    """Return the CPU quota of the control group in processors; None without a limit."""
-    group = system / "fs/cgroup"
+    """Return the smallest CPU quota of this process's control groups in processors; None without a limit."""
+    unified, version_1 = group_folders("cpu", system)
+    quotas = [*map(_unified_quota, unified), *map(_version_1_quota, version_1)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _unified_quota(folder: Path) -> float | None:
     try:
-        quota, period = (group / "cpu.max").read_text().split()
+        quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else float(quota) / float(period)
     except (OSError, ValueError):
-        pass
+        return None
+
+
+def _version_1_quota(folder: Path) -> float | None:
     try:
-        microseconds = float((group / "cpu/cpu.cfs_quota_us").read_text())
-        period_us = float((group / "cpu/cpu.cfs_period_us").read_text())
+        microseconds = float((folder / "cpu.cfs_quota_us").read_text())
+        period_us = float((folder / "cpu.cfs_period_us").read_text())
     except (OSError, ValueError):
         return None
     return microseconds / period_us if microseconds > 0 and period_us > 0 else None

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from quintet.executor.backends.platforms.cores import SYSTEM, default_threads, siblings, usable_cores
+from quintet.executor.backends.platforms.cores import default_threads, siblings, usable_cores
 from quintet.executor.backends.platforms.memory_nodes import nodes_of
+from quintet.process.control_groups import SYSTEM
 from quintet.wire.config import EngineConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -18,7 +18,6 @@ from quintet.deploy.config.build import Resolution, resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import (
     ATTENTION_SCRATCH_BYTES,
-    available_ram_bytes,
     format_size,
     parse_size,
 )
@@ -348,15 +347,6 @@ def test_sizes_are_written_with_a_unit() -> None:
     assert [format_size(size) for size in (12, 2048, 3 << 20, 5 << 30, 2 << 40)] == [
         "12 B", "2.0 KiB", "3.0 MiB", "5.0 GiB", "2.0 TiB",
     ]  # fmt: skip
-
-
-def test_container_memory_limit_applies(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("5000\n")
-    (tmp_path / "memory.current").write_text("4000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300\n")
-    assert available_ram_bytes(tmp_path) == 1300
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_ram_bytes(tmp_path) > 1300
 
 
 # model config
