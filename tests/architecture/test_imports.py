@@ -80,6 +80,7 @@ INNER = {
     "executor/model_config": {"executor.model_config", "wire"},
     "executor/checkpoints/gguf": {
         *(f"{CHECKPOINTS}.gguf", f"{CHECKPOINTS}.weights", "executor.model_config", "wire"),
+        "executor.backends.platforms.cores",
     },
     "executor/checkpoints/quant/formats": {
         *(f"{CHECKPOINTS}.quant.formats", f"{CHECKPOINTS}.gguf.types", f"{CHECKPOINTS}.weights.header"),

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from os import cpu_count
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.quantize_tool.awq import AwqRounded
 from quintet.executor.checkpoints.quantize_tool.layers import Layers, layers_of
 from quintet.executor.checkpoints.quantize_tool.rounders import Division, tensors_of
@@ -171,7 +171,7 @@ class _Output:
         parts = weight.split(max(1, _ROWS_OF // weight.shape[1]))
         found = []
         try:
-            with ThreadPoolExecutor(cpu_count(), initializer=partial(torch.set_num_threads, 1)) as pool:
+            with ThreadPoolExecutor(usable_cores(), initializer=partial(torch.set_num_threads, 1)) as pool:
                 for each in pool.map(work, parts):
                     found.append(each)
                     self._on_progress(each.codes.numel())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.models.random_checkpoints import Logits, Row, batched_logits, of_tran
 from tests.models.test_equal import made
 
 from quintet.deploy.cli.main import main
+from quintet.executor.checkpoints.quantize_tool import compressed
 from quintet.executor.checkpoints.quantize_tool.compressed import plan_of, write_compressed
 from quintet.executor.checkpoints.quantize_tool.layers import layers_of
 from quintet.executor.checkpoints.quantize_tool.rounders import Division
@@ -182,6 +184,22 @@ def folder(tmp_path: Path) -> Path:
     kept = {name: tensors[name] for name in tensors if ".layers.2." not in name and ".layers.3." not in name}
     save_file(kept, folder / "model.safetensors")
     return folder
+
+
+def test_rounding_uses_the_usable_cores(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all cores of the machine: affinity and quota may allow fewer."""
+    num_threads: set[int] = set()
+
+    def pool(max_workers: int, **options: Any) -> ThreadPoolExecutor:
+        num_threads.add(max_workers)
+        return ThreadPoolExecutor(max_workers, **options)
+
+    monkeypatch.setattr(compressed, "usable_cores", lambda: 3)
+    monkeypatch.setattr(compressed, "ThreadPoolExecutor", pool)
+    write(folder, tmp_path / "out", "int4")
+    assert num_threads == {3}
 
 
 def test_calibration_reduces_the_error_of_logits(folder: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import gguf
 import torch
 
+from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.gguf.blocks.encode import encode
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.gguf.writing.check import check_matches
@@ -218,7 +219,7 @@ def _write_tensors(writer: Any, plan: GgufPlan, target: Path, on_progress: Progr
     num_of_rope = sum(
         not each.laid.sources for each in plan.tensors
     )  # the first tensors, which the config needs
-    with ThreadPoolExecutor(os.cpu_count(), initializer=partial(torch.set_num_threads, 1)) as pool:
+    with ThreadPoolExecutor(usable_cores(), initializer=partial(torch.set_num_threads, 1)) as pool:
         for number, each in enumerate(plan.tensors):
             if number == num_of_rope:
                 file.flush()
