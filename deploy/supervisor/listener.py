@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from pathlib import Path
@@ -33,7 +34,7 @@ def bind_unix(path: str) -> socket.socket:
             raise PortInUse(
                 f"{path} is in use by another program, or is not a socket; stop it, or choose another path with --uds"
             ) from None
-        raise ConfigError(f"cannot listen on --uds {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot listen on --uds {path}: {error.strerror or error}") from None
     return listener
 
 
@@ -54,23 +55,24 @@ def bind_listener(host: str, port: int) -> socket.socket:
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"--port is {port}; a port is from 0 (a free one) to {MAX_PORT}")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise ConfigError(f"--host {host!r} is not an address of this machine: {error.strerror}") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Clients of a name with addresses of both families, such as localhost, try or fall back to IPv4.
+    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
     try:
-        listener.bind(address)
-        listener.listen(_BACKLOG)
+        with contextlib.ExitStack() as on_error:
+            listener = on_error.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+            on_error.pop_all()
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
                 f"port {port} on {host} is in use by another program; stop it, or choose another with --port (0 picks one)"
             ) from None
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
     return listener
 
 

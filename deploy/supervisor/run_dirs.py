@@ -28,8 +28,12 @@ def claim(run_dir: Path) -> int:
 
 def sweep_stale(parent: Path | None = None) -> list[Path]:
     """Remove the folders of killed servers and return their paths. Unmarked folders are kept."""
-    swept = []
-    for path in (parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
+    swept: list[Path] = []
+    try:
+        parent = parent or Path(tempfile.gettempdir())
+    except OSError:
+        return swept  # no usable temporary folder: `make_run_dir` reports it
+    for path in parent.glob(f"{_PREFIX}*"):
         if _is_locked(path) is False:
             shutil.rmtree(path, ignore_errors=True)
             swept.append(path)

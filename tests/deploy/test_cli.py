@@ -16,6 +16,7 @@ from quintet.deploy.cli.main import COMMANDS, main
 from quintet.deploy.supervisor import run_dirs
 from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library
 from quintet.process.sockets import make_run_dir
+from quintet.wire.errors import ConfigError
 from tests.deploy.config.model_folder import write_model, write_weights
 
 
@@ -141,6 +142,26 @@ def test_python_m_quintet_runs_the_command() -> None:
     command = [sys.executable, "-m", "quintet", "--version"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("quintet 0.")
+
+
+def test_closed_standard_streams_are_opened() -> None:
+    """Otherwise the next file gets descriptor 0."""
+    program = (
+        "import os; from quintet.deploy.cli.main import main; main([]); print('x', flush=True); "
+        "os._exit(os.open(os.devnull, os.O_RDONLY))"
+    )
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program]
+    assert subprocess.run(command, check=False).returncode == 3
+
+
+def test_no_writable_temporary_folder_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", fail)
+    assert run_dirs.sweep_stale() == []
+    with pytest.raises(ConfigError, match=r"No usable temporary directory.*set TMPDIR to a writable folder"):
+        make_run_dir()
 
 
 def test_config_error_is_one_line_with_exit_status_78(

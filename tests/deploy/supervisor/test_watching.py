@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from tests.deploy.supervisor.supervised import make_config
 
-from quintet.deploy.supervisor.listener import PortInUse, bind_listener
+from quintet.deploy.supervisor.listener import PortInUse, bind_listener, bind_unix
 from quintet.deploy.supervisor.process_slots import SlotRecord, SlotTable
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.spawn import Spawner, StandbyProcesses
@@ -308,6 +308,26 @@ def test_free_port_is_chosen_and_used_one_is_named() -> None:
 def test_foreign_address_is_named(host: str) -> None:
     with pytest.raises(ConfigError, match=host):
         bind_listener(host, 0)
+
+
+def test_a_name_with_both_families_is_bound_to_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    ipv4 = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
+    ipv6 = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ipv6 + ipv4)
+    with bind_listener("localhost", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_missing_address_family_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsupported = [(-1, socket.SOCK_STREAM, 0, "", ("::1", 0, 0, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: unsupported)
+    with pytest.raises(ConfigError, match="cannot listen on ::1 port 0: Address family not supported"):
+        bind_listener("::1", 0)
+
+
+def test_an_overlong_socket_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on --uds /.*: AF_UNIX path too long"):
+        bind_unix(str(tmp_path / ("x" * 120)))
 
 
 def configured(tmp_path: Path, host: str, **model: str) -> EngineConfig:
