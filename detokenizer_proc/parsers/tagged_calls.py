@@ -15,6 +15,12 @@ from quintet.detokenizer_proc.parsers.machine import MAX_NAME, CallReader
 from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.detokenizer_proc.parsers.schemas import Schemas, Types, json_of
 
+MAX_ENDS = 4
+"""End marks after a value that are searched for the end of a call."""
+MAX_BLANKS = 64
+"""Whitespace between two end marks."""
+MAX_MARK = 64
+"""Characters of the longest mark."""
 _WITH_KIND = re.compile(r'(.*?)\s+string="(true|false)"', re.DOTALL)
 """A DeepSeek parameter's name, and the attribute that is true for text and false for JSON."""
 
@@ -66,12 +72,15 @@ class TaggedCalls(CallReader):
         self._key_ends = Marks(form.key_end)
         self._value_ends = Marks(form.value_end, form.parameter, *form.ends)
         self._inside = Marks(form.parameter, *form.ends, *((form.function,) if form.function else ()))
+        self._follows = Marks(*form.begins, *form.ends, *((form.function,) if form.function else ()))
         self._name = ""
         self._num_values = 0
         self._held = ""  # partial name or key
         self._value: list[str] = []
         self._blank = ""  # a newline that belongs to the end tag if the tag follows
         self._begins_value = False
+        self._has_value_lines = False  # the value began on a line of its own
+        self._is_at_line = True  # the value's next character begins a line
         self._types: Types = frozenset()
         self._body = JsonValue("{")
         self._repair = JsonRepair()
@@ -221,6 +230,7 @@ class TaggedCalls(CallReader):
         if self._is_text:
             self._emit_arguments('"')
         self._value, self._blank, self._begins_value = [], "", True
+        self._has_value_lines, self._is_at_line = False, True
         self._state = TaggedCalls._before_value if self._form.value_begin else TaggedCalls._in_value
         return True
 
@@ -243,6 +253,13 @@ class TaggedCalls(CallReader):
         elif self._over and not mark:
             before += rest
         self._add_to_value(self._take(len(before)))
+        if mark and mark != self._form.value_end:
+            is_end = self._is_value_end(mark)
+            if is_end is None:
+                return False
+            if not is_end:
+                self._add_to_value(self._take(len(mark)))
+                return True
         if not (mark or self._over):
             return False
         if not mark:  # truncated
@@ -258,12 +275,44 @@ class TaggedCalls(CallReader):
             return True
         return self._return()
 
+    def _is_value_end(self, mark: str) -> bool | None:
+        """Return whether a mark at the start of the text ends a value without an end tag; None until more text decides."""
+        if self._has_value_lines and not self._is_at_line:
+            return False
+        return True if mark == self._form.parameter else self._is_call_end()
+
+    def _is_call_end(self) -> bool | None:
+        """Return whether only end marks, and then a line's end, another call or the end of the output follow.
+
+        Otherwise the marks are text of the value. Returns None until more text decides.
+        """
+        at, is_group_end = 0, False
+        for _ in range(MAX_ENDS):
+            mark = self._follows.at_start(self._text[at : at + MAX_MARK])
+            if mark == "":
+                return self._over or None
+            if mark not in self._form.ends:
+                return mark is not None
+            is_group_end = is_group_end or mark in (self._form.ends[1:] or self._form.ends)
+            at += len(mark)
+            rest = self._text[at : at + MAX_BLANKS]
+            num_blanks = len(rest) - len(rest.lstrip())
+            if (is_group_end and "\n" in rest[:num_blanks]) or num_blanks == MAX_BLANKS:
+                return True
+            at += num_blanks
+            if at == len(self._text):
+                return self._over or None
+        return True
+
     def _add_to_value(self, text: str) -> None:
         if not self._form.has_lines:
             self._emit_value(text)
             return
+        if text:
+            self._is_at_line = text.endswith("\n")
         if text and self._begins_value:
             self._begins_value = False
+            self._has_value_lines = text.startswith("\n")
             text = text.removeprefix("\n")
         text = self._blank + text
         kept = text.removesuffix("\n")

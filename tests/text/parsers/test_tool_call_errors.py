@@ -167,3 +167,38 @@ def invoke(quote: str) -> str:
 )
 def test_tags_in_other_spellings_are_calls(tools: str, text: str) -> None:
     assert parse(text, tools) == ([("f", {"x": 1})], "", "")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a </function> b",
+        "a <parameter=g> b",
+        "a </tool_call> b",
+        "a\n</function>\nb",
+        "a\n</function> b",
+    ],
+)
+def test_marks_within_a_value_are_text(value: str) -> None:
+    assert parse(qwen("s", value), "qwen3_coder") == ([("f", {"s": value})], "", "")
+
+
+def test_an_end_mark_within_an_inline_value_is_text() -> None:
+    text = "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a</tool_call>b</arg_value>\n</tool_call>"
+    assert parse(text, "glm45") == ([("f", {"s": "a</tool_call>b"})], "", "")
+
+
+@pytest.mark.parametrize(
+    ("omitted", "following", "content"),
+    [
+        ("\n</parameter>", "", ""),
+        ("\n</parameter>", "\nDone.", "Done."),
+        ("\n</parameter>\n</function>", "\nDone.", "Done."),
+        ("\n</parameter>\n</function>", "", ""),
+    ],
+)
+def test_a_value_without_an_end_tag_ends_with_the_call(omitted: str, following: str, content: str) -> None:
+    text = qwen("s", "a").replace(omitted, "")
+    assert parse(text + following, "qwen3_coder") == ([("f", {"s": "a"})], content, "")
+    if content == "":
+        assert parse(text + "\n" + text, "qwen3_coder")[0] == [("f", {"s": "a"})] * 2
