@@ -65,11 +65,14 @@ class CommandParser(argparse.ArgumentParser):
             declared_words(words, self._option_string_actions), namespace
         )
         if unknown:
+            from quintet.deploy.config.sglang_flags import flag_for
+
             close = difflib.get_close_matches(
                 unknown[0].split("=")[0], self._option_string_actions, n=1, cutoff=0.7
             )
+            nearest = flag_for(unknown[0]) or next(iter(close), None)
             self.error(
-                f"unrecognized argument: {unknown[0]}" + (f"; did you mean {close[0]}?" if close else "")
+                f"unrecognized argument: {unknown[0]}" + (f"; did you mean {nearest}?" if nearest else "")
             )
         return known, unknown
 

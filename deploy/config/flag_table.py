@@ -17,6 +17,7 @@ import msgspec
 
 from quintet.deploy.config.deprecated_flags import RENAMED_VALUES, warn, with_new_names
 from quintet.deploy.config.flags import GROUP_TITLES, Flag, Options
+from quintet.deploy.config.sglang_flags import flag_for
 from quintet.deploy.config.vllm_flags import SHORT, translated
 from quintet.wire.errors import ConfigError
 
@@ -178,6 +179,9 @@ def _value(spec: FlagSpec, value: object) -> object:
 
 
 def _nearest(key: str, known: list[str]) -> str:
+    flag = flag_for(key)
+    if flag is not None:
+        return f"; did you mean {flag}?"
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else "; `quintet serve --help` lists the valid ones"
 

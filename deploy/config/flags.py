@@ -36,6 +36,16 @@ GROUP_TITLES: dict[str, str] = {
 }
 
 
+QUANTIZATION_ALIASES = {
+    **dict.fromkeys(("awq_marlin", "cpu_awq"), "awq"),
+    **dict.fromkeys(("gptq_marlin", "gptq_marlin_24"), "gptq"),
+    **dict.fromkeys(("auto_round", "inc"), "auto-round"),
+    "modelopt_fp4": "modelopt",
+    **dict.fromkeys(("ipex", "moe_wna16", "marlin"), "none"),
+}
+"""vLLM's names of formats. The last ones are kernels: the checkpoint's format is detected."""
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """Help text and parsing of one field of `Options`."""
@@ -103,7 +113,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             MODEL,
             "auto reads the checkpoint; dummy initializes the weights with seeded random numbers",
             aliases=dict.fromkeys(
-                ("safetensors", "hf", "pt", "gguf", "npcache", "mistral", "fastsafetensors", "bitsandbytes"),
+                (
+                    *(
+                        "safetensors",
+                        "hf",
+                        "pt",
+                        "gguf",
+                        "npcache",
+                        "mistral",
+                        "fastsafetensors",
+                        "bitsandbytes",
+                    ),
+                    *("runai_streamer", "runai_streamer_sharded", "instanttensor", "modelexpress"),
+                ),
                 "auto",
             ),
         ),
@@ -132,6 +154,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             MODEL,
             "model implementation: quintet, transformers (slower; uses Quintet's paged KV cache), or auto: quintet "
             "where the architecture is supported, else transformers",
+            aliases={"vllm": "quintet"},
         ),
     ] = "auto"
     trust_remote_code: Annotated[
@@ -148,6 +171,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             MODEL,
             "quantize linear layers at load time: int8, int4 (weight-only) or w8a8; for a quantized checkpoint, the "
             "format is detected, and only its name is accepted",
+            aliases=QUANTIZATION_ALIASES,
         ),
     ] = "none"
     activation_dtype: Annotated[
@@ -529,7 +553,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "data type of the KV cache: model (the model's), int8 (CPU) and fp8 (about twice the tokens, slightly "
             "less exact), int4 (CPU; three times the tokens, measurable loss), auto (fp8 or int8 if the checkpoint "
             "says so, else model)",
-            aliases={"fp8_e4m3": "fp8"},
+            aliases={"fp8_e4m3": "fp8", "fp8_inc": "fp8", "bfloat16": "model", "float16": "model"},
         ),
     ] = "auto"
     swap_space: Annotated[
@@ -782,6 +806,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             PROCESSES,
             "launcher of the other hosts: mp (start them manually) or ray (this host starts them in its Ray cluster, "
             "with a generated group key)",
+            aliases={"uni": "mp"},
         ),
     ] = "mp"
     master_addr: Annotated[

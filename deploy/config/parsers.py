@@ -83,7 +83,9 @@ def choose_parsers(
 
 
 def _resolved(flag: str, name: str, known: Collection[str], aliases: Mapping[str, str]) -> str:
-    """Return the parser's name here. Raises `ConfigError` for an unknown one."""
+    """Return the parser's name here; an empty name is `NONE`. Raises `ConfigError` for an unknown one."""
+    if not name:
+        return NONE
     plain = name.replace("-", "_").lower()
     for each in (name, plain, aliases.get(plain, "")):
         if each in {AUTO, NONE} or each in known:

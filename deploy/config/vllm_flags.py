@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,7 @@ RENAMED: dict[str, Renamed] = {
     "api_server_count": Renamed("frontends"),
     "renderer_num_workers": Renamed("tokenizers"),
     "tokenizer_pool_size": Renamed("tokenizers"),
+    "kv_offloading_size": Renamed("swap_space"),
     "max_num_queued_reqs": Renamed("max_queued_requests"),
     "max_num_queued_tokens": Renamed("max_queued_tokens"),
     "shutdown_timeout": Renamed("drain_timeout"),
@@ -53,6 +55,9 @@ RENAMED: dict[str, Renamed] = {
     "disable_log_requests": Renamed("log_requests", is_switch=True, convert=_not),
 }
 """Key of vLLM's flag -> Quintet's flag."""
+
+HUB = {"download_dir": "HF_HUB_CACHE", "hf_token": "HF_TOKEN"}
+"""Flags that set an environment variable of huggingface_hub in this process."""
 
 ROPE = ("rope_scaling", "rope_theta")
 """Flags of older vLLM versions, merged into ``--hf-overrides``."""
@@ -66,6 +71,12 @@ _WEIGHTS = "weights are memory-mapped and packed while loading"
 _KERNELS = "the executor selects kernels and sampling methods"
 _MAMBA = "recurrent states use the data types of their kernels"
 _RANKS = "the executor selects communication between ranks"
+_DBO = "dual-batch overlap is not used"
+_SLEEP = "sleep mode is not supported; stop the server and restart it with --packed-cache"
+_RAY = "use --distributed-executor-backend ray"
+_EPLB = "use --eplb-config"
+_STRUCTURED = "there is one structured output backend (docs/structured.md)"
+_OTLP = "OpenTelemetry is not supported; use `quintet trace`"
 
 ACCEPTED_SWITCHES: dict[str, str] = {
     "async_scheduling": "steps are always scheduled ahead (--max-steps-in-flight)",
@@ -103,12 +114,10 @@ ACCEPTED_SWITCHES: dict[str, str] = {
     "enable_mamba_cache_stochastic_rounding": _MAMBA,
     "use_replayssm": _MAMBA,
     "enable_cumem_allocator": _WEIGHTS,
-    "interleave_mm_strings": _MULTIMODAL,
-    "skip_mm_profiling": _MULTIMODAL,
-    "disable_mm_preprocessor_cache": _MULTIMODAL,
-    "disable_chunked_mm_input": _MULTIMODAL,
-    "language_model_only": _MULTIMODAL,
-    "mm_device_do_normalize": _MULTIMODAL,
+    **dict.fromkeys((
+        "interleave_mm_strings", "skip_mm_profiling", "disable_mm_preprocessor_cache",
+        "disable_chunked_mm_input", "language_model_only", "mm_device_do_normalize",
+    ), _MULTIMODAL),
     "enable_flash_late_interaction": "scoring is not supported",
     "enable_mfu_metrics": "see GET /metrics",
     "kv_cache_metrics": "see GET /metrics",
@@ -118,7 +127,17 @@ ACCEPTED_SWITCHES: dict[str, str] = {
     "jit_monitor_verbose": _TORCH,
     "fail_on_environ_validation": "VLLM_API_KEY is the only environment variable of vLLM that is read",
     "cohere_is_reasoning_model": "Cohere's API is not served",
-}
+    "enable_dbo": _DBO,
+    "enable_log_outputs": "outputs are not logged",
+    "enable_sleep_mode": _SLEEP,
+    "enable_nccl_comm_suspend": _SLEEP,
+    "worker_use_ray": _RAY,
+    "engine_use_ray": _RAY,
+    "eplb_log_balancedness": _EPLB,
+    "guided_decoding_disable_fallback": _STRUCTURED,
+    "guided_decoding_disable_any_whitespace": _STRUCTURED,
+    "guided_decoding_disable_additional_properties": "JSON schemas apply as they are",
+}  # fmt: skip
 """Flags without a value that have no effect -> reason."""
 
 ACCEPTED_VALUES: dict[str, str] = {
@@ -129,31 +148,19 @@ ACCEPTED_VALUES: dict[str, str] = {
     "log_config_file": "use --log-level, for all processes",
     "disable_access_log_for_endpoints": _LOGS,
     "max_log_len": _LOGS,
-    "limit_mm_per_prompt": _MULTIMODAL,
-    "media_io_kwargs": _MULTIMODAL,
-    "mm_processor_kwargs": _MULTIMODAL,
-    "mm_processor_cache_gb": _MULTIMODAL,
-    "mm_processor_cache_type": _MULTIMODAL,
-    "mm_processor_device": _MULTIMODAL,
-    "mm_hasher_algorithm": _MULTIMODAL,
-    "mm_shm_cache_max_object_size_mb": _MULTIMODAL,
-    "mm_encoder_tp_mode": _MULTIMODAL,
-    "mm_encoder_attn_backend": _MULTIMODAL,
-    "mm_encoder_attn_dtype": _MULTIMODAL,
-    "mm_tensor_ipc": _MULTIMODAL,
-    "mm_ipc_gpu_memory_gb": _MULTIMODAL,
-    "allowed_local_media_path": _MULTIMODAL,
-    "allowed_media_domains": _MULTIMODAL,
-    "video_pruning_rate": _MULTIMODAL,
-    "video_pruning_method": _MULTIMODAL,
-    "compilation_config": _TORCH,
-    "optimization_level": _TORCH,
+    **dict.fromkeys((
+        "limit_mm_per_prompt", "media_io_kwargs", "mm_processor_kwargs", "mm_processor_cache_gb",
+        "mm_processor_cache_type", "mm_processor_device", "mm_hasher_algorithm",
+        "mm_shm_cache_max_object_size_mb", "mm_encoder_tp_mode", "mm_encoder_attn_backend",
+        "mm_encoder_attn_dtype", "mm_tensor_ipc", "mm_ipc_gpu_memory_gb", "allowed_local_media_path",
+        "allowed_media_domains", "video_pruning_rate", "video_pruning_method",
+    ), _MULTIMODAL),
+    **dict.fromkeys((
+        "compilation_config", "optimization_level", "cudagraph_capture_sizes", "cuda_graph_sizes",
+        "max_cudagraph_capture_size", "max_seq_len_to_capture", "jit_monitor_mode",
+        "max_context_len_to_capture", "cudagraph_mode",
+    ), _TORCH),
     "performance_mode": _KERNELS,
-    "cudagraph_capture_sizes": _TORCH,
-    "cuda_graph_sizes": _TORCH,
-    "max_cudagraph_capture_size": _TORCH,
-    "max_seq_len_to_capture": _TORCH,
-    "jit_monitor_mode": _TORCH,
     "kernel_config": _KERNELS,
     "attention_config": _KERNELS,
     "moe_backend": _KERNELS,
@@ -161,14 +168,10 @@ ACCEPTED_VALUES: dict[str, str] = {
     "ir_op_priority": _KERNELS,
     "gdn_prefill_backend": _KERNELS,
     "kda_prefill_backend": _KERNELS,
-    "mamba_backend": _MAMBA,
-    "mamba_ssu_algorithm": _MAMBA,
-    "mamba_cache_philox_rounds": _MAMBA,
-    "mamba_cache_dtype": _MAMBA,
-    "mamba_ssm_cache_dtype": _MAMBA,
-    "mamba_cache_mode": _MAMBA,
-    "mamba_block_size": _MAMBA,
-    "replayssm_buffer_len": _MAMBA,
+    **dict.fromkeys((
+        "mamba_backend", "mamba_ssu_algorithm", "mamba_cache_philox_rounds", "mamba_cache_dtype",
+        "mamba_ssm_cache_dtype", "mamba_cache_mode", "mamba_block_size", "replayssm_buffer_len",
+    ), _MAMBA),
     "all2all_backend": _RANKS,
     "dcp_comm_backend": _RANKS,
     "dcp_kv_cache_interleave_size": _RANKS,
@@ -177,9 +180,12 @@ ACCEPTED_VALUES: dict[str, str] = {
     "expert_placement_strategy": _RANKS,
     "distributed_timeout_seconds": "use --stall-timeout and --boot-timeout",
     "cpu_distributed_timeout_seconds": "use --stall-timeout and --boot-timeout",
-    "data_parallel_backend": _PLACEMENT,
-    "numa_bind_nodes": _PLACEMENT,
-    "numa_bind_cpus": _PLACEMENT,
+    **dict.fromkeys((
+        "data_parallel_backend", "numa_bind_nodes", "numa_bind_cpus", "worker_cls",
+        "dp_supervisor_probe_interval_s", "dp_supervisor_probe_timeout_s",
+        "dp_supervisor_probe_failure_threshold", "data_parallel_supervisor_port", "tokenizer_pool_type",
+        "tokenizer_pool_extra_config",
+    ), _PLACEMENT),
     "max_parallel_loading_workers": _WEIGHTS,
     "safetensors_load_strategy": _WEIGHTS,
     "safetensors_prefetch_num_threads": _WEIGHTS,
@@ -196,8 +202,8 @@ ACCEPTED_VALUES: dict[str, str] = {
     "num_lookahead_slots": "steps are always scheduled ahead (--max-steps-in-flight)",
     "scheduler_delay_factor": "prefill starts as soon as possible",
     "num_scheduler_steps": "steps are always scheduled ahead (--max-steps-in-flight)",
-    "guided_decoding_backend": "there is one structured output backend (docs/structured.md)",
-    "structured_outputs_config": "there is one structured output backend (docs/structured.md)",
+    "guided_decoding_backend": _STRUCTURED,
+    "structured_outputs_config": _STRUCTURED,
     "show_hidden_metrics_for_version": "see GET /metrics",
     "kv_cache_metrics_sample": "see GET /metrics",
     "h11_max_incomplete_event_size": "request headers are limited to 64 KiB",
@@ -205,18 +211,20 @@ ACCEPTED_VALUES: dict[str, str] = {
     "fingerprint_mode": "responses have no system_fingerprint",
     "fingerprint_value": "responses have no system_fingerprint",
     "cohere_format": "Cohere's API is not served",
-    "worker_cls": _PLACEMENT,
-    "dp_supervisor_probe_interval_s": _PLACEMENT,
-    "dp_supervisor_probe_timeout_s": _PLACEMENT,
-    "dp_supervisor_probe_failure_threshold": _PLACEMENT,
-    "data_parallel_supervisor_port": _PLACEMENT,
-    "tokenizer_pool_type": _PLACEMENT,
-    "tokenizer_pool_extra_config": _PLACEMENT,
-}
+    **dict.fromkeys(("ubatch_size", "dbo_decode_token_threshold", "dbo_prefill_token_threshold"), _DBO),
+    **dict.fromkeys(("num_redundant_experts", "eplb_window_size", "eplb_step_interval"), _EPLB),
+    "max_num_partial_prefills": "the scheduler splits the tokens of a step among prompts",
+    "max_long_partial_prefills": "use --long-prefill-token-threshold",
+    "speculative_disable_by_batch_size": "use --speculative-config",
+    "speculative_draft_tensor_parallel_size": "use --speculative-config",
+    "stream_interval": "every step is streamed; requests may set stream_interval",
+    "kv_offloading_backend": "KV is offloaded to host memory (--kv-offloading-size)",
+    "otlp_traces_endpoint": _OTLP,
+    "collect_detailed_traces": _OTLP,
+}  # fmt: skip
 """Flags with a value that have no effect -> reason."""
 
 _LORA = "LoRA adapters are not supported; merge them into the weights"
-_DBO = "dual-batch overlap is not supported"
 _SPECULATION = "use --speculative-config"
 _POOLING = "embedding, scoring and reranking are not supported"
 _ON_HOSTS = "use --nnodes, --node-rank and --master-addr, or run several servers with `quintet route`"
@@ -232,8 +240,6 @@ REFUSED_SWITCHES: dict[str, str] = {
     "enable_mixed_moe_lora_format": _LORA,
     "enable_moe_shared_loras": _LORA,
     "enable_prompt_adapter": _LORA,
-    "enable_sleep_mode": "sleep mode is not supported; stop the server and restart it with --packed-cache",
-    "enable_nccl_comm_suspend": "sleep mode is not supported",
     "skip_tokenizer_init": "a tokenizer is required; /inference/v1/generate accepts and returns token ids",
     "tokens_only": "all endpoints are served; /inference/v1/generate accepts and returns token ids",
     "disable_sliding_window": "sliding windows cannot be disabled; lower --max-model-len",
@@ -241,12 +247,10 @@ REFUSED_SWITCHES: dict[str, str] = {
     "return_sampling_mask": "sampling masks are not returned",
     "enable_trace_replay": "use --record and `quintet replay`",
     "enable_per_request_metrics": "use GET /metrics, aggregated over requests",
-    "enable_log_outputs": "outputs are not logged",
     "disable_fastapi_docs": "/docs and /openapi.json are always served; block them in a reverse proxy",
     "enable_ssl_refresh": "restart the server to change the certificate",
     "enable_mm_embeds": _MULTIMODAL,
     "mm_encoder_only": _MULTIMODAL,
-    "enable_dbo": "dual-batch overlap is not supported",
     "enable_elastic_ep": "elastic expert parallelism is not supported; `quintet admin` scales processes of other roles",
     "enable_fault_tolerance": "always enabled: the supervisor restarts failed processes",
     "data_parallel_hybrid_lb": _ON_HOSTS,
@@ -266,10 +270,8 @@ REFUSED_VALUES: dict[str, str] = {
     "spec_method": _SPECULATION, "spec_model": _SPECULATION,
     "spec_tokens": _SPECULATION, "diffusion_config": "diffusion models are not supported",
     "runner": _POOLING, "convert": _POOLING, "task": _POOLING, "pooler_config": _POOLING, "override_pooler_config": _POOLING,
-    "hf_token": "set HF_TOKEN in the environment; other users can read command lines",
     "hf_config_path": "put config.json into the model folder, or use --hf-overrides",
     "code_revision": "--revision applies to all files of the model",
-    "download_dir": "set HF_HOME in the environment",
     "model_class_overrides": "use --model-impl transformers for unsupported architectures",
     "quantization_config": "the format is read from config.json; --quantization selects load-time quantization",
     "logprobs_mode": "log-probabilities are raw: before penalties and temperature",
@@ -281,26 +283,22 @@ REFUSED_VALUES: dict[str, str] = {
     "prefill_context_parallel_size": "use --pipeline-parallel-size or --tensor-parallel-size",
     "data_parallel_rank": _ON_HOSTS, "data_parallel_start_rank": _ON_HOSTS, "data_parallel_size_local": _ON_HOSTS,
     "data_parallel_address": _ON_HOSTS, "data_parallel_rpc_port": _ON_HOSTS,
-    "ubatch_size": _DBO, "dbo_decode_token_threshold": _DBO,
-    "dbo_prefill_token_threshold": _DBO,
     "fault_tolerance_config": "the supervisor always restarts failed processes",
     "num_gpu_blocks_override": "use --kv-cache-memory",
     "kv_cache_dtype_skip_layers": "--kv-cache-dtype applies to all layers",
-    "kv_offloading_size": "use --swap-space (host memory) or --kv-disk",
-    "kv_offloading_backend": "use --swap-space (host memory) or --kv-disk",
     "ec_transfer_config": _MULTIMODAL, "ec_manager_config": _MULTIMODAL, "mm_encoder_fp8_scale_path": _MULTIMODAL,
     "mm_encoder_fp8_scale_save_path": _MULTIMODAL, "mm_encoder_fp8_scale_save_margin": _MULTIMODAL,
     "offload_backend": _OFFLOAD, "cpu_offload_gb": _OFFLOAD, "cpu_offload_params": _OFFLOAD, "offload_group_size": _OFFLOAD,
     "offload_num_in_group": _OFFLOAD, "offload_prefetch_step": _OFFLOAD, "offload_params": _OFFLOAD,
-    "otlp_traces_endpoint": "OpenTelemetry is not supported; use `quintet trace`",
-    "collect_detailed_traces": "OpenTelemetry is not supported; use `quintet trace`",
     "profiler_config": "use `quintet trace`",
     "weight_transfer_config": "weights cannot be updated at run time",
     "max_num_scheduled_tokens": "use --max-num-batched-tokens",
-    "stream_interval": "set stream_interval in requests",
     "ssl_cert_reqs": "use --ssl-ca-certs for client certificates", "ssl_ciphers": "Python's default ciphers are used",
 }  # fmt: skip
 """Flags with a value that are refused -> alternative."""
+
+LOCAL_ENGINES = "data_parallel_size_local"
+"""Refused, except if all engines are local."""
 
 _HARMLESS = {"", "0", "0.0", "1", "1.0", "none", "auto", "false", "[]", "{}", "generate", "raw_logprobs"}
 """Values equal to the fixed behaviour."""
@@ -323,6 +321,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
         *REFUSED_VALUES,
         *(key for key, new in RENAMED.items() if not new.is_switch),
         *ROPE,
+        "download_dir",
     ]
     short = {key: word for word, key in SHORT.items()}
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
@@ -330,13 +329,14 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option(key), action=argparse.BooleanOptionalAction, **hidden)
     for key in values:
         parser.add_argument(*([short[key]] if key in short else []), option(key), **hidden)
+    parser.add_argument("--hf-token", nargs="?", const=True, **hidden)
     parser.add_argument("-O", dest="optimization_level", **hidden)
 
 
 def keys() -> set[str]:
     """Return the keys of all of these flags."""
     tables = (RENAMED, ACCEPTED_SWITCHES, ACCEPTED_VALUES, REFUSED_SWITCHES, REFUSED_VALUES)
-    return {key for table in tables for key in table} | set(ROPE)
+    return {key for table in tables for key in table} | {*ROPE, *HUB}
 
 
 def translated(settings: Mapping[str, object], source: str) -> tuple[Settings, list[str]]:
@@ -357,6 +357,10 @@ def translated(settings: Mapping[str, object], source: str) -> tuple[Settings, l
             parsed = json_object(value, option(key)) if key == "rope_scaling" else _number(value, key)
             given = json_object(found.get("hf_overrides", settings.get("hf_overrides", {})), "--hf-overrides")
             found["hf_overrides"] = given | {key: parsed}
+        elif key in HUB:
+            _set_environment(HUB[key], value)
+        elif key == LOCAL_ENGINES and str(value) == str(settings.get("data_parallel_size", 1)):
+            continue
         elif accepted is not None:
             notes.append(f"{option(key)} has no effect: {accepted}")
         elif refused is None:
@@ -365,6 +369,12 @@ def translated(settings: Mapping[str, object], source: str) -> tuple[Settings, l
         elif not _is_default(value):
             raise ConfigError(f"{source}: vLLM flag {option(key)} is not supported: {refused}")
     return found, notes
+
+
+def _set_environment(name: str, value: object) -> None:
+    """Set an environment variable; a bare ``--hf-token`` (true) keeps the stored credentials."""
+    if isinstance(value, str) and value:
+        os.environ[name] = os.path.expanduser(value) if name == HUB["download_dir"] else value
 
 
 def _is_default(value: object) -> bool:

@@ -29,7 +29,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "hub").mkdir()
 
     def fetch(
-        name: str, revision: str | None = None, allow_patterns: Any = None, ignore_patterns: Any = None
+        name: str,
+        revision: str | None = None,
+        allow_patterns: Any = None,
+        ignore_patterns: Any = None,
+        cache_dir: str | None = None,
     ) -> str:
         assert name == "owner/name" and revision is None
         for file in filter_repo_objects(

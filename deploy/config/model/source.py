@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,17 +74,15 @@ def _fetch(
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    # huggingface_hub reads the variable only when it is imported, which may precede LLM(download_dir=...)
+    cache = os.environ.get("HF_HUB_CACHE")
+    cache_dir = None if cache is None else os.path.expanduser(cache)
+    download = functools.partial(snapshot_download, name, revision=revision, cache_dir=cache_dir)
     try:
-        snapshot_download(name, revision=revision, allow_patterns=_NAMED_TEMPLATES)
-        folder = Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=patterns, ignore_patterns=list(unwanted)
-            )
-        )
+        download(allow_patterns=_NAMED_TEMPLATES)
+        folder = Path(download(allow_patterns=patterns, ignore_patterns=list(unwanted)))
         if "*.safetensors" in patterns and not any(folder.glob("*.safetensors")):
-            snapshot_download(
-                name, revision=revision, allow_patterns=_PICKLED_FILES, ignore_patterns=_UNWANTED_FILES
-            )
+            download(allow_patterns=_PICKLED_FILES, ignore_patterns=_UNWANTED_FILES)
         return folder
     except LocalEntryNotFoundError:
         reason = (

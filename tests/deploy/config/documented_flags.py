@@ -56,6 +56,7 @@ def rows() -> Iterator[tuple[str, str]]:
         (key, f"taken as {'the opposite of ' if new.convert else ''}`{flags.option(new.ours)}`")
         for key, new in flags.RENAMED.items()
     )
+    yield from ((key, f"taken as the environment variable `{name}`") for key, name in flags.HUB.items())
     yield from ((key, "taken as a part of `--hf-overrides`") for key in flags.ROPE)
     for table, words in (
         (flags.ACCEPTED_SWITCHES, "accepted"),

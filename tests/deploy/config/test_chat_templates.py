@@ -134,7 +134,11 @@ def test_named_templates_are_fetched_from_the_hub_without_other_folders(
     fetched: set[str] = set()
 
     def fetch(
-        name: str, revision: str | None = None, allow_patterns: Any = None, ignore_patterns: Any = None
+        name: str,
+        revision: str | None = None,
+        allow_patterns: Any = None,
+        ignore_patterns: Any = None,
+        cache_dir: str | None = None,
     ) -> str:
         assert revision == "v1"
         fetched.update(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from quintet.deploy.config.build import resolve
 from quintet.deploy.config.config_file import merged_options
 from quintet.deploy.config.flag_table import flag_table, make_options
 from quintet.deploy.config.flags import Options
+from quintet.deploy.config.parsers import choose_parsers
+from quintet.deploy.config.sglang_flags import SGLANG_FLAGS
 from quintet.wire.errors import ConfigError
 
 
 @functools.cache
 def parser() -> argparse.ArgumentParser:
-    made = CommandParser()
+    made = CommandParser(allow_abbrev=False)
     serve.add_option_arguments(made)
     return made
 
@@ -63,6 +66,16 @@ COMMON: list[tuple[list[str], dict[str, Any]]] = [
     (["--no-enable-log-requests"], {"log_requests": False}),
     (["--kv-cache-dtype", "fp8_e4m3"], {"kv_cache_dtype": "fp8"}),
     (["--kv-cache-memory-bytes", "4GiB"], {"kv_cache_memory": "4GiB"}),
+    (["--kv-cache-dtype", "bfloat16"], {"kv_cache_dtype": "model"}),
+    (["--kv-offloading-size", "2"], {"swap_space": 2.0}),
+    (["--quantization", "awq_marlin"], {"quantization": "awq"}),
+    (["-q", "gptq_marlin"], {"quantization": "gptq"}),
+    (["--quantization", "inc"], {"quantization": "auto-round"}),
+    (["--quantization", "moe_wna16"], {}),
+    (["--load-format", "runai_streamer"], {"load_format": "auto"}),
+    (["--model-impl", "vllm"], {"model_impl": "quintet"}),
+    (["--distributed-executor-backend", "uni"], {"distributed_executor_backend": "mp"}),
+    (["-dp", "2", "--data-parallel-size-local", "2"], {"data_parallel_size": 2}),
     (["--api-server-count", "2"], {"frontends": 2}),
     (["--shutdown-timeout", "5"], {"drain_timeout": 5.0}),
     (["--load-format", "safetensors"], {"load_format": "auto"}),
@@ -113,6 +126,29 @@ def test_the_environment_may_have_the_api_key(monkeypatch: pytest.MonkeyPatch) -
     options, [note] = parsed("folder")
     assert options == Options(model="folder", api_key=["secret"]) and "VLLM_API_KEY" in note
     assert parsed("--api-key", "own") == (Options(api_key=["own"]), [])
+
+
+def test_flags_of_the_hub_set_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "old")
+    monkeypatch.setenv("HF_HUB_CACHE", "old")
+    assert parsed("folder", "--hf-token") == (Options(model="folder"), [])
+    assert os.environ["HF_TOKEN"] == "old"
+    assert parsed("--hf-token", "hf_1", "--download-dir", "/cache", "folder")[0] == Options(model="folder")
+    assert (os.environ["HF_TOKEN"], os.environ["HF_HUB_CACHE"]) == ("hf_1", "/cache")
+
+
+def test_an_empty_parser_name_is_none() -> None:
+    assert choose_parsers("", "", {})[0] == choose_parsers("none", "none", {})[0]
+
+
+@pytest.mark.parametrize(("word", "flag"), SGLANG_FLAGS.items())
+def test_flags_of_sglang_are_hinted(word: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert flag == "MODEL" or flag in parser().format_help()
+    with pytest.raises(SystemExit):
+        parsed("folder", flags.option(word), "1")
+    assert f"did you mean {flag}?" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"did you mean {flag}"):
+        make_options({word: 1}, "LLM(...)")
 
 
 @pytest.mark.parametrize(
