@@ -6,7 +6,8 @@ has the base model's. Without it, generation would continue with the user's next
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,10 @@ _ANSWER = "quintet"
 """Marker text that no template contains."""
 _CONTENTS: tuple[object, ...] = (_ANSWER, [{"type": "text", "text": _ANSWER}])
 """Forms of message content: templates of multimodal models accept only lists of parts."""
+_MAX_DIGITS = 10
+"""Limit of an id given as text."""
+_ROLES = (("user", "assistant"), ("system", "user", "assistant"))
+"""Roles of conversations: some templates require a system message."""
 
 
 class _Token(msgspec.Struct):
@@ -30,6 +35,13 @@ class _Token(msgspec.Struct):
 
 class _Tokenizer(msgspec.Struct):
     added_tokens: list[_Token] = []
+    model: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Vocabulary(msgspec.Struct):
+    """Part of a tokenizer's model; Unigram has a list of tokens and scores."""
+
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
 
 
 def configured_ids(*configs: object) -> list[int]:
@@ -47,7 +59,7 @@ def configured_ids(*configs: object) -> list[int]:
 
 def _token_id(value: object) -> int | None:
     """Return a value of ``eos_token_id`` as an id; None if it is not one."""
-    if isinstance(value, str) and value.strip().isdecimal():
+    if isinstance(value, str) and value.isdecimal() and len(value) <= _MAX_DIGITS:
         return int(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -55,15 +67,20 @@ def _token_id(value: object) -> int | None:
 
 
 def end_token_ids(configured: Iterable[int], folder: Path, templates: Mapping[str, str]) -> list[int]:
-    """Return the configured ids, the tokenizer's ``eos_token``, and the end-of-turn token of its chat template.
+    """Return the configured ids, the tokenizer's ``eos_token`` in each file, and the end-of-turn token of its chat template.
 
     folder: the tokenizer's. Raises `ConfigError` for invalid JSON files.
     """
-    tokens = _added_tokens(folder)
     sources = [_read(folder / name) for name in ("special_tokens_map.json", "tokenizer_config.json")]
     special = special_tokens(sources)
-    named = [special.get("eos_token"), _end_of_turn(templates, special, tokens)]
-    found = [tokens[name] for name in named if name is not None and name in tokens]
+    tokenizer = _read_tokenizer(folder)
+    tokens = _declared_tokens(sources[-1]) | {token.content: token.id for token in tokenizer.added_tokens}
+    named = [special_tokens([source]).get("eos_token") for source in reversed(sources)]
+    named.append(_end_of_turn(templates, special, tokens))
+    wanted = [name for name in named if name is not None]
+    if not tokens.keys() >= set(wanted):
+        tokens = _ordinary_tokens(tokenizer, folder) | tokens
+    found = [tokens[name] for name in wanted if name in tokens]
     return list(dict.fromkeys([*configured, *found]))
 
 
@@ -77,17 +94,17 @@ def _end_of_turn(
     source = templates.get(DEFAULT) or next(iter(templates.values()), "")
     if "{" not in source:
         return None
-    for content in _CONTENTS:
-        _, answer, rest = _rendered(source, content, special).rpartition(_ANSWER)
+    for roles, content in itertools.product(_ROLES, _CONTENTS):
+        _, answer, rest = _rendered(source, roles, content, special).rpartition(_ANSWER)
         if answer:
             written = [name for name in tokens if name and rest.lstrip().startswith(name)]
             return max(written, key=len, default=None)
     return None
 
 
-def _rendered(source: str, content: object, special: Mapping[str, str]) -> str:
+def _rendered(source: str, roles: Sequence[str], content: object, special: Mapping[str, str]) -> str:
     """Render a conversation; return an empty text if the template raises."""
-    messages = [{"role": role, "content": content} for role in ("user", "assistant")]
+    messages = [{"role": role, "content": content} for role in roles]
     try:
         template = make_environment().from_string(source)
         return template.render(
@@ -97,16 +114,36 @@ def _rendered(source: str, content: object, special: Mapping[str, str]) -> str:
         return ""
 
 
-def _added_tokens(folder: Path) -> dict[str, int]:
-    """Return added tokens: text -> id."""
+def _read_tokenizer(folder: Path) -> _Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        return {}
+        return _Tokenizer()
     try:
-        described = msgspec.json.decode(path.read_bytes(), type=_Tokenizer)
+        return msgspec.json.decode(path.read_bytes(), type=_Tokenizer)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a valid tokenizer: {error}; download it again") from None
-    return {token.content: token.id for token in described.added_tokens}
+
+
+def _declared_tokens(tokenizer_config: Json) -> dict[str, int]:
+    """Return the tokens of ``added_tokens_decoder``: text -> id. ``tokenizer.json`` may lack some."""
+    declared = tokenizer_config.get("added_tokens_decoder")
+    found: dict[str, int] = {}
+    for key, token in declared.items() if isinstance(declared, dict) else ():
+        token_id, content = _token_id(key), token.get("content") if isinstance(token, dict) else None
+        if isinstance(content, str) and token_id is not None:
+            found[content] = token_id
+    return found
+
+
+def _ordinary_tokens(tokenizer: _Tokenizer, folder: Path) -> dict[str, int]:
+    """Return the tokens of the tokenizer's model: text -> id."""
+    try:
+        vocab = msgspec.json.decode(tokenizer.model, type=_Vocabulary).vocab
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{folder / 'tokenizer.json'}: model is invalid: {error}; download it again"
+        ) from None
+    return vocab if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}
 
 
 def _read(path: Path) -> Json:

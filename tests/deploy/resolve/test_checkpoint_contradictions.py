@@ -42,13 +42,16 @@ PARTS = (
     "{% for m in messages %}{{ m.role }}: {% for p in m.content %}{{ p.text }}{% endfor %}<|end|>{% endfor %}"
 )
 ENDLESS = "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content }}{% endfor %}"
+SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
 TITLED = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} {{ eos_token }}{% endfor %}"
 
 
 def write_tokenizer(folder: Path, **config: Any) -> Path:
     folder.mkdir(exist_ok=True)
     added = [{"id": number, "content": content, "special": True} for content, number in TOKENS.items()]
-    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"added_tokens": added, "model": {"vocab": {"ordinary": 50}}})
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -64,6 +67,9 @@ def write_tokenizer(folder: Path, **config: Any) -> Path:
         ([2], {}, PARTS, [2, 5]),
         ([2], {}, ENDLESS, [2]),
         ([0], {"eos_token": "</s>"}, TITLED, [0, 2]),
+        ([], {}, SYSTEM, [4]),
+        ([], {"eos_token": "ordinary"}, None, [50]),
+        ([], {"eos_token": "<late>", "added_tokens_decoder": {"70": {"content": "<late>"}}}, None, [70]),
         ([7, 7], {"eos_token": "<nowhere>"}, None, [7]),
         ([2], {}, "{% for m in messages %}{{ raise_exception('roles') }}{% endfor %}", [2]),
         ([2], {}, "{% for m in", [2]),
@@ -76,6 +82,19 @@ def test_eos_tokens_of_all_files_end_an_answer(
     folder = write_tokenizer(tmp_path, **tokenizer)
     templates = {} if template is None else {"default": template}
     assert end_token_ids(configured, folder, templates) == ids
+
+
+def test_eos_token_of_each_tokenizer_file_counts(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, eos_token="<|im_end|>")
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    assert end_token_ids([0], folder, {}) == [0, 4, 2]
+
+
+def test_eos_token_of_a_unigram_model(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, eos_token="</end>")
+    model = {"type": "Unigram", "vocab": [["<unk>", 0], ["</end>", -1.5]]}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": model}))
+    assert end_token_ids([], folder, {}) == [1]
 
 
 def test_eos_tokens_of_all_files_reach_the_configuration(tmp_path: Path) -> None:
@@ -93,7 +112,14 @@ def test_eos_tokens_of_the_text_config_reach_the_configuration(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("value", "ids"),
-    [(2.0, [2]), ("2", [2]), ([1, None, "x", 2.5, True, "3", 4.0], [1, 3, 4]), (None, []), ("</s>", [])],
+    [
+        (2.0, [2]),
+        ("2", [2]),
+        ([1, None, "x", 2.5, True, "3", 4.0], [1, 3, 4]),
+        (None, []),
+        ("</s>", []),
+        ("9" * 5000, []),
+    ],
     ids=str,
 )
 def test_eos_token_ids_of_unusual_types(value: object, ids: list[int]) -> None:
