@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quintet.deploy.config.model.implementation import check_transformers_hf_config, choose_implementation
+from quintet.deploy.config.model.implementation import (
+    check_transformers_hf_config,
+    choose_implementation,
+    is_known,
+)
+from quintet.deploy.config.model.output_layer import correct_ties, read_entries
 from quintet.deploy.config.model.stop_tokens import configured_ids
 from quintet.executor.checkpoints.quant.formats.kv_cache import KvFormat, wish_of
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
-from quintet.executor.checkpoints.weights.header import Entry, read_header
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.hf_config import HfConfig
-from quintet.executor.model_config.names import Names, spellings
 from quintet.executor.model_config.registry import FAMILIES, architecture_of
 from quintet.executor.model_config.spec import DecoderSpec, KvNeed, ModelSpec
 from quintet.executor.model_config.state_specs import StateNeed
@@ -129,11 +131,12 @@ def read_facts(
     stored = recognise(hf_config)
     spec: ModelSpec = unknown(hf_config) if family is None else family.read(hf_config)
     notes = _check_generation_overrides(overrides.generation)
-    if family is not None and with_weights and _has_untied_head(folder, spec):
-        config, text = _changed(untied(config))
+    corrected = None if family is None or not with_weights else correct_ties(folder, config, spec)
+    if family is not None and corrected is not None:
+        config, text = _changed(corrected.config)
         hf_config = HfConfig(config, str(path))
         spec = family.read(hf_config)
-        notes.append(_UNTIED_NOTE)
+        notes.append(corrected.note)
     return ModelFacts(
         path=folder,
         hf_config=text,
@@ -164,8 +167,9 @@ def _read_hf_config(folder: Path, changes: Json) -> tuple[Json, str]:
     config = parse_json(text, path)
     if changes:
         config, text = _changed(_overridden(config, changes))
-    if not config.get("architectures"):
-        config, text = _changed(config | {"architectures": [_architecture(config, path)]})
+    architectures = [_architecture(config, path)]
+    if config.get("architectures") != architectures:
+        config, text = _changed(config | {"architectures": architectures})
     return config, text
 
 
@@ -191,24 +195,27 @@ def _expert_depths(spec: ModelSpec) -> frozenset[int]:
     return frozenset(widths | {spec.hidden_size} if widths else ())
 
 
-_UNTIED_NOTE = "config.json ties word embeddings, but the checkpoint contains a different output layer (lm_head), which is used"
 _MAX_NAME_CHARS = 100
 """Limit of an architecture's name, which error messages repeat."""
 
 
 def _architecture(config: Json, path: Path) -> str:
-    """Return the architecture: from ``architectures``, else derived from ``model_type``."""
+    """Return the architecture: the first known one of ``architectures``, else that of ``model_type``, else the first one."""
     names, kind = config.get("architectures"), config.get("model_type")
-    name = names[0] if isinstance(names, list) and names else None
+    listed = names if isinstance(names, list) else []
+    name = next((each for each in listed if isinstance(each, str) and is_known(each)), None)
     if name is None and isinstance(kind, str):
-        name = architecture_of(kind, is_part="text_config" in config)
+        derived = architecture_of(kind, is_part="text_config" in config)
+        name = derived if not listed or _is_wrapper(listed[0], derived) else None
+    name = listed[0] if name is None and listed else name
     if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _MAX_NAME_CHARS:
         return name
     raise ConfigError(f"{path} has neither `architectures` nor `model_type`; add one of them")
 
 
-def _has_untied_head(folder: Path, spec: ModelSpec) -> bool:
-    return isinstance(spec, DecoderSpec) and spec.tied and has_own_head(folder, spec.names)
+def _is_wrapper(name: object, architecture: str) -> bool:
+    """Return whether a class is a training wrapper of a known architecture: ``FSDPLlamaForCausalLM``."""
+    return isinstance(name, str) and name.endswith(architecture) and is_known(architecture)
 
 
 def _overridden(config: Json, changes: Json) -> Json:
@@ -272,7 +279,7 @@ def _stored_dtype(folder: Path) -> Dtype:
     """Return the data type of most values in the safetensors files; float32 without one."""
     counts: Counter[Dtype] = Counter({"float32": 0})
     for path in [] if is_gguf(folder) else checkpoint_files(folder):
-        for entry in () if path.suffix in PICKLED else _entries(path).values():
+        for entry in () if path.suffix in PICKLED else read_entries(path).values():
             if entry.dtype in _STORED_DTYPES:
                 counts[_STORED_DTYPES[entry.dtype]] += math.prod(entry.shape)
     return counts.most_common(1)[0][0]
@@ -328,73 +335,3 @@ def _sampling_defaults(generation: Json) -> dict[str, float | int]:
     if generation.get("do_sample") is False and "temperature" not in defaults:
         defaults["temperature"] = 0.0
     return defaults
-
-
-_CHUNK_BYTES = 1 << 20
-_TIES = ("tie_word_embeddings", "tie_embedding")
-"""Config keys of tied embeddings."""
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredTensor:
-    """A tensor in a file."""
-
-    path: Path
-    entry: Entry
-
-
-def has_own_head(folder: Path, names: Names) -> bool:
-    """Return whether a checkpoint has an output layer that differs from the embedding. Raises `ConfigError`.
-
-    Fine-tunes often keep the base model's ``config.json`` with tied embeddings. transformers uses the separate output layer,
-    and so does Quintet. Reads the headers of safetensors files, and both tensors up to the first difference.
-
-    False for GGUF files (config derived from tensors) and for pickled files (no header).
-    """
-    if is_gguf(folder):
-        return False
-    heads = {f"{each}.weight" for each in spellings(names.head, names.prefix)}
-    embeddings = {f"{each}.weight" for each in spellings(names.embedding, names.prefix)}
-    head = embedding = None
-    for path in checkpoint_files(folder):
-        if path.suffix in PICKLED:
-            return False
-        for name, entry in _entries(path).items():
-            head = _StoredTensor(path, entry) if name in heads else head
-            embedding = _StoredTensor(path, entry) if name in embeddings else embedding
-    if head is None or embedding is None or head.entry.shape != embedding.entry.shape:
-        return False
-    return head.entry.dtype != embedding.entry.dtype or _differ(head, embedding)
-
-
-def untied(config: Json) -> Json:
-    """Return a config with untied embeddings."""
-    changed = {**config, **{key: False for key in _TIES if key in config or key == _TIES[0]}}
-    text = config.get("text_config")
-    return changed if not isinstance(text, dict) else {**changed, "text_config": untied(text)}
-
-
-def _entries(path: Path) -> dict[str, Entry]:
-    try:
-        with path.open("rb") as file:
-            return read_header(path, file, path.stat().st_size).entries
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
-
-
-def _differ(one: _StoredTensor, other: _StoredTensor) -> bool:
-    with one.path.open("rb") as first, other.path.open("rb") as second:
-        a = mmap.mmap(first.fileno(), 0, access=mmap.ACCESS_READ)
-        b = mmap.mmap(second.fileno(), 0, access=mmap.ACCESS_READ)
-        with a, b:
-            return any(
-                a[
-                    one.entry.begin + offset : one.entry.begin
-                    + min(offset + _CHUNK_BYTES, one.entry.num_bytes)
-                ]
-                != b[
-                    other.entry.begin + offset : other.entry.begin
-                    + min(offset + _CHUNK_BYTES, other.entry.num_bytes)
-                ]
-                for offset in range(0, one.entry.num_bytes, _CHUNK_BYTES)
-            )

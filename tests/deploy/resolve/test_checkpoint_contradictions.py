@@ -196,6 +196,31 @@ def test_family_with_tied_embeddings_by_default(tmp_path: Path) -> None:
     assert json.loads(read_facts(folder, with_weights=True).hf_config)["tie_word_embeddings"] is False
 
 
+TEXT = {
+    "tie_word_embeddings": True,
+    "model_type": "mistral",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_contradictory_ties_follow_the_checkpoint(tmp_path: Path, has_head: bool) -> None:
+    names = {"architectures": ["Mistral3ForConditionalGeneration"], "tie_word_embeddings": False}
+    folder = write_model(tmp_path, **names, text_config=TEXT)
+    head = {"language_model__lm_head__weight": ("BF16", [100, 64], NUMBERS)} if has_head else {}
+    embedding = {"language_model__model__embed_tokens__weight": ("BF16", [100, 64], NUMBERS)}
+    write_tensors(folder / "model.safetensors", **embedding, **head)
+    facts = read_facts(folder, with_weights=True)
+    assert json.loads(facts.hf_config)["tie_word_embeddings"] is not has_head
+    assert len(facts.notes) == (not has_head)
+
+
 # architectures
 
 
@@ -227,6 +252,20 @@ def test_config_without_architectures_is_completed(tmp_path: Path, listed: list[
     facts = read_facts(write_model(tmp_path, architectures=listed, model_type="llama"))
     assert facts.architecture == "LlamaForCausalLM"
     assert json.loads(facts.hf_config)["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "name"),
+    [
+        (["LlamaModel", "LlamaForCausalLM"], "LlamaForCausalLM"),
+        (["FSDPLlamaForCausalLM"], "LlamaForCausalLM"),
+        (["UnseenForCausalLM"], "UnseenForCausalLM"),
+    ],
+)
+def test_a_known_architecture_is_preferred(tmp_path: Path, listed: list[str], name: str) -> None:
+    facts = read_facts(write_model(tmp_path, architectures=listed, model_type="llama"))
+    assert facts.architecture == name
+    assert json.loads(facts.hf_config)["architectures"] == [name]
 
 
 def test_config_without_model_type_and_architectures_is_rejected(tmp_path: Path) -> None:
