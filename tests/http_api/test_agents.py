@@ -7,11 +7,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from quintet.deploy.router import request_summary
+from quintet.frontend.api.responses.parse import chat_body, items_of
+from quintet.frontend.api.responses.types import ResponsesBody
 from quintet.wire.channels import Channel
 from quintet.wire.chat import decode_messages
 from quintet.wire.config import ParsersConfig
@@ -552,3 +555,13 @@ def test_required_calls_take_precedence_over_response_format(parsing: Any, choic
     body = {"input": "x", "tools": [{**FLAT, "name": "list"}], "tool_choice": own}
     prompt_of(parsing, R, {**body, "text": text})
     assert parsing.engine.wait_for(Submit)[-1].spec.params.structured_outputs == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice"), [("auto", "auto"), ("none", "none"), ("any", "required"), ("required", "required")]
+)
+def test_objects_with_a_type_are_tool_choices_of_responses(kind: str, choice: str) -> None:
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    sent = {"input": "x", "tools": [tool], "tool_choice": {"type": kind}}
+    body = msgspec.json.decode(json.dumps(sent), type=ResponsesBody)
+    assert chat_body(body, items_of(body))[0].tool_choice == choice

@@ -229,6 +229,22 @@ def test_thinking_budgets_of_any_size_are_accepted(shared: Any, thinking: dict[s
     assert shared.ask("POST", M, body(thinking=thinking)).status == 200
 
 
+def test_developer_messages_and_null_content_of_the_assistant_are_accepted() -> None:
+    turns = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "b"},
+    ]
+    messages, _ = messages_of(None, msgspec.json.decode(json.dumps(turns), type=list[Turn]))
+    assert messages == [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "b"},
+    ]
+
+
 def block(**fields: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [fields]}]
 
@@ -245,6 +261,7 @@ def assistant_turn(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
         ({"messages": []}, "messages is []"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role is 'robot'"),
         ({"messages": block(type="image", source={})}, "messages[0].content[0]: a block of type image"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content is missing"),
         ({"messages": block(type="text")}, "messages[0].content[0].text is missing"),
         ({"messages": block(type="video")}, "a block of type 'video'"),
         ({"messages": block(type="document", source={"type": "base64"})}, "source of type 'base64'"),

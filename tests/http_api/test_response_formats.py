@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
+from quintet.frontend.api.responses.parse import chat_body, echo_of, items_of
+from quintet.frontend.api.responses.types import ResponsesBody
 from quintet.wire.messages import Submit
 from quintet.wire.structured import StructuredOutputsParams
 
@@ -113,3 +116,15 @@ def test_invalid_structured_outputs_are_refused(
 ) -> None:
     refused = shared.ask("POST", path, {**BODIES[path], **fields})
     assert refused.status == 400 and words in refused.json["error"]["message"], refused.body
+
+
+def test_a_format_nested_as_in_chat_completions_is_the_flat_one_of_responses() -> None:
+    named = {"name": "n", "schema": SCHEMA, "strict": True}
+    forms, echoes = [], []
+    for fields in (named, {"json_schema": named}):
+        sent = {"input": "x", "text": {"format": {"type": "json_schema", **fields}}}
+        body = msgspec.json.decode(json.dumps(sent), type=ResponsesBody)
+        forms.append(chat_body(body, items_of(body))[0].response_format)
+        echoes.append(json.loads(msgspec.json.encode(echo_of(body, 1.0, 1.0)["text"])))
+    assert forms[0] is not None and forms[0] == forms[1]
+    assert echoes[0] == echoes[1]

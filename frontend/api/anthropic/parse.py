@@ -28,7 +28,7 @@ from quintet.frontend.api.openai.types import FORM_FIELDS, ChatBody, RawField, R
 from quintet.wire.message_text import omitted_media, without_billing_header
 from quintet.wire.params import shown
 
-ROLES = ("user", "assistant", "system")
+ROLES = ("user", "assistant", "system", "developer")
 THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 THINKING_KWARGS = ("enable_thinking", "thinking")
 """Template variables that turn reasoning on and off."""
@@ -148,10 +148,14 @@ def messages_of(
 
 def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:
     """Return the chat messages of one turn."""
-    if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
+    content = turn.content
+    if content is None and turn.role == "assistant":
+        content = []
+    content = _given(content, f"{where}.content")
+    if isinstance(content, str):
+        return [{"role": turn.role, "content": content}]
     if turn.role == "assistant":
-        return [_assistant(turn.content, f"{where}.content", reader)]
+        return [_assistant(content, f"{where}.content", reader)]
     found: list[Message] = []
     texts: list[str] = []
 
@@ -160,7 +164,7 @@ def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:
             found.append({"role": turn.role, "content": "\n".join(texts)})
             texts.clear()
 
-    for index, block in enumerate(turn.content):
+    for index, block in enumerate(content):
         at = f"{where}.content[{index}]"
         if block.type == "tool_result" and turn.role == "user":
             flush()
@@ -250,8 +254,8 @@ def _text_of(
     if block.type.endswith(SERVER_BLOCKS) or is_answer:
         _log.info("%s, a block of type %s, was skipped: it is of another server's tool", where, block.type)
         return []
-    if is_result and (text := omitted_media(block.type, where)):
-        return [text]
+    if is_result and (omitted := omitted_media(block.type, where)):
+        return [omitted]
     raise parse.not_implemented(
         f"{where}: a block of type {shown(block.type)}",
         "content blocks of that type",
@@ -282,8 +286,8 @@ def _document(block: Block, where: str, reader: _Reader, *, is_result: bool) -> 
         text = _text(source.content, f"{where}.source.content", reader, is_result=is_result)
         return f"{block.title}\n{text}" if block.title else text
     if source.type != "text" or source.data is None:
-        if is_result and (text := omitted_media(block.type, where)):
-            return text
+        if is_result and (omitted := omitted_media(block.type, where)):
+            return omitted
         raise parse.not_implemented(
             f"{where}: a document with a source of type {shown(source.type)}",
             "file input",

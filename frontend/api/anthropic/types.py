@@ -43,8 +43,9 @@ class Turn(msgspec.Struct, kw_only=True):
     """A message of the conversation."""
 
     role: str
-    """user, assistant or system."""
-    content: str | list[Block]
+    """user, assistant, system or developer."""
+    content: str | list[Block] | None
+    """Null only for an assistant's message without text."""
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):

@@ -76,6 +76,8 @@ SHARED_FIELDS = (
     "vllm_xargs",
 )
 """Fields with the same name and type in the chat API."""
+CHOICES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
+"""Values of ``tool_choice``, by the type of an object as in Anthropic's API."""
 NO_FIELDS = {"description": None, "parameters": None, "strict": None}
 """Defaults of a function tool in a response."""
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "service_tier")
@@ -106,6 +108,8 @@ def chat_body(
     """
     _reject_unsupported(body)
     _check_values(body)
+    if isinstance(body.tool_choice, NamedTool):
+        body.tool_choice = CHOICES.get(body.tool_choice.type, body.tool_choice)
     messages, places = messages_of(body.instructions, items)
     chat = ChatBody(messages=messages)
     for name in SHARED_FIELDS:
@@ -198,6 +202,10 @@ def _format(sent_format: TextFormat | None) -> ResponseFormat | None:
             f"text.format.type is {shown(sent_format.type)}; it must be one of text, json_object, json_schema.",
             "text.format",
         )
+    if sent_format.json_schema is not None and not parse.json_of(sent_format.schema):
+        nested, sent_format.json_schema = sent_format.json_schema, None
+        for name in nested.__struct_fields__:
+            setattr(sent_format, name, getattr(nested, name))
     schema = parse.decode_part(sent_format.schema, _mapping, "text.format.schema")
     named = {"name": sent_format.name or "output", "schema": schema, "strict": sent_format.strict}
     return ResponseFormat(type=sent_format.type, json_schema=msgspec.Raw(encode_json(named)))

@@ -93,6 +93,15 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     generate_summary: str | None = None
 
 
+class NestedFormat(msgspec.Struct, kw_only=True):
+    """Schema of a `TextFormat`, in the format of chat completions."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: RawField = msgspec.UNSET
+    strict: bool | None = None
+
+
 class TextFormat(msgspec.Struct, kw_only=True):
     """Format of the output text."""
 
@@ -102,6 +111,8 @@ class TextFormat(msgspec.Struct, kw_only=True):
     description: str | None = None
     schema: RawField = msgspec.UNSET
     strict: bool | None = None
+    json_schema: NestedFormat | None = None
+    """The other fields, in the format of chat completions."""
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -122,7 +133,7 @@ class NamedTool(msgspec.Struct, kw_only=True):
     """``tool_choice`` as an object: one tool, or some of the tools."""
 
     type: str
-    """function, custom, another type of tools, or allowed_tools."""
+    """function, custom, another type of tools, or allowed_tools; also auto, none, required or any, as in Anthropic's API."""
     name: str | None = None
     namespace: str | None = None
     function: NamedFunction | None = None
