@@ -119,6 +119,9 @@ _JSON_TAGS = JsonFormat(("<tool_call>",), ("</tool_call>",))
 REASONING: dict[str, ReasoningFormat] = {
     "deepseek_r1": _THINK_FIRST,
     "deepseek_v3": _THINK,
+    "ernie45": ThinkFormat(
+        ("<think>",), ("</think>",), begins_inside=True, around=("<response>", "</response>")
+    ),
     "gemma": ThinkFormat(("<|channel>thought",), ("<channel|>",)),
     "glm45": _THINK,
     "granite": ThinkFormat(

@@ -163,7 +163,10 @@ WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
             f"<|action_start|><|plugin|>\n{described(call, 'parameters')}<|action_end|>\n" for call in calls
         )
     ],
-    "jamba": [lambda calls: f"<tool_calls>{listed(calls)}</tool_calls>"],
+    "jamba": [
+        lambda calls: f"<tool_calls>{listed(calls)}</tool_calls>",
+        lambda calls: "<tool_calls>\n" + "".join(f"{described(call)}\n" for call in calls) + "</tool_calls>",
+    ],
     "kimi_k2": [kimi],
     "lfm2": [lambda calls: f"<|tool_call_start|>{python(calls)}<|tool_call_end|>"],
     "llama3_json": [

@@ -55,6 +55,8 @@ def test_flags_override_detection() -> None:
         ("deepseek-r1", "deepseekv31", ("deepseek_r1", "deepseek_v31")),
         ("deepseek_v4", "deepseek_v4", ("deepseek_v3", "deepseek_v32")),
         ("GptOss", "gpt-oss", ("openai_gptoss", "openai")),
+        ("holo2", "minimax", ("deepseek_r1", "jamba")),
+        ("identity", "none", ("", "")),
         ("none", "granite-20b-fc", ("", "granite_20b_fc")),
     ],
 )
@@ -65,7 +67,7 @@ def test_names_of_other_servers_are_accepted(reasoning: str, tools: str, expecte
 
 def test_aliases_name_parsers_and_hide_none() -> None:
     for aliases, known in ((TOOL_ALIASES, TOOLS), (REASONING_ALIASES, REASONING)):
-        assert set(aliases.values()) <= set(known)
+        assert set(aliases.values()) <= {*known, "none"}
         assert not aliases.keys() & known.keys()
 
 
