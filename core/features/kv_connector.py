@@ -64,9 +64,11 @@ def _ask(state: SchedulerState, tier: Tier, request: Request) -> bool:
 
     When host blocks are short, it is asked again if it still waits.
     """
+    wanted = _wanted(state, request)
+    if tier.stays_queued(wanted):
+        return False
     limits, index = state.limits, state.pool.index
     groups, size = limits.groups.all, limits.block_size
-    wanted = _wanted(state, request)
     most = tier.max_blocks(wanted) if request.spec.params.reads_prefix_cache else 0
     digests = digests_of(state, request, most)
     num_known = reach(index.block_of, digests, most, groups, size)

@@ -40,13 +40,18 @@ class HostPool:
         self.copies: dict[int, int] = {}
         """Host block -> device block to copy into it in the next plan."""
 
+    @property
+    def num_free(self) -> int:
+        """Number of host blocks that no content has reserved."""
+        return self.num_blocks - len(self.wanted) - len(self.leaving)
+
     def want(self, request_id: int, keys: Sequence[bytes], *, whole: bool = False) -> list[bytes]:
         """Register the keys that a preempted request wants: as many of the first as free host blocks allow.
 
         ``whole``: all or none. Returns the registered keys.
         """
         wanted = self.wanted
-        num_free = self.num_blocks - len(wanted) - len(self.leaving)
+        num_free = self.num_free
         if whole and sum(key not in wanted for key in keys) > num_free:
             return []
         registered: list[bytes] = []

@@ -28,6 +28,10 @@ class PeerPool(Tier):
         super().__init__(groups, checkpoint_every, first_host_block, capacity)
         self._next: tuple[tuple[int, int], int] | None = None
         """Rank and id of the request that gets the next free host blocks."""
+        self._num_free = 0
+        """Free host blocks when that request was refused."""
+        self._refused: set[int] = set()
+        """Requests that wait for host blocks."""
 
     def offer(self, keys: Iterable[bytes]) -> None:
         """Offer these contents: copy them from their device blocks before the next plan."""
@@ -42,6 +46,14 @@ class PeerPool(Tier):
     def max_blocks(self, wanted: Wanted) -> int:
         """See `Tier.max_blocks`."""
         return min(wanted.num_blocks, wanted.num_offered)
+
+    def stays_queued(self, wanted: Wanted) -> bool:
+        """See `Tier.stays_queued`."""
+        if self._next is None or wanted.request_id not in self._refused or not self.fetches.frees_host_blocks:
+            return False
+        if wanted.request_id == self._next[1]:
+            return self.fetches.host_blocks.num_free == self._num_free
+        return wanted.rank > self._next[0]
 
     def look_up(
         self, wanted: Wanted, digests: Sequence[bytes], computing_ns: int | None
@@ -58,19 +70,25 @@ class PeerPool(Tier):
 
         When host blocks are short, the request gets the next free ones.
         """
+        self._refused.add(wanted.request_id)
         if self._next is not None and wanted.rank > self._next[0]:
             return False
         is_asked = super().fetch(wanted, sources, num_tokens, whole=whole or self.fetches.frees_host_blocks)
         self._next = None if is_asked else (wanted.rank, wanted.request_id)
+        self._num_free = self.fetches.host_blocks.num_free
+        if is_asked:
+            self._refused.remove(wanted.request_id)
         return is_asked
 
     def forget(self, request_id: int) -> None:
         """See `Tier.forget`."""
         super().forget(request_id)
+        self._refused.discard(request_id)
         if self._next is not None and self._next[1] == request_id:
             self._next = None
 
     def check(self, waiting: set[int]) -> None:
         """See `Tier.check`."""
         assert self._next is None or self._next[1] in waiting, self._next
+        assert waiting.issuperset(self._refused), (waiting, self._refused)
         super().check(waiting)

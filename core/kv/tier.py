@@ -104,6 +104,10 @@ class Tier(ABC):
         """Return the maximum number of a request's first blocks that the back end can provide; 0: no lookup."""
         return self.chunks.whole(wanted.num_blocks)
 
+    def stays_queued(self, wanted: Wanted) -> bool:
+        """Return True when host blocks are still short for a request that was refused before: no new lookup is needed."""
+        return False
+
     @abstractmethod
     def look_up(
         self, wanted: Wanted, digests: Sequence[bytes], computing_ns: int | None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 
 from quintet.core import recurrent_state
 from quintet.core.kv.peer_pool import PeerPool
+from quintet.core.kv.tier import Source, Wanted
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.kv_spec import KvGroup
 from quintet.wire.request import KvTransfer
@@ -118,6 +121,29 @@ def test_small_fetch_does_not_overtake_large_one() -> None:
     world.run()
     assert [world.outcomes[request_id].num_cached for request_id in prompts] == [12, 20, 8]
     world.assert_idle()
+
+
+def test_refused_request_is_not_looked_up_in_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(peers=FakePeers(num_staging_blocks=5))
+    prompts = {11: list(range(50, 63)), 12: PROMPT, 13: list(range(70, 79))}
+    for request_id, prompt in prompts.items():
+        compute(world, request_id - 10, prompt)
+    tier, looked_up = state_of(world).pool.tiers.find(PeerPool), list[int]()
+    assert tier is not None
+    look_up = tier.look_up
+
+    def count(wanted: Wanted, digests: Sequence[bytes], computing_ns: int | None) -> Mapping[bytes, Source]:
+        looked_up.append(wanted.request_id)
+        return look_up(wanted, digests, computing_ns)
+
+    monkeypatch.setattr(tier, "look_up", count)
+    for request_id, prompt in prompts.items():
+        admit(world, request_id, prompt=prompt)
+    for _ in range(3):
+        world.plan()
+    assert looked_up == [11, 12, 13]
+    world.run()
+    assert [world.outcomes[request_id].num_cached for request_id in prompts] == [12, 20, 8]
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
