@@ -61,7 +61,7 @@ class DiskPool(Tier):
     def take_stores(self, block_of: Mapping[bytes, int]) -> list[Store]:
         """See `Tier.take_stores`. Contents without a place are not stored."""
         contents = []
-        for key in filter(block_of.__contains__, self.due):
+        for key in [*filter(block_of.__contains__, self.due)]:
             place = self.take_place_for(key)
             if place is None:
                 break
@@ -88,6 +88,7 @@ class DiskPool(Tier):
         place = self._take_place()
         if place is not None:
             self.storing[key] = place
+            self.due.pop(key, None)
         return place
 
     def give_up(self, keys: Sequence[bytes]) -> None:

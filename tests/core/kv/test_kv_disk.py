@@ -176,6 +176,14 @@ def test_evicted_block_is_not_stored() -> None:
     assert not requests_of(pool).stores and len(pool.free) == 2
 
 
+def test_imported_block_is_not_also_stored() -> None:
+    pool = pool_of(2, 2)
+    pool.store([A])
+    assert pool.take_place_for(A) is not None
+    assert not requests_of(pool, 0, A).stores
+    pool.check(set())
+
+
 def test_deleted_block_is_dropped_alone() -> None:
     pool = pool_of(2, 2)
     store(pool, A)
