@@ -57,15 +57,17 @@ def reject_poison(
     )
     key, first = fingerprint_of(culprit), culprit.first_id
     rejections.add(key, cause, now_ns)
+    ended: set[int] = set()
     for request in list(state.live.values()):
         is_choice = request.first_id == first
         is_unproven = request.stats.scheduled_ns is None or suspects.is_suspect(request.request_id)
         if is_choice or (is_unproven and fingerprint_of(request) == key):
-            state.counters.poison_requests += 1
+            ended.add(request.first_id)
             outbox.close(request)
             outbox.failed.append(
                 Failed(request.request_id, ErrorCode.UNPROCESSABLE, message, retry_s=REJECTION_TTL_S)
             )
             request.delivery.origin = None  # not retained for its client
             state.retire(request)
+    state.counters.poison_requests += len(ended)
     return outbox.effects(state.step, now_ns)

@@ -41,7 +41,7 @@ class Forecast:
 def check_deadline(state: SchedulerState, request: Request, now_ns: int) -> None:
     """Raise `RequestError` when the deadline of a new request has passed."""
     if now_ns >= request.spec.deadline_ns:
-        state.counters.expired += 1
+        state.counters.expired += request.spec.params.n
         raise RequestError(
             ErrorCode.DEADLINE,
             f"The request arrived {(now_ns - request.spec.deadline_ns) * S:.3g} s after its deadline. Send a later deadline.",

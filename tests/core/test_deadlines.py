@@ -109,6 +109,14 @@ def test_request_past_its_deadline_is_rejected() -> None:
     world.now = 50 * MS
     world.admit(1, PROMPT, deadline_ns=20 * MS)
     assert "0.03 s after its deadline" in world.failed[1]
+    assert world.state.counters.expired == 1
+
+
+def test_expired_choices_are_counted_on_arrival() -> None:
+    world = TimedWorld()
+    world.now = 50 * MS
+    world.admit(1, PROMPT, deadline_ns=20 * MS, n=3)
+    assert world.state.counters.expired == 3
 
 
 def test_long_queue_rejects_request_with_deadline() -> None:

@@ -215,6 +215,7 @@ def test_rejection_ends_every_choice() -> None:
     world.admit(10, prompt_of(10), max_tokens=MAX_TOKENS, ignore_eos=True)
     world.run()
     assert sorted(world.failed) == [1, 2, 3, 4]
+    assert world.engine.state is not None and world.engine.state.counters.poison_requests == 1
     assert_alone(world, [10])
     world.assert_idle()
 
