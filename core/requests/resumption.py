@@ -133,6 +133,8 @@ class RetainedRequests:
     def rename(self, former: int, first: int) -> None:
         """Rename a retained request; its client may use the former id without limit."""
         former = self.newest(former)
+        if former == first:
+            return
         kept = self._kept.pop(former)
         for request_id in kept.outputs:
             del self._first_of[request_id]

@@ -101,6 +101,15 @@ def test_former_id_resolves_to_newest_id() -> None:
     assert list(codec.unpack_i32(outputs)) == expected(PROMPT, 1, 8, stops=())
 
 
+def test_repeated_rename_changes_nothing() -> None:
+    world = World()
+    world.admit(1, PROMPT, seed=1, ignore_eos=True, resume_token=CLAIM)
+    world.run()
+    for _ in range(2):
+        [(_, outputs)] = resume(world, 1, rename_to=50).choices
+        assert list(codec.unpack_i32(outputs)) == expected(PROMPT, 1, 8, stops=())
+
+
 def test_resumption_needs_the_key() -> None:
     world = World()
     world.admit(1, PROMPT, seed=1, ignore_eos=True, resume_token=CLAIM)
