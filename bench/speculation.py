@@ -261,7 +261,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": msgspec.structs.asdict(machine()),
         "commit": commit_of(Path(__file__).parent),
-        "model": options.model,
+        "model": Path(options.model).name,
         "method": options.method,
         "draft_model": options.draft_model and Path(options.draft_model).name,
         "drafts": options.drafts,

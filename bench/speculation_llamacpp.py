@@ -21,12 +21,9 @@ def main() -> None:
     """Load the model twice, since only one of both keeps the logits of all tokens; answer each line."""
     path, threads, context = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     lookup = LlamaPromptLookupDecoding()
-    plain, drafting = (
-        Llama(
-            path, n_ctx=context, n_threads=threads, n_threads_batch=threads, draft_model=draft, verbose=False
-        )
-        for draft in (None, lookup)
-    )
+    settings = {"n_ctx": context, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+    plain = Llama(path, **settings)
+    drafting = Llama(path, draft_model=lookup, logits_all=True, **settings)
     for line in sys.stdin:
         job = json.loads(line)
         lookup.max_ngram_size, lookup.num_pred_tokens = job["ngram"], job["drafts"]
