@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,9 @@ from quintet.detokenizer_proc.parsers.json_scan import CallObject, JsonValue
 from quintet.detokenizer_proc.parsers.machine import MAX_NAME, ListReader
 from quintet.detokenizer_proc.parsers.marks import Marks
 
+FENCE = "```"
+_FENCE = re.compile(r"```(?:json)?\s{0,64}(?=\{)")
+_PART_OF_FENCE = re.compile(r"`{1,2}|```(?:j|js|jso|json\s{0,64})?|```\s{0,64}")
 MAX_HEAD = 2 * MAX_NAME
 """Maximum characters between a mark and a call's arguments."""
 
@@ -70,7 +74,7 @@ class JsonCalls(ListReader):
             return True
         self._is_called = False
         if sign == "{":
-            self._object = CallObject()
+            self._object = CallObject(is_marked=not self._form.is_bare)
             self._state = JsonCalls._in_object
         elif self._heads is None or self._is_list:
             return self._reject()
@@ -134,6 +138,11 @@ class JsonCalls(ListReader):
             if self._over:
                 self._state = JsonCalls._after
             return self._over
+        fence = _FENCE.match(self._text) if FENCE in self._form.ends else None
+        if fence is not None:
+            self._take(fence.end())
+        elif FENCE in self._form.ends and not self._over and _PART_OF_FENCE.fullmatch(self._text):
+            return False
         if self._text[0] == "{":
             self._value, self._repair = JsonValue("{"), JsonRepair()
             self._state = JsonCalls._in_arguments

@@ -99,9 +99,11 @@ class _Expects(Enum):
     COMMA = auto()
 
 
-NAME_KEYS = frozenset({"name", "function", "tool_name"})
-ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-KNOWN_KEYS = NAME_KEYS | ARGUMENT_KEYS | {"id", "index", "type"}
+NAME_KEYS = frozenset({"name", "function", "tool_name", "tool"})
+ARGUMENT_KEYS = frozenset({"arguments", "parameters", "args", "input"})
+UNMARKED_KEYS = frozenset({"name", "function", "tool_name", "arguments", "parameters"})
+"""Keys of a call without a mark; others are too common in other JSON."""
+OTHER_KEYS = frozenset({"id", "index", "type"})
 
 
 class CallObject:
@@ -110,13 +112,17 @@ class CallObject:
     OpenAI's ``{"function": {…}}`` around it is skipped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_marked: bool = True) -> None:
+        """``is_marked``: a mark precedes the object, so it may have other keys than `UNMARKED_KEYS`."""
         self.name: str | None = None
         self.has_arguments = False
         """True once the arguments have begun."""
         self.is_over = False
         self.is_broken = False
         """True if the object cannot describe a call; then `is_over` is set too."""
+        self._name_keys = NAME_KEYS if is_marked else NAME_KEYS & UNMARKED_KEYS
+        self._argument_keys = ARGUMENT_KEYS if is_marked else ARGUMENT_KEYS & UNMARKED_KEYS
+        self._known_keys = self._name_keys | self._argument_keys | OTHER_KEYS
         self._expects = _Expects.OPENING
         self._depth = 0
         self._value = JsonValue('"')
@@ -131,7 +137,7 @@ class CallObject:
     @property
     def describes_call(self) -> bool:
         """True if the object so far has a name and the key of the arguments."""
-        return self.name is not None and self._key in ARGUMENT_KEYS
+        return self.name is not None and self._key in self._argument_keys
 
     @property
     def extra(self) -> str:
@@ -160,7 +166,7 @@ class CallObject:
     def end(self) -> None:
         """End the text and release the held arguments."""
         self._is_ended = True
-        if self._expects is _Expects.VALUE_TEXT and self._key in ARGUMENT_KEYS:
+        if self._expects is _Expects.VALUE_TEXT and self._key in self._argument_keys:
             self._end_arguments()
 
     def _read_sign(self, sign: str, at: int) -> int:
@@ -183,9 +189,9 @@ class CallObject:
                 self._expects = _Expects.KEY
             case _Expects.VALUE if sign == "{" and self._key == "function":
                 self._expects, self._depth = _Expects.KEY, self._depth + 1
-            case _Expects.VALUE if sign not in ",:}]<" and (sign == '"' or self._key not in NAME_KEYS):
+            case _Expects.VALUE if sign not in ",:}]<" and (sign == '"' or self._key not in self._name_keys):
                 self._begin(_Expects.VALUE_TEXT, sign)
-                self.has_arguments = self.has_arguments or self._key in ARGUMENT_KEYS
+                self.has_arguments = self.has_arguments or self._key in self._argument_keys
                 return at
             case _:
                 self._break()
@@ -203,17 +209,17 @@ class CallObject:
         num_chars = self._value.read(text[at:] if at else text)
         part = text[at : at + num_chars]
         is_key = self._expects is _Expects.KEY_TEXT
-        if is_key or self._key in NAME_KEYS:
+        if is_key or self._key in self._name_keys:
             num_free = MAX_NAME - self._num_held
             if num_chars > num_free:
                 self._break()
                 return at + num_free + 1
             self._num_held += num_chars
             self._parts.append(part)
-        elif self._key in ARGUMENT_KEYS:
+        elif self._key in self._argument_keys:
             held = self._value.is_string or self._value.is_scalar
             (self._parts if held else self._fresh).append(part)
-        elif self._key not in KNOWN_KEYS:
+        elif self._key not in self._known_keys:
             self._extra.append(part)
         if self._value.is_over:
             self._end_text(is_key)
@@ -223,18 +229,18 @@ class CallObject:
         if is_key:
             self._key = unquoted("".join(self._parts))
             self._expects = _Expects.COLON
-            is_repeated = self.name is not None if self._key in NAME_KEYS else self.has_arguments
-            if self._key not in KNOWN_KEYS:
+            is_repeated = self.name is not None if self._key in self._name_keys else self.has_arguments
+            if self._key not in self._known_keys:
                 self._extra += [*self._parts, ": "]
-            elif is_repeated and self._key in NAME_KEYS | ARGUMENT_KEYS:
+            elif is_repeated and self._key in self._name_keys | self._argument_keys:
                 self._extra += self._parts
                 self._break()
             return
-        if self._key in NAME_KEYS:
+        if self._key in self._name_keys:
             self.name = unquoted("".join(self._parts)).strip()
             if not self.name:
                 self._break()
-        elif self._key in ARGUMENT_KEYS:
+        elif self._key in self._argument_keys:
             self._end_arguments()
         self._expects = _Expects.COMMA
 

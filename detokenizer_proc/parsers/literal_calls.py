@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from quintet.detokenizer_proc.parsers.literals import PYTHON, Literals, Notation
+from quintet.detokenizer_proc.parsers.literals import JSON, PYTHON, Literals, Notation
 from quintet.detokenizer_proc.parsers.machine import MAX_NAME, ListReader
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
@@ -78,7 +78,15 @@ class LiteralCalls(ListReader):
         self._start_call(text[len(form.prefix) : end])
         self._is_inside = self._is_list
         self._emit_arguments("{")
-        self._values = Literals(form.notation)
+        self._state = LiteralCalls._before_values
+        return True
+
+    def _before_values(self) -> bool:
+        """Choose the notation: some models write JSON in place of their own."""
+        if not self._skip_blanks() and not self._over:
+            return False
+        is_json = self._form.opening == "{" and self._text[:1] == '"'
+        self._values = Literals(JSON if is_json else self._form.notation)
         self._state = LiteralCalls._in_call
         return True
 

@@ -35,6 +35,7 @@ class Notation:
 
 
 PYTHON = Notation(("'", '"'), has_escapes=True)
+JSON = Notation(('"',), has_escapes=True)
 GEMMA = Notation(("<escape>", '<|"|>'), has_escapes=False)
 
 

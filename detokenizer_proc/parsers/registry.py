@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quintet.detokenizer_proc.parsers.harmony import Harmony
-from quintet.detokenizer_proc.parsers.json_calls import JsonCalls, JsonFormat
+from quintet.detokenizer_proc.parsers.json_calls import FENCE, JsonCalls, JsonFormat
 from quintet.detokenizer_proc.parsers.literal_calls import LiteralCalls, LiteralFormat
 from quintet.detokenizer_proc.parsers.literals import GEMMA
 from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser
@@ -113,8 +113,8 @@ _FUNCTION_TAGS = TagFormat(
     can_omit_begin=True,
 )
 _JSON_LIST = JsonFormat(("<tool_calls>",), ("</tool_calls>",))
-_JSON_LINE = JsonFormat(("<|python_tag|>",), is_bare=True)
-_JSON_TAGS = JsonFormat(("<tool_call>",), ("</tool_call>",))
+_JSON_LINE = JsonFormat(("<|python_tag|>", "<tool_call>"), ("</tool_call>",), is_bare=True)
+_JSON_TAGS = JsonFormat(("<tool_call>", "<tools>"), ("</tool_call>", "</tools>"))
 
 REASONING: dict[str, ReasoningFormat] = {
     "deepseek_r1": _THINK_FIRST,
@@ -144,7 +144,7 @@ REASONING: dict[str, ReasoningFormat] = {
 TOOLS: dict[str, ToolFormat] = {
     "deepseek_v3": JsonFormat(
         ("<｜tool▁call▁begin｜>",),
-        ("```", "<｜tool▁call▁end｜>"),
+        (FENCE, "<｜tool▁call▁end｜>"),
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         heads=("```json",),
         within=(_SEPARATOR,),
@@ -152,7 +152,7 @@ TOOLS: dict[str, ToolFormat] = {
     ),
     "deepseek_v31": JsonFormat(
         ("<｜tool▁call▁begin｜>",),
-        ("<｜tool▁call▁end｜>",),
+        (FENCE, "<｜tool▁call▁end｜>"),
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         heads=(_SEPARATOR,),
     ),

@@ -202,3 +202,37 @@ def test_a_value_without_an_end_tag_ends_with_the_call(omitted: str, following: 
     assert parse(text + following, "qwen3_coder") == ([("f", {"s": "a"})], content, "")
     if content == "":
         assert parse(text + "\n" + text, "qwen3_coder")[0] == [("f", {"s": "a"})] * 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "f", "args": {"x": 1}}',
+        '{"name": "f", "input": {"x": 1}}',
+        '{"tool": "f", "arguments": {"x": 1}}',
+    ],
+)
+def test_other_keys_of_a_call_are_read_after_a_mark(text: str) -> None:
+    assert parse(f"<tool_call>{text}</tool_call>", "hermes") == ([("f", {"x": 1})], "", "")
+    assert parse(text, "xlam") == ([], text, "")
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("hermes", '<tools>\n{"name": "f", "arguments": {"x": 1}}\n</tools>'),
+        ("llama3_json", '<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>'),
+        ("gemma", '<|tool_call>call:f{"x": 1}<tool_call|>'),
+        ("gemma", '<|tool_call>call:f{ "x": 1}<tool_call|>'),
+        ("deepseek_v31", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>```json\n{"x": 1}\n```<｜tool▁call▁end｜>'),
+        ("deepseek_v31", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>\n```\n{"x": 1}\n```'),
+    ],
+)
+def test_calls_in_other_marks_are_read(tools: str, text: str) -> None:
+    assert parse("Yes." + text, tools) == ([("f", {"x": 1})], "Yes.", "")
+    assert parse(text + text, tools)[0] == [("f", {"x": 1})] * 2
+
+
+def test_values_of_json_in_gemmas_format_keep_their_types() -> None:
+    text = r'<|tool_call>call:f{"s": "a, b} \"q\"\n\u00e9", "o": {"k": [1, null, true]}}<tool_call|>'
+    assert parse(text, "gemma")[0] == [("f", {"s": 'a, b} "q"\né', "o": {"k": [1, None, True]}})]
