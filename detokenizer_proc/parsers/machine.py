@@ -104,12 +104,55 @@ class CallReader(Machine):
         """True once the output has a call, or a mark around a group of calls."""
         self._raw: list[str] = []
         self._is_raw = False
+        self.is_stopped = False
+        """True if the reader of another format must continue (`EitherCalls`)."""
+        self._openings: tuple[str, ...] = ()
+        self._after_mark: Callable[..., bool] = CallReader._content
+        self._reads_one = False  # stops at content
+
+    def stop_at(self, openings: tuple[str, ...]) -> None:
+        """Stop after a mark that one of ``openings`` follows."""
+        self._openings = openings
+
+    def stop_at_content(self) -> None:
+        """Read only the calls after one mark, then stop."""
+        self._reads_one = True
+
+    def resume(self, before: CallReader) -> list[ChannelText]:
+        """Continue where a reader of another format stopped."""
+        before.is_stopped = False
+        self._text, before._text = before._text, ""
+        self._prose, self._num_calls = before._prose, before._num_calls
+        self._expects_calls = before._expects_calls
+        self._over, self._is_cut = before._over, before._is_cut
+        if self._reads_one:
+            self._on_mark(before._raw[0])
+            self._raw, before._raw, before._is_raw = before._raw, [], False
+        else:
+            self._return()
+        return self._run()
+
+    def _before_call(self) -> bool:
+        """Stop if a call of another format follows the mark."""
+        self._skip_blanks()
+        if any(map(self._text.startswith, self._openings)):
+            self.is_stopped = True
+            return False
+        if not self._over and any(opening.startswith(self._text) for opening in self._openings):
+            return False
+        self._state = self._after_mark
+        return True
 
     def _content(self) -> bool:
+        if self._reads_one:
+            self.is_stopped = True
+            return False
         before, mark, self._text = self._begins.split(self._text)
         if mark:
             self._emit_prose(before)
-            return self._on_mark(mark)
+            if self._on_mark(mark) and self._openings:
+                self._after_mark, self._state = self._state, CallReader._before_call
+            return True
         if self._is_cut and self._text and (self._expects_calls or self._begins.is_half(self._text)):
             self._emit_prose(before)
             return self._drop()

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from quintet.detokenizer_proc.parsers.either_calls import EitherCalls
 from quintet.detokenizer_proc.parsers.harmony import Harmony
 from quintet.detokenizer_proc.parsers.json_calls import FENCE, JsonCalls, JsonFormat
 from quintet.detokenizer_proc.parsers.literal_calls import LiteralCalls, LiteralFormat
 from quintet.detokenizer_proc.parsers.literals import GEMMA
+from quintet.detokenizer_proc.parsers.machine import CallReader
 from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser
 from quintet.detokenizer_proc.parsers.schemas import Schemas
 from quintet.detokenizer_proc.parsers.tagged_calls import TagFormat, TaggedCalls
@@ -232,6 +234,16 @@ TOOLS: dict[str, ToolFormat] = {
 }
 
 
+SECOND: dict[str, tuple[JsonFormat | TagFormat, tuple[str, ...]]] = {
+    "glm45": (_JSON_TAGS, ("{", "[")),
+    "hermes": (_FUNCTION_TAGS, ("<function=",)),
+    "lfm2": (JsonFormat(("<|tool_call_start|>",), ("<|tool_call_end|>",)), ("{", "[{")),
+    "qwen3_coder": (_JSON_TAGS, ("{", "[")),
+    "qwen3_xml": (_JSON_TAGS, ("{", "[")),
+}
+"""Formats that models write in the marks of another, and the text after a mark that begins them."""
+
+
 def needs_schemas(tools: str) -> bool:
     """Return whether arguments of this format are untyped, so that the parser needs the tools' schemas."""
     return isinstance(TOOLS.get(tools), TagFormat)
@@ -273,10 +285,10 @@ def build(reasoning: str, tools: str, schemas: bytes, prompt: str) -> Parser:
         assert thought is not None
         return Thinking(thought, prompt)
     form, types = TOOLS[tools], Schemas(schemas)
-    calls = _calls(form, types)
+    calls = _calls(tools, types)
     if thought is None:
         return calls
-    within = EmbeddedCalls(_begins(form), lambda: _calls(form, types))
+    within = EmbeddedCalls(_begins(form), lambda: _calls(tools, types))
     return Chain(Thinking(thought, prompt, within), calls, LateCloseFilter(thought))
 
 
@@ -293,7 +305,18 @@ def _begins(form: ToolFormat) -> frozenset[str]:
             return frozenset()
 
 
-def _calls(form: ToolFormat, schemas: Schemas) -> Parser:
+def _calls(tools: str, schemas: Schemas) -> Parser:
+    form = TOOLS[tools]
+    if isinstance(form, HarmonyFormat):
+        return Harmony(with_reasoning=False, with_calls=True)
+    reader = _reader(form, schemas)
+    if tools not in SECOND:
+        return reader
+    second, openings = SECOND[tools]
+    return EitherCalls(reader, _reader(second, schemas), openings)
+
+
+def _reader(form: JsonFormat | LiteralFormat | TagFormat, schemas: Schemas) -> CallReader:
     match form:
         case JsonFormat():
             return JsonCalls(form)
@@ -301,5 +324,3 @@ def _calls(form: ToolFormat, schemas: Schemas) -> Parser:
             return LiteralCalls(form)
         case TagFormat():
             return TaggedCalls(form, schemas)
-        case HarmonyFormat():
-            return Harmony(with_reasoning=False, with_calls=True)

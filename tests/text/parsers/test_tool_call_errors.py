@@ -236,3 +236,30 @@ def test_calls_in_other_marks_are_read(tools: str, text: str) -> None:
 def test_values_of_json_in_gemmas_format_keep_their_types() -> None:
     text = r'<|tool_call>call:f{"s": "a, b} \"q\"\n\u00e9", "o": {"k": [1, null, true]}}<tool_call|>'
     assert parse(text, "gemma")[0] == [("f", {"s": 'a, b} "q"\né', "o": {"k": [1, None, True]}})]
+
+
+@pytest.mark.parametrize(
+    ("tools", "second", "first"),
+    [
+        ("hermes", qwen("x", "1"), hermes('{"x": 1}')),
+        ("qwen3_coder", hermes('{"x": 1}'), qwen("x", "1")),
+        (
+            "glm45",
+            hermes('{"x": 1}'),
+            "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        ),
+        (
+            "lfm2",
+            '<|tool_call_start|>[{"name": "f", "arguments": {"x": 1}}]<|tool_call_end|>',
+            "<|tool_call_start|>[f(x=1)]<|tool_call_end|>",
+        ),
+    ],
+)
+def test_the_text_after_a_mark_decides_the_format(tools: str, second: str, first: str) -> None:
+    calls = [("f", {"x": 1})]
+    assert parse("A\n" + second + "\nB", tools) == (calls, "AB", "")
+    assert parse("\n".join([second, first, first, second, second]), tools) == (calls * 5, "", "")
+    mark = second[: second.index(">") + 1]
+    text = f"The {mark} {{mark}} and {mark} <function= and {mark}"
+    assert parse(text, tools) == ([], text, "")
+    assert parse(f"<think>a{second}", tools, "qwen3") == (calls, "", "a")
