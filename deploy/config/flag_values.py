@@ -1,4 +1,4 @@
-"""Parsers of flag values: token counts with a unit, JSON objects."""
+"""Values of flags: vLLM's names, token counts with a unit, JSON objects."""
 
 from __future__ import annotations
 
@@ -13,6 +13,22 @@ _UNITS = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
 }  # fmt: skip
 """As in vLLM: lower-case units are powers of 1000, upper-case units powers of 1024."""
+
+
+LOAD_FORMATS = (
+    "safetensors", "hf", "pt", "gguf", "npcache", "mistral", "fastsafetensors", "bitsandbytes", "runai_streamer",
+    "runai_streamer_sharded", "instanttensor", "modelexpress",
+)  # fmt: skip
+"""vLLM's values of ``--load-format`` for checkpoints, which are detected here."""
+
+QUANTIZATION_ALIASES = {
+    **dict.fromkeys(("awq_marlin", "cpu_awq"), "awq"),
+    **dict.fromkeys(("gptq_marlin", "gptq_marlin_24"), "gptq"),
+    **dict.fromkeys(("auto_round", "inc"), "auto-round"),
+    "modelopt_fp4": "modelopt",
+    **dict.fromkeys(("ipex", "moe_wna16", "marlin"), "none"),
+}
+"""vLLM's names of formats. The last ones are kernels: the checkpoint's format is detected."""
 
 
 def count(value: object, flag: str) -> object:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quintet.deploy.config.flag_values import count, json_object
+from quintet.deploy.config.flag_values import LOAD_FORMATS, QUANTIZATION_ALIASES, count, json_object
 from quintet.wire.config import (
     ActivationDtype,
     ChatContentFormat,
@@ -34,16 +34,6 @@ GROUP_TITLES: dict[str, str] = {
     DEVICE: "device",
     PROCESSES: "processes",
 }
-
-
-QUANTIZATION_ALIASES = {
-    **dict.fromkeys(("awq_marlin", "cpu_awq"), "awq"),
-    **dict.fromkeys(("gptq_marlin", "gptq_marlin_24"), "gptq"),
-    **dict.fromkeys(("auto_round", "inc"), "auto-round"),
-    "modelopt_fp4": "modelopt",
-    **dict.fromkeys(("ipex", "moe_wna16", "marlin"), "none"),
-}
-"""vLLM's names of formats. The last ones are kernels: the checkpoint's format is detected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +102,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Flag(
             MODEL,
             "auto reads the checkpoint; dummy initializes the weights with seeded random numbers",
-            aliases=dict.fromkeys(
-                (
-                    *(
-                        "safetensors",
-                        "hf",
-                        "pt",
-                        "gguf",
-                        "npcache",
-                        "mistral",
-                        "fastsafetensors",
-                        "bitsandbytes",
-                    ),
-                    *("runai_streamer", "runai_streamer_sharded", "instanttensor", "modelexpress"),
-                ),
-                "auto",
-            ),
+            aliases=dict.fromkeys(LOAD_FORMATS, "auto"),
         ),
     ] = "auto"
     revision: Annotated[

@@ -37,7 +37,7 @@ class _StoredTensor:
 
 
 def correct_ties(folder: Path, config: Json, spec: ModelSpec) -> CorrectedTies | None:
-    """Return a config whose ties agree with the checkpoint; None if they do. Raises `ConfigError`.
+    """Return a config with the checkpoint's ties; None if they already agree. Raises `ConfigError`.
 
     Fine-tunes often keep the base model's ``config.json`` with tied embeddings. transformers uses the separate output layer,
     and so does Quintet. Multimodal configs may contradict themselves: the text model's ties count if no output layer is
