@@ -24,16 +24,19 @@ def ownership_error(status: os.stat_result) -> str | None:
 def open_own(name: str, flags: int, folder: int | None = None) -> int:
     """Open or create a file (a folder with ``O_DIRECTORY``) owned by this process, mode 0600; links are not followed.
 
-    name: relative to ``folder``, a descriptor, if given. Raises `OSError` if it cannot be opened, `PermissionError`
-    if another user owns it.
+    name: relative to ``folder``, a descriptor, if given. Does not wait for the other end of a pipe. Raises `OSError` if
+    it cannot be opened, `PermissionError` if another user owns it, or it is of another kind.
     """
     try:
-        file = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.readlink(name, dir_fd=folder):
             raise PermissionError(0, "is a symbolic link, which is not followed: remove it", name) from None
         raise
-    complaint = ownership_error(os.fstat(file))
+    status = os.fstat(file)
+    complaint = ownership_error(status)
+    if complaint is None and stat.S_ISDIR(status.st_mode) and not flags & os.O_DIRECTORY:
+        complaint = "is a folder, not a file: use another name"
     if complaint is None:
         return file
     os.close(file)

@@ -73,6 +73,8 @@ def read_keys(folder: Path, name: str, identity: bytes, file: BlockFile) -> list
     source = _open_prefix(folder, name)
     try:
         return [key for key, _ in _entries(folder / name, source, identity, file)]
+    except OSError as error:
+        raise PrefixFileError(f"{folder / name}: {error.strerror}") from None
     finally:
         os.close(source)
 

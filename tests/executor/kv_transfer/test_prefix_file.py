@@ -70,6 +70,16 @@ def link(path: Path) -> None:
     path.symlink_to(path.with_name("elsewhere"))
 
 
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut": (cut, "it was truncated or extended"),
     "another's": (lambda path: flip(path, 25), "is of another model, other weights"),
@@ -77,6 +87,8 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty": (lambda path: os.truncate(path, 0), "was not written by"),
     "a key": (lambda path: flip(path, HEAD.size + 5), "the hash of its table does not match"),
     "gone": (lambda path: path.unlink(), "No such file"),
+    "a folder": (folder, "is a folder, not a file"),
+    "a pipe": (pipe, "is neither a folder nor a file"),
     "a link": (link, "is a symbolic link, which is not followed"),
 }
 
