@@ -136,8 +136,6 @@ def _apply_accepted(
         assert num_more <= num_drafts, f"row {row} has {count} tokens; the plan allows {num_drafts} drafts"
         counters.num_draft_tokens += num_verified
         counters.num_drafts += num_verified > 0
-        for position in range(num_more):
-            counters.num_accepted_tokens_per_pos[position] += 1
         request.num_unverified_drafts -= num_drafts
         request.num_covered += num_drafts
         request.plan_until += num_drafts
@@ -162,7 +160,10 @@ def _apply_accepted(
             builder.request_ids.append(request.request_id)
             builder.first_indexes.append(known - request.num_prompt)
             builder.token_ids += drawn[:num_kept]
-            counters.num_accepted_tokens += num_more
+            num_accepted = min(num_more, num_kept)
+            counters.num_accepted_tokens += num_accepted
+            for position in range(num_accepted):
+                counters.num_accepted_tokens_per_pos[position] += 1
             counters.generation_tokens += num_kept
         if request.computed >= request.register_at:
             state.register_blocks(request, min(request.computed, len(request.tokens)))

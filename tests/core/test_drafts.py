@@ -54,6 +54,28 @@ def test_accepted_drafts_save_steps() -> None:
     assert by_position[0] <= counters.num_drafts and not any(by_position[8:])
 
 
+def test_accepted_drafts_after_the_end_are_not_counted() -> None:
+    world = World(
+        speculative=SpeculativeConfig(num_speculative_tokens=8), block_size=16, max_steps_in_flight=1
+    )
+    num_cut = 0
+    for turn in range(1, 21):
+        world.admit(turn, [turn, 6, 7], max_tokens=60, ignore_eos=True)
+        state = world.engine.state
+        assert state is not None
+        world.step()
+        # Unknown to the executor, whose drafts would end before it.
+        state.live[turn].stops = {expected([turn, 6, 7], turn, 20, ())[-1]: True}
+        while world.engine.num_live:
+            before = state.counters.num_accepted_tokens, state.counters.generation_tokens
+            world.step()
+            num_accepted = state.counters.num_accepted_tokens - before[0]
+            num_kept = state.counters.generation_tokens - before[1]
+            num_cut += num_accepted == num_kept > 0
+            assert num_accepted <= num_kept
+    assert num_cut and sum(state.counters.num_accepted_tokens_per_pos) == state.counters.num_accepted_tokens
+
+
 def test_forecast_counts_accepted_drafts() -> None:
     ends = []
     for speculative in (None, SpeculativeConfig(num_speculative_tokens=8)):
