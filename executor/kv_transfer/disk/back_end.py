@@ -1,6 +1,6 @@
 """Disk back end, device half: blocks of KV memory in files of this engine.
 
-One thread accesses the files. Fetches have priority, because requests wait for them; this is safe, because the core
+One thread accesses the files; another computes the identity of exported prefixes. Fetches have priority, because requests wait for them; this is safe, because the core
 fetches only blocks that are reported as stored. Stores beyond the queue limit are dropped. The core decides on the
 placement of blocks (`quintet.core.kv.disk_pool`).
 """
@@ -62,7 +62,7 @@ class DiskBackEnd(BackEnd):
     ) -> None:
         """first_host_block: number of the first staging block.
 
-        exchange: folder for exported prefixes. identity: returns the portable identity of the blocks.
+        exchange: folder for exported prefixes. identity: computes the portable identity of the blocks; may take long.
         """
         super().__init__(blocks, num_staging_blocks, first_host_block)
         self._exchange, self._identity = exchange, identity
@@ -71,6 +71,9 @@ class DiskBackEnd(BackEnd):
         """Place -> key, oldest write first, without places that are being written. The thread owns the files."""
         self._refused: list[bytes] = []
         """Keys beyond the queue limit, of the requests being queued."""
+        self._unidentified: list[tuple[int, FileRequest]] = []
+        """File operations that wait for the identity, with their `tables_epoch`."""
+        self.add_thread(self._identify, "kv-disk-identity")
 
     @property
     def capacity(self) -> TierCapacity:
@@ -112,8 +115,7 @@ class DiskBackEnd(BackEnd):
             if file.verb == "import":
                 for place in unpack_i32(file.places):
                     self._stored.pop(place, None)
-            job = _Job(self._steps(file), FileResult(file.task_id))
-            yield Task("idle", requests.tables_epoch, partial(self._step, job))
+            self._unidentified.append((requests.tables_epoch, file))
 
     def cancel(self) -> None:
         """See `BackEnd.cancel`. Stores too: their places may get other contents. Places are still freed."""
@@ -148,8 +150,27 @@ class DiskBackEnd(BackEnd):
                 del self._stored[place]
         self.report_fetch(task, [host_block] if is_found else [], [] if is_found else [host_block])
 
-    def _steps(self, file: FileRequest) -> Iterator[int | bytes | tuple[int, bytes, bool]]:
-        folder, name, identity = self._exchange, file.name, self._identity()
+    def _identify(self) -> None:
+        """Compute the identity before the first file operation, and queue the operations. Fetches do not wait for it."""
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self._unidentified or self.is_closing)
+                if self.is_closing:
+                    return
+            identity, error = b"", ""
+            try:
+                identity = self._identity()
+            except OSError as failure:
+                error = f"the weights cannot be read: {failure}"
+            with self.changed:
+                for epoch, file in self._unidentified:
+                    job = _Job(self._steps(file, identity), FileResult(file.task_id, error))
+                    self.queues["idle"].append(Task("idle", epoch, partial(self._step, job)))
+                self._unidentified.clear()
+                self.changed.notify_all()
+
+    def _steps(self, file: FileRequest, identity: bytes) -> Iterator[int | bytes | tuple[int, bytes, bool]]:
+        folder, name = self._exchange, file.name
         wanted = list(zip(unpack_i32(file.places), file.keys, strict=True))
         if file.verb == "export":
             yield from write_prefix(folder, name, identity, self._file, wanted)
@@ -164,8 +185,8 @@ class DiskBackEnd(BackEnd):
             return
         result, step = job.result, None
         try:
-            step = next(job.steps, None)
-        except (PrefixFileError, OSError) as error:
+            step = None if result.error else next(job.steps, None)
+        except PrefixFileError as error:
             result.error = str(error)
         if isinstance(step, tuple):
             self._note_imported(task, result, *step)

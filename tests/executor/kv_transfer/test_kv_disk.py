@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,14 @@ KEYS = [bytes([number]) * 32 for number in range(1, 5)]
 class Bench:
     """Two layers of KV memory with a disk, and the loop that waits for its results."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, identity: Callable[[], bytes] = lambda: b"o" * 32) -> None:
         self.layers = [
             torch.arange(NUM_BLOCKS * LAYER_BYTES).reshape(NUM_BLOCKS, -1).to(torch.uint8) + layer
             for layer in range(2)
         ]
         self.file = BlockFile(folder / "engine-0", b"w" * 32, 2 * LAYER_BYTES, 8)
         self.disk = DiskBackEnd(
-            BlockBytes(self.layers), self.file, 4, FIRST, folder / "exchange", lambda: b"o" * 32
+            BlockBytes(self.layers), self.file, 4, FIRST, folder / "exchange", identity
         )
         self._rung = threading.Event()
         self.disk.begin(self._rung.set)
@@ -226,6 +227,34 @@ def test_a_prefix_is_exported_and_imported(tmp_path: Path) -> None:
     assert other.disk.stored() == [(0, KEYS[0]), (1, KEYS[1])]
     bench.disk.close()
     other.disk.close()
+
+
+def test_fetches_do_not_wait_for_the_identity(tmp_path: Path) -> None:
+    is_fetched = threading.Event()
+
+    def identity() -> bytes:
+        assert is_fetched.wait(30.0)
+        return b"o" * 32
+
+    bench = Bench(tmp_path, identity)
+    bench.disk.order(KvTierRequests(0, "disk", files=[FileRequest(1, "look", "a.kv")]))
+    bench.disk.order(fetches(KEYS[:1], 5, FIRST))
+    assert bench.answers().missed == pack_i32([FIRST])
+    is_fetched.set()
+    assert "No such file" in bench.answers().files[0].error
+    bench.disk.close()
+
+
+def test_unreadable_weights_fail_a_file_operation_only(tmp_path: Path) -> None:
+    def identity() -> bytes:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "weights")
+
+    bench = Bench(tmp_path, identity)
+    bench.disk.order(KvTierRequests(0, "disk", files=[FileRequest(1, "look", "a.kv")]))
+    assert "the weights cannot be read" in bench.answers().files[0].error
+    bench.disk.order(stores(0, 2, 5))
+    assert bench.answers().stored == KEYS[:1]
+    bench.disk.close()
 
 
 def test_a_dropped_block_is_a_miss(tmp_path: Path) -> None:
