@@ -140,7 +140,10 @@ class WorkerContext:
         return self.kv
 
     def of_draft(self, max_step_tokens: int) -> WorkerContext | None:
-        """Return the context of the draft model, with as many KV blocks; None without one. Its steps have a limit of tokens."""
+        """Return the context of the draft model, with as many KV blocks; None without one.
+
+        This process computes the whole draft model. max_step_tokens: limit of a step.
+        """
         speculative, scheduler = self.config.scheduler.speculative, self.config.scheduler
         if speculative is None or speculative.draft is None:
             return None
@@ -152,7 +155,15 @@ class WorkerContext:
                 self.config.cache, memory_bytes=self.num_blocks() * model.kv.bytes_per_block, dtype="model"
             ),
             executor=replace(
-                self.config.executor, quantization=speculative.draft.quantization, activation_dtype="auto"
+                self.config.executor,
+                quantization=speculative.draft.quantization,
+                activation_dtype="auto",
+                tensor_parallel_size=1,
+                pipeline_parallel_size=1,
+                decode_context_parallel_size=1,
+                expert_parallel=False,
+                eplb=None,
+                sum_leaves=1,
             ),
             scheduler=replace(scheduler, max_num_batched_tokens=max_step_tokens, speculative=None),
         )

@@ -109,7 +109,10 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_repeated: int = 0
     """Places counted again for each further pipeline stage that has memory for them."""
     draft_bytes: int = 0
-    """Memory of a block of the draft model, which has as many blocks; 0 without one."""
+    """Memory of a block of the draft model, which has as many blocks, divided by the number of KV memories; 0 without one.
+
+    Only rank 0 of the first stage has the draft model.
+    """
 
     @property
     def has_states(self) -> bool:
@@ -118,7 +121,7 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def bytes_per_block(self) -> int:
-        """KV memory of one block, in all stages together, and of the draft model's block."""
+        """KV memory of one block, in all stages together, and a part of the draft model's block."""
         return self.offloaded_bytes_per_block + self.draft_bytes
 
     @property

@@ -51,15 +51,17 @@ def _make_pipeline_worker(context: WorkerContext) -> PipelineWorker:
         )
     context.share = share_of_rank(context.config, 0)
     links = open_links(context.config, context.memory.links, 0)
-    pipeline = Pipeline(open_stage(context), context.config, links, context.span)
-    worker = PipelineWorker(context, pipeline, links)
+    stage = open_stage(context)
+    make_drafter = _open_drafter(context, stage)
+    pipeline = Pipeline(stage, context.config, links, context.span)
+    worker = PipelineWorker(context, pipeline, links, make_drafter)
     pipeline.wait_for_stages()
     worker.facts["ranks"] = f"{context.share.stages} stages of {context.share.size}{_on_hosts(context)}"
     return worker
 
 
 def _open_drafter(context: WorkerContext, target: Stage) -> MakeDrafter | None:
-    """Load and record the draft model or head; None without one."""
+    """Load and record the draft model or head; None without one. Only rank 0 of the first stage has it."""
     speculative = context.config.scheduler.speculative
     draft = context.of_draft(draft_tokens(context.config.scheduler))
     if draft is None or speculative is None or speculative.draft is None:

@@ -39,7 +39,7 @@ from quintet.executor.slots import Rows, SlotTables, TablesDiffer, check_tables
 from quintet.executor.speculation.drafters import DRAFTERS
 from quintet.executor.speculation.output_cache import OutputCache
 from quintet.executor.speculation.verify import DraftedStep, Speculation
-from quintet.executor.worker import STEPS_PER_IDLE_TASK
+from quintet.executor.worker import STEPS_PER_IDLE_TASK, MakeDrafter
 from quintet.wire.step import StepPlan, StepResult
 
 
@@ -96,8 +96,14 @@ class PipelineWorker:
 
     num_split = 0
 
-    def __init__(self, context: WorkerContext, pipeline: Pipeline, links: Links) -> None:
-        """Build the worker of the first stage."""
+    def __init__(
+        self,
+        context: WorkerContext,
+        pipeline: Pipeline,
+        links: Links,
+        make_drafter: MakeDrafter | None = None,
+    ) -> None:
+        """Build the worker of the first stage. make_drafter: of the draft model, if there is one."""
         self.num_blocks = context.num_blocks()
         self.facts = context.facts(self.num_blocks)
         self._span = context.span
@@ -131,7 +137,10 @@ class PipelineWorker:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._speculation = None
         if limits.speculative is not None:
-            drafter = DRAFTERS[limits.speculative.method](limits.speculative, self.tables)
+            if make_drafter is not None:
+                drafter = make_drafter(self.tables, self._sampler.settings)
+            else:
+                drafter = DRAFTERS[limits.speculative.method](limits.speculative, self.tables)
             self._speculation = Speculation(
                 drafter, self.tables, grammars, pipeline.max_outputs, limits.max_num_batched_tokens
             )

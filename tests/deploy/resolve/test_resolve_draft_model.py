@@ -57,6 +57,24 @@ def test_kv_memory_holds_equally_many_blocks_of_both_models(folder: Path) -> Non
     assert config.model.kv.num_blocks(config.cache.memory_bytes) == (1 << 20) // (own + theirs)
 
 
+def test_ranks_have_equally_many_blocks_within_their_common_memory(folder: Path) -> None:
+    """Only rank 0 has the draft model; its memory is counted once."""
+    draft = write_model(folder / "draft", num_hidden_layers=1)
+    options: dict[str, Any] = {"speculative_config": flag(draft), "kv_cache_memory": "1MiB"}
+    own, theirs = 2 * 2 * 2 * 16 * 2 * 16, 2 * 2 * 16 * 2 * 16
+    for ranks, context in ((2, 1), (4, 2)):
+        config = config_of(
+            folder, tensor_parallel_size=ranks, decode_context_parallel_size=context, **options
+        )
+        num_blocks = config.model.kv.num_blocks(config.cache.memory_bytes)
+        found = speculative_of(config).draft
+        assert found is not None and found.model.kv.bytes_per_block == theirs
+        of_ranks = own // 2 * config.executor.num_kv_memories
+        assert num_blocks == (1 << 20) // (of_ranks + theirs)
+    config = config_of(folder, pipeline_parallel_size=2, **options)
+    assert config.model.kv.num_blocks(config.cache.memory_bytes) == (1 << 20) // (own + theirs)
+
+
 def test_disk_holds_as_many_blocks_as_without_a_draft_model(folder: Path) -> None:
     """Keys and values of the draft model are not written."""
     draft = write_model(folder / "draft")
@@ -216,3 +234,6 @@ def test_plan_shows_the_memory_of_the_draft_model(capsys: pytest.CaptureFixture[
     assert plan["kv_bytes_per_token"] == 2048 + 192 and plan["num_blocks"] == (1 << 20) // (16 * (2048 + 192))
     assert main([*words, flag(draft_model_path())]) == 0
     assert "192 B of KV per token" in capsys.readouterr().out
+    ranks = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
+    assert main([*words, flag(draft_model_path()), *ranks]) == 0
+    assert "all in rank 0 of the first stage" in capsys.readouterr().out

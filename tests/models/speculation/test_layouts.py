@@ -13,6 +13,7 @@ from tests.models.distributed.ranks import config_of, in_ranks
 from tests.models.equality import few_blocks, with_blocks
 from tests.models.small_models import prompts_of
 from tests.models.speculation.test_bits import DRAFTS, PARAMS, Oracle, Recorder, drafting, run, send
+from tests.models.speculation.test_draft_model import with_draft
 from tests.models.speculation.test_structured import prompt_of
 from tests.models.speculation.test_structured import run as run_requests
 from tests.models.test_engine import changed
@@ -85,6 +86,31 @@ def test_stages_have_the_outputs_without_drafts(
             assert driver.outputs == plain.outputs and driver.logprobs == plain.logprobs
             assert driver.engine.state is not None
             assert driver.engine.state.counters.num_accepted_tokens > 5
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("params", ["sampled", "penalties", "logprobs"])
+@pytest.mark.parametrize(("size", "context", "stages"), [(2, 1, 1), (4, 2, 1), (1, 1, 2), (2, 1, 2)])
+def test_draft_model_changes_no_output_of_ranks(
+    size: int, context: int, stages: int, params: str, tmp_path: Path
+) -> None:
+    """The draft model is the served model, computed whole in rank 0 of the first stage."""
+    made(ROWS["llama"], tmp_path)
+    alone = config_of(tmp_path, 1, 1, "float32", "none", "auto", None, experts=False)
+    change = partial(with_draft, draft=alone)
+    with in_ranks(tmp_path, size, context=context, stages=stages, change=change) as loaded:
+        worker: Any = loaded.worker
+        plain = run(changed(loaded.config, speculative=None), worker, PARAMS[params])
+        drafting(worker)
+        config = changed(loaded.config)
+        for each in (config, with_blocks(config, few_blocks(config))):
+            driver = run(each, worker, PARAMS[params])
+            assert driver.outputs == plain.outputs and driver.logprobs == plain.logprobs
+            assert driver.engine.state is not None
+            counters = driver.engine.state.counters
+            assert counters.num_accepted_tokens > 5
+            if params == "sampled":
+                assert counters.num_accepted_tokens > 0.8 * counters.num_draft_tokens
 
 
 @pytest.mark.parametrize("stages", [2, 3])
