@@ -241,7 +241,7 @@ def test_shutdown_ends_running_requests_and_ids_are_free_again_after_an_end() ->
 def test_a_collected_engine_leaves_the_loop(thread: str) -> None:
     async def main() -> None:
         llm = AsyncLLM(executor="mock")
-        await llm.encode("x")
+        assert (await collect(llm, OutputKind.FINAL_ONLY, 1))[-1].finished
         server, finalizer = llm._engine, llm._shutdown
         if thread == "another":
             await asyncio.to_thread(finalizer)

@@ -319,7 +319,7 @@ def test_a_name_with_both_families_is_bound_to_ipv4(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_missing_address_family_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    unsupported = [(-1, socket.SOCK_STREAM, 0, "", ("::1", 0, 0, 0))]
+    unsupported = [(999, socket.SOCK_STREAM, 0, "", ("::1", 0, 0, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: unsupported)
     with pytest.raises(ConfigError, match="cannot listen on ::1 port 0: Address family not supported"):
         bind_listener("::1", 0)
