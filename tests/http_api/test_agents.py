@@ -278,7 +278,15 @@ def test_a_part_in_place_of_an_item_is_refused(shared: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "content"), [(None, ""), ({"a": 1}, '{"a":1}'), ([{"text": "x"}], "x"), ("", "")]
+    ("output", "content"),
+    [
+        (None, ""),
+        ({"a": 1}, '{"a":1}'),
+        ([{"text": "x"}], "x"),
+        ("", ""),
+        (["x", {"a": 1}], 'x\n{"a":1}'),
+        ([{"type": "input_image", "image_url": "data:,"}], "[image omitted: this model reads text only]"),
+    ],
 )
 def test_results_of_any_form_are_text(shared: Any, output: Any, content: str) -> None:
     items = [

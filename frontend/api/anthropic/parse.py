@@ -148,10 +148,9 @@ def messages_of(
 
 def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:
     """Return the chat messages of one turn."""
-    content = turn.content
-    if content is None and turn.role == "assistant":
-        content = []
-    content = _given(content, f"{where}.content")
+    if turn.content is None and turn.role == "assistant":
+        turn.content = ""
+    content: str | list[Block] = _given(turn.content, f"{where}.content")
     if isinstance(content, str):
         return [{"role": turn.role, "content": content}]
     if turn.role == "assistant":

@@ -125,7 +125,8 @@ def _stored_item(item: InputItem, name: str) -> dict[str, Any]:
     for field in STORED_FIELDS:
         value = getattr(item, field)
         if value is not None and value is not msgspec.UNSET:
-            stored[field] = _parts(value) if isinstance(value, list) else value
+            is_content = isinstance(value, list) and field != "output"  # an output is kept as sent
+            stored[field] = _parts(value) if is_content else value
     if kind == "message" and isinstance(item.content, str):
         part = "output_text" if item.role == "assistant" else "input_text"
         stored["content"] = _parts([ContentPart(type=part, text=item.content)])
