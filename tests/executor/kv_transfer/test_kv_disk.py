@@ -31,9 +31,7 @@ class Bench:
             for layer in range(2)
         ]
         self.file = BlockFile(folder / "engine-0", b"w" * 32, 2 * LAYER_BYTES, 8)
-        self.disk = DiskBackEnd(
-            BlockBytes(self.layers), self.file, 4, FIRST, folder / "exchange", identity
-        )
+        self.disk = DiskBackEnd(BlockBytes(self.layers), self.file, 4, FIRST, folder / "exchange", identity)
         self._rung = threading.Event()
         self.disk.begin(self._rung.set)
 
