@@ -25,6 +25,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.hf_config import HfConfig
+from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.registry import FAMILIES, architecture_of
 from quintet.executor.model_config.spec import DecoderSpec, KvNeed, ModelSpec
 from quintet.executor.model_config.state_specs import StateNeed
