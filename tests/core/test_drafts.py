@@ -64,7 +64,7 @@ def test_accepted_drafts_after_the_end_are_not_counted() -> None:
         state = world.engine.state
         assert state is not None
         world.step()
-        # Unknown to the executor, whose drafts would end before it.
+        # The executor does not know this stop token: it would end the drafts there.
         state.live[turn].stops = {expected([turn, 6, 7], turn, 20, ())[-1]: True}
         while world.engine.num_live:
             before = state.counters.num_accepted_tokens, state.counters.generation_tokens
