@@ -117,7 +117,7 @@ def write_large(target: Path, kind: str, config: Config, seed: int = 0) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), config["vocab_size"], config["max_position_embeddings"])
         (Path(folder) / "config.json").write_text(json.dumps(said))
-        for key, value in vocabulary_of(Path(folder), Path(folder)).items():
+        for key, value in vocabulary_of(Path(folder), Path(folder), config["vocab_size"]).items():
             add_value(writer, key, value)
     tensors = list(_tensors(config, kind))
     for tensor in tensors:

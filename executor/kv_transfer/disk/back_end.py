@@ -1,8 +1,8 @@
 """Disk back end, device half: blocks of KV memory in files of this engine.
 
-One thread accesses the files; another computes the identity of exported prefixes. Fetches have priority, because requests wait for them; this is safe, because the core
-fetches only blocks that are reported as stored. Stores beyond the queue limit are dropped. The core decides on the
-placement of blocks (`quintet.core.kv.disk_pool`).
+One thread accesses the files; another computes the identity of exported prefixes. Fetches have priority, because requests wait
+for them; this is safe, because the core fetches only blocks that are reported as stored. Stores beyond the queue limit are
+dropped. The core decides on the placement of blocks (`quintet.core.kv.disk_pool`).
 """
 
 from __future__ import annotations
