@@ -163,6 +163,8 @@ def catch_up(state: SchedulerState, step: StepBuilder, request: Request, found: 
         request.kv.held[index] = GroupBlocks(first - len(before), before + blocks + rest)
         for position, block in enumerate(blocks, first):
             step.blocks += (request.slot, index, position, block)
+    if not request.stats.num_preemptions:
+        request.stats.num_computed -= min(request.num_prompt, found.num_tokens) - request.planned
     request.planned = found.num_tokens
     request.register_at = (end + 1) * block_size
     if groups.states:

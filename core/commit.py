@@ -45,10 +45,10 @@ def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessag
     flight = state.in_flight.popleft()
     state.counters.steps += 1
     state.pool.settle(flight.step)
-    num_computed = flight.num_tokens + sum(result.num_drafts)
-    state.throughput.note_computing(num_computed, result.compute_ns)
+    num_tokens = sum(flight.counts)
+    state.throughput.note_computing(num_tokens + sum(result.num_drafts), result.compute_ns)
     if flight.rows:
-        state.throughput.note_step(len(flight.rows), flight.num_tokens, flight.planned_ns, now_ns)
+        state.throughput.note_step(len(flight.rows), num_tokens, flight.planned_ns, now_ns)
     outbox = TokensBuilders()
     if flight.drafts:
         ended = _apply_accepted(state, flight, result, outbox, now_ns)
@@ -77,12 +77,11 @@ def _apply_tokens(
     detokenizer: int | None = None
     tokens = unpack_i32(token_column)
     num_computed = 0
-    for request, generation, end, token in zip(
-        flight.rows, flight.generations, flight.ends, _spread(tokens, flight.samples), strict=True
-    ):
+    drawn, columns = _spread(tokens, flight.samples), (flight.generations, flight.counts, flight.ends)
+    for request, generation, count, end, token in zip(flight.rows, *columns, drawn, strict=True):
         if request.generation != generation:
             continue
-        num_computed += end - request.computed
+        num_computed += count
         request.computed = end
         if end >= request.register_at:
             state.register_blocks(request, end)  # the tokens are known: the following step drew from them
@@ -143,7 +142,7 @@ def _apply_accepted(
         request.length += num_more
         known = len(request.tokens)
         end = known + num_more if flight.drafts[row] else flight.ends[row]
-        counters.computed_tokens += end - request.computed
+        counters.computed_tokens += end - request.computed if flight.drafts[row] else flight.counts[row]
         request.computed = end
         if drawn:
             builder = outbox.builder_for(request, now_ns)

@@ -74,7 +74,7 @@ class InFlightPlan:
     """Per row: 1 + drafts that it may verify; empty without drafts."""
     num_unverified_drafts: list[int]
     """Per row: largest error of its end, from drafts of this step and of earlier ones; empty without drafts."""
-    num_tokens: int
+    counts: list[int]
     num_active_slots: int
     """Occupied slots after the plan."""
     planned_ns: int

@@ -132,7 +132,7 @@ class StepBuilder:
             samples=samples,
             drafts=drafts,
             num_unverified_drafts=[request.num_unverified_drafts for request in rows] if drafts else [],
-            num_tokens=sum(counts),
+            counts=counts,
             num_active_slots=len(state.running),
             planned_ns=now_ns,
         )

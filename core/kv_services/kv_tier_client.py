@@ -74,7 +74,7 @@ def _busy_ns(state: SchedulerState) -> int:
     """Return the time for which a computing executor may not process transfers; it extends the timeouts."""
     if not state.in_flight:
         return 0
-    num_tokens = sum(flight.num_tokens for flight in state.in_flight)
+    num_tokens = sum(sum(flight.counts) for flight in state.in_flight)
     return state.throughput.time_of(num_tokens + state.limits.max_batched) or 0
 
 

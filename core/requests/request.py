@@ -109,7 +109,7 @@ class RequestStats:
     num_cached: int = 0
     """Prompt tokens that were cached when it was first scheduled."""
     num_computed: int = 0
-    """Prompt tokens to compute when it was first scheduled."""
+    """Prompt tokens to compute when it was first scheduled, less those that others computed before its next chunks."""
     num_preemptions: int = 0
     num_open: int = 1
     """Choices that have not ended; set on the first choice."""

@@ -71,6 +71,9 @@ def test_requests_compute_prefix_chunks_for_each_other() -> None:
     assert starts[:8] == [0, 160, 320, 480, 640, 800, 960, len(PREFIX)]
     world.run()
     assert num_computed(world) == ONCE
+    state = world.engine.state
+    assert state is not None and state.counters.computed_tokens == ONCE
+    assert sum(ending.stats.num_computed for ending in state.endings) == len(PREFIX) + NUM_REQUESTS * NUM_OWN
     assert_served(world, *range(1, NUM_REQUESTS + 1))
 
 
