@@ -148,8 +148,9 @@ def messages_of(
 
 def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:
     """Return the chat messages of one turn."""
-    sent: str | list[Block] | None = "" if turn.content is None and turn.role == "assistant" else turn.content
-    content: str | list[Block] = _given(sent, f"{where}.content")
+    content: str | list[Block] = ""
+    if turn.content is not None or turn.role != "assistant":
+        content = _given(turn.content, f"{where}.content")
     if isinstance(content, str):
         return [{"role": turn.role, "content": content}]
     if turn.role == "assistant":
