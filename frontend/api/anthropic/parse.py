@@ -149,8 +149,10 @@ def messages_of(
 def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:
     """Return the chat messages of one turn."""
     content: str | list[Block] = ""
-    if turn.content is not None or turn.role != "assistant":
-        content = _given(turn.content, f"{where}.content")
+    if turn.role != "assistant":
+        _given(turn.content, f"{where}.content")
+    if turn.content is not None:
+        content = turn.content
     if isinstance(content, str):
         return [{"role": turn.role, "content": content}]
     if turn.role == "assistant":
