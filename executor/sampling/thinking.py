@@ -33,6 +33,8 @@ class ThinkingBudgets:
         """Numbers of outputs between which a token may be forced, as known to the host."""
         self._num_known = np.zeros(max_num_seqs, np.int64)
         """Outputs of each slot before this step. Draft tokens follow them in the token table."""
+        self._scanned = np.zeros(max_num_seqs, np.int64)
+        """Leading outputs of each slot in which no opening marker begins. Zero on devices other than the CPU."""
         self._bounds: dict[int, ThinkingBound] = {}
 
     def admit(self, row: NewRow) -> bool:
@@ -42,6 +44,7 @@ class ThinkingBudgets:
         if bound is None:
             return False
         self._bounds[slot] = bound
+        self._scanned[slot] = 0
         self._budgets[slot] = bound.max_tokens
         opens = [len(way.opens) for way in bound.formats]
         self._earliest[slot] = bound.max_tokens + (min(opens) if bound.open_format is None else 0)
@@ -82,9 +85,9 @@ class ThinkingBudgets:
         """Return the forced token of each row, or `NONE`: int64[n]. All rows have the same ways and end markers."""
         device, slots = rows.tables.device, rows.slots
         bound = self._bounds[int(slots[0])]
-        lengths = rows.lengths - rows.num_prompt
-        num_outputs = to_device(lengths, device)  # [n]
-        tokens = _outputs(rows)  # [n, most outputs]
+        lengths, scanned = rows.lengths - rows.num_prompt, self._scanned[slots]
+        num_outputs = to_device(lengths - scanned, device)  # [n]; positions count from the scanned outputs
+        tokens = _outputs(rows, scanned)  # [n, most outputs]
         budget = to_device(self._budgets[slots], device)
         begin, way = self._reasoning_starts(bound, rows, tokens)
         end = begin + budget
@@ -96,8 +99,12 @@ class ThinkingBudgets:
             is_over |= (found & is_within).any(dim=1)
         if device.type == "cpu":  # other devices would need a synchronization
             known = np.flatnonzero(lengths == self._num_known[slots])  # the others follow drafts
-            ends = np.where(begin >= 0, end + _most_forced(bound), NEVER)
+            has_begun = begin.numpy() >= 0
+            ends = np.where(has_begun, end.numpy() + scanned + _most_forced(bound), NEVER)
             self._ends[slots[known]] = ends[known]
+            longest = max(len(way.opens) for way in bound.formats)
+            scanned = np.where(has_begun, scanned, np.maximum(lengths - longest + 1, 0))
+            self._scanned[slots[known]] = scanned[known]
         number = num_outputs - end
         forced = to_device(_padded([way.forced for way in bound.formats]), device)  # [formats, longest]
         chosen = forced[way].gather(1, number.clamp(0, forced.shape[1] - 1).unsqueeze(1)).squeeze(1)
@@ -133,10 +140,11 @@ def _most_forced(bound: ThinkingBound) -> int:
     return max(len(way.forced) for way in bound.formats)
 
 
-def _outputs(rows: DrawRows) -> torch.Tensor:
-    """Return the rows' outputs, int64[n, most], padded with `NONE`."""
-    device, most = rows.tables.device, int((rows.lengths - rows.num_prompt).max())
-    at = rows.num_prompt[:, None] + np.arange(most)
+def _outputs(rows: DrawRows, begins: Int) -> torch.Tensor:
+    """Return the rows' outputs from ``begins`` on, int64[n, most], padded with `NONE`."""
+    firsts = rows.num_prompt + begins
+    device, most = rows.tables.device, int((rows.lengths - firsts).max())
+    at = firsts[:, None] + np.arange(most)
     is_output = at < rows.lengths[:, None]
     at = np.where(is_output, at, 0)
     tokens = rows.tables.token_ids[to_device(rows.slots[:, None], device), to_device(at, device)].long()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 from tests.executor.conftest import Drawer, SamplerBench
 
+from quintet.executor.sampling import thinking
 from quintet.executor.slots import Rows
 from quintet.wire.params import SamplingParams, Thinking, ThinkingBound
 from quintet.wire.step import StepPlan
@@ -84,6 +86,31 @@ def test_a_response_step_by_step() -> None:
             logits[0, own] = 9.0
             assert bench.sampler.draw(rows, logits)[0].tolist() == [token], (start, position)
             rows = moved(rows)
+
+
+def test_a_late_start_is_found_without_scanning_all_outputs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, draw = SamplerBench(VOCAB), random.Random(11)
+    widths = []
+    matches = thinking._matches
+    monkeypatch.setattr(
+        thinking, "_matches", lambda tokens, mark: widths.append(tokens.shape[1]) or matches(tokens, mark)
+    )
+    written = [
+        [draw.choice((1, 2, 7, 8)) for _ in range(begin)] + opens
+        for begin, opens in ((40, [5, 7]), (44, [4]), (47, [5, 1, 4]))
+    ]
+    drawers = [Drawer(params_of(budget, TWO)) for budget in (0, 2, 5)]
+    rows = bench.admit(drawers, [4, 2, 9])
+    for position in range(60):
+        own = [outputs[position] if position < len(outputs) else 1 for outputs in written]
+        wanted = [forced(drawer) for drawer in drawers]
+        drawn = bench.sampler.draw(rows, 9.0 * torch.eye(VOCAB)[own])[0].tolist()
+        assert drawn == [plain if token is None else token for plain, token in zip(own, wanted, strict=True)]
+        for drawer, token in zip(drawers, drawn, strict=True):
+            drawer.outputs.append(token)
+        rows = moved(rows)
+    assert [drawer.outputs[-1] for drawer in drawers] == [1, 1, 1]
+    assert max(widths) < 16
 
 
 def test_only_steps_that_may_force_a_token_are_processed() -> None:
