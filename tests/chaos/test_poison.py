@@ -93,7 +93,7 @@ def test_several_poison_requests_repeated(num_streams: int) -> None:
             num_streams - 1: poisoned(Effect.RAISES, 20, n=3),
         }
         assert not differences(reference, play_with(server, requests, poisons), requests)
-        wait_until(lambda: server.gauge("quintet:poison_requests_total") == 7, "the metrics of the core")
+        wait_until(lambda: server.gauge("quintet:poison_requests_total") == 4, "the metrics of the core")
         num_losses = server.gauge("quintet:executor_losses_total")
         again = play_with(server, requests, poisons)
         assert not differences(reference, again, requests)

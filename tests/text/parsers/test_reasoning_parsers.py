@@ -121,7 +121,8 @@ def test_text_without_marks_is_content(names: tuple[str, str]) -> None:
 
 
 def test_marks_include_those_of_both_parsers() -> None:
-    assert marks_of("qwen3", "hermes") == {"<think>", "</think>", "<tool_call>", "</tool_call>"}
+    tools = {"<tools>", "</tools>", "<tool_call>", "</tool_call>"}
+    assert marks_of("qwen3", "hermes") == {"<think>", "</think>"} | tools
     assert marks_of("", "") == frozenset()
 
 
