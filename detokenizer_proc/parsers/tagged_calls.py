@@ -23,6 +23,8 @@ MAX_MARK = 64
 """Characters of the longest mark."""
 _WITH_KIND = re.compile(r'(.*?)\s+string="(true|false)"', re.DOTALL)
 """A DeepSeek parameter's name, and the attribute that is true for text and false for JSON."""
+_WITHOUT_TEXT = frozenset({"integer", "number", "boolean", "null"})
+"""Types whose values contain no marks."""
 
 
 def _without_quotes(name: str) -> str:
@@ -253,7 +255,7 @@ class TaggedCalls(CallReader):
         elif self._over and not mark:
             before += rest
         self._add_to_value(self._take(len(before)))
-        if mark and mark != self._form.value_end:
+        if mark and mark != self._form.value_end and self._can_have_text:
             is_end = self._is_value_end(mark)
             if is_end is None:
                 return False
@@ -274,6 +276,11 @@ class TaggedCalls(CallReader):
             self._state = TaggedCalls._in_call
             return True
         return self._return()
+
+    @property
+    def _can_have_text(self) -> bool:
+        """True if the value's types allow marks as text."""
+        return not self._types or not self._types <= _WITHOUT_TEXT
 
     def _is_value_end(self, mark: str) -> bool | None:
         """Return whether a mark at the start of the text ends a value without an end tag; None until more text decides."""

@@ -183,6 +183,18 @@ def test_marks_within_a_value_are_text(value: str) -> None:
     assert parse(qwen("s", value), "qwen3_coder") == ([("f", {"s": value})], "", "")
 
 
+@pytest.mark.parametrize(
+    ("following", "arguments"),
+    [
+        ("</function>\n</tool_call>", {"x": 5}),
+        ("<parameter=s>\nb\n</parameter>\n</function>\n</tool_call>", {"x": 5, "s": "b"}),
+    ],
+)
+def test_a_number_ends_at_any_mark(following: str, arguments: dict[str, Any]) -> None:
+    text = "<tool_call>\n<function=f>\n<parameter=x>\n5" + following
+    assert parse(text, "qwen3_coder") == ([("f", arguments)], "", "")
+
+
 def test_an_end_mark_within_an_inline_value_is_text() -> None:
     text = "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a</tool_call>b</arg_value>\n</tool_call>"
     assert parse(text, "glm45") == ([("f", {"s": "a</tool_call>b"})], "", "")
