@@ -103,6 +103,8 @@ NAME_KEYS = frozenset({"name", "function", "tool_name", "tool"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters", "args", "input"})
 UNMARKED_KEYS = frozenset({"name", "function", "tool_name", "arguments", "parameters"})
 """Keys of a call without a mark; others are too common in other JSON."""
+ALIASES = (NAME_KEYS | ARGUMENT_KEYS) - UNMARKED_KEYS
+"""Keys that are part of a call only if it lacks the usual key."""
 OTHER_KEYS = frozenset({"id", "index", "type"})
 
 
@@ -129,6 +131,8 @@ class CallObject:
         self._parts: list[str] = []  # of the current key or value
         self._num_held = 0
         self._key = ""
+        self._is_extra = False  # the current key is not part of a call
+        self._has_alias = False  # `ALIASES` gave the name or the arguments
         self._fresh: list[str] = []
         self._repair = JsonRepair()
         self._is_ended = False
@@ -137,7 +141,7 @@ class CallObject:
     @property
     def describes_call(self) -> bool:
         """True if the object so far has a name and the key of the arguments."""
-        return self.name is not None and self._key in self._argument_keys
+        return self.name is not None and self._is_argument
 
     @property
     def extra(self) -> str:
@@ -149,6 +153,14 @@ class CallObject:
         fresh, self._fresh = self._fresh, []
         text = self._repair.take("".join(fresh))
         return text + self._repair.end() if self.is_over or self._is_ended else text
+
+    @property
+    def _is_argument(self) -> bool:
+        return self._key in self._argument_keys and not self._is_extra
+
+    @property
+    def _is_name(self) -> bool:
+        return self._key in self._name_keys and not self._is_extra
 
     def read(self, text: str) -> int:
         """Read text; return the number of characters of the object."""
@@ -166,7 +178,7 @@ class CallObject:
     def end(self) -> None:
         """End the text and release the held arguments."""
         self._is_ended = True
-        if self._expects is _Expects.VALUE_TEXT and self._key in self._argument_keys:
+        if self._expects is _Expects.VALUE_TEXT and self._is_argument:
             self._end_arguments()
 
     def _read_sign(self, sign: str, at: int) -> int:
@@ -189,9 +201,12 @@ class CallObject:
                 self._expects = _Expects.KEY
             case _Expects.VALUE if sign == "{" and self._key == "function":
                 self._expects, self._depth = _Expects.KEY, self._depth + 1
-            case _Expects.VALUE if sign not in ",:}]<" and (sign == '"' or self._key not in self._name_keys):
+            case _Expects.VALUE if sign not in ",:}]<" and (sign == '"' or not self._is_name):
+                if self._is_argument and self._key in ALIASES and sign != "{":
+                    self._begin_extra()
                 self._begin(_Expects.VALUE_TEXT, sign)
-                self.has_arguments = self.has_arguments or self._key in self._argument_keys
+                self.has_arguments = self.has_arguments or self._is_argument
+                self._has_alias = self._has_alias or (self._is_argument and self._key in ALIASES)
                 return at
             case _:
                 self._break()
@@ -202,6 +217,19 @@ class CallObject:
         self._expects, self._value = expects, JsonValue(sign)
         self._parts, self._num_held = [], 0
 
+    def _is_unused(self, *, is_repeated: bool) -> bool:
+        """Return whether the current key is not part of a call."""
+        if self._key in ALIASES:
+            return (
+                is_repeated or self._key not in self._known_keys or (self._is_argument and self.name is None)
+            )
+        return self._key not in self._known_keys or (is_repeated and self._has_alias and self.has_arguments)
+
+    def _begin_extra(self) -> None:
+        """Add the current key and its value to `extra`."""
+        self._is_extra = True
+        self._extra += [*self._parts, ": "]
+
     def _break(self) -> None:
         self.is_over = self.is_broken = True
 
@@ -209,17 +237,17 @@ class CallObject:
         num_chars = self._value.read(text[at:] if at else text)
         part = text[at : at + num_chars]
         is_key = self._expects is _Expects.KEY_TEXT
-        if is_key or self._key in self._name_keys:
+        if is_key or self._is_name:
             num_free = MAX_NAME - self._num_held
             if num_chars > num_free:
                 self._break()
                 return at + num_free + 1
             self._num_held += num_chars
             self._parts.append(part)
-        elif self._key in self._argument_keys:
+        elif self._is_argument:
             held = self._value.is_string or self._value.is_scalar
             (self._parts if held else self._fresh).append(part)
-        elif self._key not in self._known_keys:
+        elif self._is_extra:
             self._extra.append(part)
         if self._value.is_over:
             self._end_text(is_key)
@@ -229,18 +257,20 @@ class CallObject:
         if is_key:
             self._key = unquoted("".join(self._parts))
             self._expects = _Expects.COLON
-            is_repeated = self.name is not None if self._key in self._name_keys else self.has_arguments
-            if self._key not in self._known_keys:
-                self._extra += [*self._parts, ": "]
-            elif is_repeated and self._key in self._name_keys | self._argument_keys:
+            self._is_extra = False
+            is_repeated = self.name is not None if self._is_name else self.has_arguments and self._is_argument
+            if self._is_unused(is_repeated=is_repeated):
+                self._begin_extra()
+            elif is_repeated and not self._has_alias:
                 self._extra += self._parts
                 self._break()
             return
-        if self._key in self._name_keys:
+        if self._is_name:
             self.name = unquoted("".join(self._parts)).strip()
+            self._has_alias = self._key in ALIASES
             if not self.name:
                 self._break()
-        elif self._key in self._argument_keys:
+        elif self._is_argument:
             self._end_arguments()
         self._expects = _Expects.COMMA
 

@@ -230,6 +230,23 @@ def test_other_keys_of_a_call_are_read_after_a_mark(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ('{"name": "f", "tool": "y", "arguments": {"x": 1}}', '"tool": "y"'),
+        ('{"tool": "y", "name": "f", "arguments": {"x": 1}}', ""),
+        ('{"tool": "f", "arguments": {"x": 1}, "name": "y"}', '"name": "y"'),
+        ('{"name": "f", "args": {"x": 1}, "arguments": {}}', '"arguments": {}'),
+        ('{"input": "q", "name": "f", "arguments": {"x": 1}}', '"input": "q"'),
+        ('{"input": {"q": 1}, "name": "f", "arguments": {"x": 1}}', '"input": {"q": 1}'),
+        ('{"name": "f", "input": "q", "arguments": {"x": 1}}', '"input": "q"'),
+        ('{"name": "f", "arguments": {"x": 1}, "input": "q"}', '"input": "q"'),
+    ],
+)
+def test_other_keys_beside_the_usual_keys_are_content(text: str, content: str) -> None:
+    assert parse(f"<tool_call>{text}</tool_call>", "hermes") == ([("f", {"x": 1})], content, "")
+
+
+@pytest.mark.parametrize(
     ("tools", "text"),
     [
         ("hermes", '<tools>\n{"name": "f", "arguments": {"x": 1}}\n</tools>'),
