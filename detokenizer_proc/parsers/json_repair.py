@@ -4,6 +4,7 @@
 |---|---|
 | control character in a string | its escape |
 | backslash that begins no escape | doubled |
+| backslash before a single quote | removed |
 | comma before a closing bracket | removed |
 | Python's True, False, None; NaN | true, false, null; null |
 """
@@ -72,6 +73,9 @@ class JsonRepair:
                 return len(escape[0])
             if _PART_OF_ESCAPE.fullmatch(text, at):
                 return 0
+            if text.startswith("\\'", at):
+                out.append("'")
+                return 2
             sign = "\\\\"
         else:
             sign = _CONTROLS.get(sign) or f"\\u{ord(sign):04x}"

@@ -79,7 +79,7 @@ def kimi(arguments: str) -> str:
     ("written", "value"),
     [
         ("a\nb\tc\x01", "a\nb\tc\x01"),
-        (r"C:\dir \$x \' \users", r"C:\dir \$x \' \users"),
+        (r"C:\dir \$x \' \users", r"C:\dir \$x ' \users"),
         (r"a\\b\"c\n\u00e9, True,}", 'a\\b"c\né, True,}'),
     ],
 )
@@ -113,6 +113,9 @@ def qwen(name: str, value: str) -> str:
         ("u", "12", "12"),
         ("l", "['q']", ["q"]),
         ("o", '{"k": "a\nb",}', {"k": "a\nb"}),
+        ("o", r'{"k": "it\'s"}', {"k": "it's"}),
+        ("o", r'{"k": "it\'s", "n": null}', {"k": "it's", "n": None}),
+        ("l", r'["\x41"]', ["A"]),
     ],
 )
 def test_names_of_types_in_other_spellings_apply(name: str, written: str, value: object) -> None:
