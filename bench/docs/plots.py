@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ GGUF_ZEN5 = "peers-2026-11-24-zen5-gguf-asked.json"
 GGUF_EMR = "peers-2026-11-23-emr-gguf2.json"
 FORMATS = {"bf16": "bf16", "int8": "8-bit weights", "int4": "4-bit weights", "w8a8": "w8a8"}
 CLIENT_ROWS = ("stream-S-bf16", "prompt-S-bf16", "clients8-S-bf16", "clients32-S-bf16")
+SPECULATION = "speculation-suffix-2026-11-29-emr.json"
+SPECULATION_Q4_1 = "speculation-suffix-2026-11-28-emr.json"
 OVERHEAD = "overhead-2026-11-21.json"
 WIDTH, BAR, GAP, LEFT, RIGHT = 760, 13, 16, 250, 70
 FONT = "Helvetica, Arial, DejaVu Sans, sans-serif"
@@ -88,7 +90,7 @@ def curve(title: str, note: str, x_title: str, y_title: str, points: Sequence[tu
 
 
 def scatter(
-    title: str, note: str, x_title: str, y_title: str, series: dict[str, Sequence[tuple[float, float]]]
+    title: str, note: str, x_title: str, y_title: str, series: Mapping[str, Sequence[tuple[float, float]]]
 ) -> str:
     """Return an SVG of points; x is from 0 to 1, and a line is drawn at y = 1."""
     top, bottom, left, right = 84.0, 310.0, 60.0, WIDTH - 40.0
@@ -284,6 +286,18 @@ def clients() -> str:
     )
 
 
+def speculation() -> str:
+    """Speed with drafts over their acceptance, by number of streams."""
+    reports = [*load(SPECULATION)["reports"], load(SPECULATION_Q4_1)]
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in (row for report in reports for row in report["rows"]):
+        name = f"{row['streams']} stream{'s' if row['streams'] > 1 else ''}"
+        series.setdefault(name, []).append((row["accepted"], row["ratio"]))
+    note = "SmolLM2-135M, bf16 and 4 bits, suffix decoding, 2 cores of an Intel Xeon (Emerald Rapids, AMX), 2026-11-29"
+    titles = ("share of drafts that are accepted", "tokens/s with drafts / without")
+    return scatter("Speculative decoding: speed over acceptance", note, *titles, series)
+
+
 PLOTS: dict[str, Callable[[], str]] = {
     "peers.svg": peers,
     "peers-emr.svg": peers_emr,
@@ -293,6 +307,7 @@ PLOTS: dict[str, Callable[[], str]] = {
     "gguf-emr.svg": gguf_emr,
     "latency.svg": latency,
     "clients.svg": clients,
+    "speculation.svg": speculation,
 }
 
 
