@@ -135,10 +135,11 @@ class CallReader(Machine):
     def _before_call(self) -> bool:
         """Stop if a call of another format follows the mark."""
         self._skip_blanks()
-        if any(map(self._text.startswith, self._openings)):
+        head = "[" + self._text[1:].lstrip() if self._text[:1] == "[" else self._text
+        if any(map(head.startswith, self._openings)):
             self.is_stopped = True
             return False
-        if not self._over and any(opening.startswith(self._text) for opening in self._openings):
+        if not self._over and any(opening.startswith(head) for opening in self._openings):
             return False
         self._state = self._after_mark
         return True

@@ -285,6 +285,11 @@ def test_values_of_json_in_gemmas_format_keep_their_types() -> None:
             '<|tool_call_start|>[{"name": "f", "arguments": {"x": 1}}]<|tool_call_end|>',
             "<|tool_call_start|>[f(x=1)]<|tool_call_end|>",
         ),
+        (
+            "lfm2",
+            '<|tool_call_start|>[\n  {"name": "f", "arguments": {"x": 1}}\n]<|tool_call_end|>',
+            "<|tool_call_start|>[\n  f(x=1)]<|tool_call_end|>",
+        ),
     ],
 )
 def test_the_text_after_a_mark_decides_the_format(tools: str, second: str, first: str) -> None:
