@@ -32,6 +32,8 @@ class JsonFormat:
     """A call may begin a line without a mark; then it must have arguments."""
     heads: tuple[str, ...] = ()
     """Marks between a name and its arguments. ``{`` also ends a name and belongs to the arguments."""
+    strict_begins: tuple[str, ...] = ()
+    """Those of ``begins`` that prompts also write before definitions of tools: a call needs arguments and has no other keys."""
     within: tuple[str, ...] = ()
     """Marks inside a head, parsed by `name_of`."""
     name_of: Callable[[str], str] = str.strip
@@ -55,12 +57,14 @@ class JsonCalls(ListReader):
         self._repair = JsonRepair()
         self._head = ""
         self._is_called = False  # the name of the current call was emitted
+        self._is_strict = False  # the last mark is one of ``strict_begins``
 
     def _on_mark(self, mark: str) -> bool:
         if mark in self._form.around:
             self._prose.at_mark()
             self._expects_calls = True
             return True
+        self._is_strict = mark in self._form.strict_begins
         return super()._on_mark(mark)
 
     def _read_start(self) -> bool:
@@ -74,7 +78,7 @@ class JsonCalls(ListReader):
             return True
         self._is_called = False
         if sign == "{":
-            self._object = CallObject(is_marked=not self._form.is_bare)
+            self._object = CallObject(is_marked=not self._form.is_bare, is_strict=self._is_strict)
             self._state = JsonCalls._in_object
         elif self._heads is None or self._is_list:
             return self._reject()
@@ -96,7 +100,7 @@ class JsonCalls(ListReader):
             return False
         if not self._is_called:
             is_whole = read.is_over and not read.is_broken and not read.extra
-            if not read.name or not is_whole or self._form.is_bare:
+            if not read.name or not is_whole or self._form.is_bare or self._is_strict:
                 return self._reject()
             self._call_by(read.name)
             self._emit_arguments("{}")

@@ -114,8 +114,11 @@ class CallObject:
     OpenAI's ``{"function": {…}}`` around it is skipped.
     """
 
-    def __init__(self, *, is_marked: bool = True) -> None:
-        """``is_marked``: a mark precedes the object, so it may have other keys than `UNMARKED_KEYS`."""
+    def __init__(self, *, is_marked: bool = True, is_strict: bool = False) -> None:
+        """``is_marked``: a mark precedes the object, so it may have other keys than `UNMARKED_KEYS`.
+
+        ``is_strict``: the arguments have the key ``arguments``, and no unknown key precedes them.
+        """
         self.name: str | None = None
         self.has_arguments = False
         """True once the arguments have begun."""
@@ -124,6 +127,9 @@ class CallObject:
         """True if the object cannot describe a call; then `is_over` is set too."""
         self._name_keys = NAME_KEYS if is_marked else NAME_KEYS & UNMARKED_KEYS
         self._argument_keys = ARGUMENT_KEYS if is_marked else ARGUMENT_KEYS & UNMARKED_KEYS
+        self._is_strict = is_strict
+        if is_strict:
+            self._argument_keys = frozenset({"arguments"})
         self._known_keys = self._name_keys | self._argument_keys | OTHER_KEYS
         self._expects = _Expects.OPENING
         self._depth = 0
@@ -261,6 +267,8 @@ class CallObject:
             is_repeated = self.name is not None if self._is_name else self.has_arguments and self._is_argument
             if self._is_unused(is_repeated=is_repeated):
                 self._begin_extra()
+                if self._is_strict and not self.has_arguments:
+                    self._break()
             elif is_repeated and not self._has_alias:
                 self._extra += self._parts
                 self._break()

@@ -116,7 +116,7 @@ _FUNCTION_TAGS = TagFormat(
 )
 _JSON_LIST = JsonFormat(("<tool_calls>",), ("</tool_calls>",))
 _JSON_LINE = JsonFormat(("<|python_tag|>", "<tool_call>"), ("</tool_call>",), is_bare=True)
-_JSON_TAGS = JsonFormat(("<tool_call>", "<tools>"), ("</tool_call>", "</tools>"))
+_JSON_TAGS = JsonFormat(("<tool_call>", "<tools>"), ("</tool_call>", "</tools>"), strict_begins=("<tools>",))
 
 REASONING: dict[str, ReasoningFormat] = {
     "deepseek_r1": _THINK_FIRST,

@@ -233,6 +233,21 @@ def test_other_keys_of_a_call_are_read_after_a_mark(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "function",
+    [
+        '{"name": "f", "description": "d", "parameters": {"type": "object"}}',
+        '{"name": "f", "parameters": {"type": "object"}}',
+        '{"name": "f"}',
+        '{"name": "f", "description": "d", "arguments": {"x": 1}}',
+    ],
+)
+def test_a_quoted_definition_of_a_tool_is_no_call(function: str) -> None:
+    for definition in (function, f'{{"type": "function", "function": {function}}}'):
+        text = f"A\n<tools>\n{definition}\n{definition}\n</tools>\nB"
+        assert parse(text, "hermes") == ([], text, "")
+
+
+@pytest.mark.parametrize(
     ("text", "content"),
     [
         ('{"name": "f", "tool": "y", "arguments": {"x": 1}}', '"tool": "y"'),
