@@ -268,13 +268,15 @@ class TaggedCalls(CallReader):
             self._emit_value(self._blank)
         if not self._is_text:
             self._emit_arguments(json_of("".join(self._value), self._types))
-        elif mark:
+        elif mark or not self._is_cut:
             self._emit_arguments('"')
         if mark == self._form.value_end:
             self._take(len(mark))
         if mark:
             self._state = TaggedCalls._in_call
             return True
+        if not self._is_cut:  # the model omitted the end marks
+            self._emit_arguments("}")
         return self._return()
 
     @property
@@ -291,20 +293,23 @@ class TaggedCalls(CallReader):
     def _is_call_end(self) -> bool | None:
         """Return whether only end marks, and then a line's end, another call or the end of the output follow.
 
-        Otherwise the marks are text of the value. Returns None until more text decides.
+        At the start of a line all marks of a call's end suffice. Otherwise the marks are text of the value. Returns None
+        until more text decides.
         """
         at, is_group_end = 0, False
-        for _ in range(MAX_ENDS):
+        for num_ends in range(MAX_ENDS):
             mark = self._follows.at_start(self._text[at : at + MAX_MARK])
             if mark == "":
                 return self._over or None
             if mark not in self._form.ends:
                 return mark is not None
             is_group_end = is_group_end or mark in (self._form.ends[1:] or self._form.ends)
+            if is_group_end and num_ends > 0 and self._is_at_line:
+                return True
             at += len(mark)
             rest = self._text[at : at + MAX_BLANKS]
             num_blanks = len(rest) - len(rest.lstrip())
-            if (is_group_end and "\n" in rest[:num_blanks]) or num_blanks == MAX_BLANKS:
+            if ((is_group_end or self._is_at_line) and "\n" in rest[:num_blanks]) or num_blanks == MAX_BLANKS:
                 return True
             at += num_blanks
             if at == len(self._text):
@@ -312,11 +317,11 @@ class TaggedCalls(CallReader):
         return True
 
     def _add_to_value(self, text: str) -> None:
+        if text:
+            self._is_at_line = text.endswith("\n")
         if not self._form.has_lines:
             self._emit_value(text)
             return
-        if text:
-            self._is_at_line = text.endswith("\n")
         if text and self._begins_value:
             self._begins_value = False
             self._has_value_lines = text.startswith("\n")

@@ -178,7 +178,6 @@ def test_tags_in_other_spellings_are_calls(tools: str, text: str) -> None:
         "a </function> b",
         "a <parameter=g> b",
         "a </tool_call> b",
-        "a\n</function>\nb",
         "a\n</function> b",
     ],
 )
@@ -208,15 +207,30 @@ def test_an_end_mark_within_an_inline_value_is_text() -> None:
     [
         ("\n</parameter>", "", ""),
         ("\n</parameter>", "\nDone.", "Done."),
+        ("\n</parameter>", " Done.", "Done."),
         ("\n</parameter>\n</function>", "\nDone.", "Done."),
+        ("\n</parameter>|\n</tool_call>", "\nDone.", "Done."),
         ("\n</parameter>\n</function>", "", ""),
     ],
 )
 def test_a_value_without_an_end_tag_ends_with_the_call(omitted: str, following: str, content: str) -> None:
-    text = qwen("s", "a").replace(omitted, "")
+    text = qwen("s", "a")
+    for part in omitted.split("|"):
+        text = text.replace(part, "")
     assert parse(text + following, "qwen3_coder") == ([("f", {"s": "a"})], content, "")
     if content == "":
         assert parse(text + "\n" + text, "qwen3_coder")[0] == [("f", {"s": "a"})] * 2
+
+
+@pytest.mark.parametrize("value", ["a", "a </function> b", "a\n</function> b"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_end_of_the_output_within_a_value_closes_the_arguments(value: str, is_cut: bool) -> None:
+    text = qwen("s", value)[: -len("\n</parameter>\n</function>\n</tool_call>")]
+    parser = build("", "qwen3_coder", SCHEMAS, "")
+    pieces = parser.push(text) + parser.finish(is_cut=is_cut)
+    written = "".join(piece.text for piece in pieces if piece.channel is Channel.ARGUMENTS)
+    assert written == (json.dumps({"s": value}) if not is_cut else json.dumps({"s": value})[:-2])
+    assert is_cut or parse(text, "qwen3_coder") == ([("f", {"s": value})], "", "")
 
 
 @pytest.mark.parametrize(
