@@ -60,10 +60,10 @@ def json_of(text: str, types: Types) -> str:
     if _is_json(trimmed):
         return trimmed
     if trimmed[:1] in {"[", "{"} and types & {"array", "object"}:
-        if (found := _from_python(trimmed)) is not None:
-            return found
         fixed = repaired(trimmed)
-        return fixed if _is_json(fixed) else quoted(text)
+        if not _is_json(fixed) or "\\" in trimmed:  # escapes of Python that JSON lacks
+            return _from_python(trimmed) or (fixed if _is_json(fixed) else quoted(text))
+        return fixed
     return quoted(text)
 
 

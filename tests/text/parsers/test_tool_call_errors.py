@@ -116,6 +116,7 @@ def qwen(name: str, value: str) -> str:
         ("o", r'{"k": "it\'s"}', {"k": "it's"}),
         ("o", r'{"k": "it\'s", "n": null}', {"k": "it's", "n": None}),
         ("l", r'["\x41"]', ["A"]),
+        ("l", "[NaN]", [None]),
     ],
 )
 def test_names_of_types_in_other_spellings_apply(name: str, written: str, value: object) -> None:
