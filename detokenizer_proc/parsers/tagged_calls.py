@@ -24,7 +24,7 @@ MAX_MARK = 64
 _WITH_KIND = re.compile(r'(.*?)\s+string="(true|false)"', re.DOTALL)
 """A DeepSeek parameter's name, and the attribute that is true for text and false for JSON."""
 _WITHOUT_TEXT = frozenset({"integer", "number", "boolean", "null"})
-"""Types whose values contain no marks."""
+"""Types with values that contain no marks."""
 
 
 def _without_quotes(name: str) -> str:
