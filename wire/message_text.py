@@ -16,9 +16,16 @@ from quintet.wire.params import shown
 
 _LINE = re.compile(r"\s*x-anthropic-[\w-]+:[^\n]*(?:\n+|\Z)")
 _IN_JSON = re.compile(rb'x-anthropic-[\w-]+:(?:[^"\\]|\\[^n])*')
-MEDIA = ("image", "audio", "video", "document", "file")
-"""Words in the types of parts that are not text: ``input_image``, ``image_url``, ``input_file``, …"""
-TEXT_FIELDS = ("type", "text")
+_MEDIA = {
+    f"{before}{medium}{after}": medium
+    for medium in ("image", "audio", "video", "document", "file")
+    for before in ("", "input_")
+    for after in ("", "_url")
+}
+"""Types of parts that are not text: ``input_image``, ``image_url``, ``input_file``, …"""
+_PAYLOADS = frozenset({"source", "data", "url", "file_id", "file_data", "file_url", *_MEDIA})
+"""Fields of such parts, one of which each has. Other objects are data, such as ``{"type": "file", "name": …}``."""
+TEXT_FIELDS = ("text", "refusal", "thinking")
 _log = logging.getLogger("quintet")
 
 
@@ -45,7 +52,7 @@ def text_only_result(content: Any, where: str, fields: Collection[str] = TEXT_FI
 
 def omitted_media(kind: str, where: str) -> str | None:
     """Return the text that replaces a part of this type; None if the type is not of media. Logs the replacement."""
-    medium = next((word for word in MEDIA if word in kind), None)
+    medium = _MEDIA.get(kind)
     if medium is None:
         return None
     _log.info("%s, of type %s in a tool result, was replaced by text", where, shown(kind))
@@ -58,11 +65,17 @@ def json_text(value: Any) -> str:
 
 
 def _is_part(value: Any, fields: Collection[str]) -> bool:
-    return isinstance(value, str) or (isinstance(value, dict) and any(name in value for name in fields))
+    if isinstance(value, dict):
+        return any(name in value for name in fields) or _is_media(value)
+    return isinstance(value, str)
+
+
+def _is_media(part: dict[str, Any]) -> bool:
+    kind = part.get("type")
+    return isinstance(kind, str) and kind in _MEDIA and not _PAYLOADS.isdisjoint(part)
 
 
 def _text_only_part(part: Any, where: str, fields: Collection[str]) -> Any:
     if not _is_part(part, fields):
         return json_text(part)
-    kind = part.get("type") if isinstance(part, dict) else None
-    return (omitted_media(kind, where) if isinstance(kind, str) else None) or part
+    return omitted_media(part["type"], where) if isinstance(part, dict) and _is_media(part) else part

@@ -370,7 +370,7 @@ def test_settings_reach_the_engine(shared: Any) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "image input"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input", "call_id"),
         (
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": 1}]}]},
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"text": 1}]}]},
             None,
             "input[0].output[0]",
         ),
@@ -475,6 +475,8 @@ OMITTED = "[image omitted: this model reads text only]"
         ([{"a": 1}, "x"], '{"a":1}\nx'),
         ([1, 2], "[1,2]"),
         ({"a": 1}, '{"a":1}'),
+        ({}, "{}"),
+        ([{"type": "file", "name": "a.py"}], '[{"type":"file","name":"a.py"}]'),
         ([{"stdout": "out\n", "outcome": {"type": "exit", "exit_code": 2}}], "out\n[exit code 2]"),
         ([], ""),
     ],

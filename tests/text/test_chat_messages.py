@@ -86,6 +86,11 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}
         ([{"temp": 3}], '[{"temp":3}]'),
         (["a", {"temp": "é"}], 'a\n{"temp":"é"}'),
         ([{"text": "a"}], "a"),
+        (
+            [{"type": "file", "name": "a.py"}, {"type": "dir"}],
+            '[{"type":"file","name":"a.py"},{"type":"dir"}]',
+        ),
+        (["a", {"type": "profile"}], 'a\n{"type":"profile"}'),
     ],
 )
 def test_the_content_of_a_tool_message_becomes_text(content: Any, text: str) -> None:

@@ -40,7 +40,7 @@ PREDEFINED_CALLS = {
 """Tool names, by the item type of their calls."""
 ADDED_TOOLS = "additional_tools"
 
-RESULT_FIELDS = ("type", "text", "stdout", "outcome")
+RESULT_FIELDS = ("text", "stdout", "outcome")
 """Fields of `ContentPart`, one of which is in each part of a tool's result."""
 
 Message = dict[str, Any]
@@ -209,7 +209,7 @@ def _result(item: InputItem, text: str, where: str, names: dict[str, str]) -> Me
 
 def _output(item: InputItem, where: str) -> str:
     """Return a result as text: empty without one, JSON for data."""
-    output = text_only_result(item.output or "", f"{where}.output", RESULT_FIELDS)
+    output = text_only_result("" if item.output is None else item.output, f"{where}.output", RESULT_FIELDS)
     if isinstance(output, str):
         return output
     return "\n".join(

@@ -205,7 +205,8 @@ def _format(sent_format: TextFormat | None) -> ResponseFormat | None:
     if sent_format.json_schema is not None and not parse.json_of(sent_format.schema):
         nested, sent_format.json_schema = sent_format.json_schema, None
         for name in nested.__struct_fields__:
-            setattr(sent_format, name, getattr(nested, name))
+            if getattr(nested, name) not in (None, msgspec.UNSET):
+                setattr(sent_format, name, getattr(nested, name))
     schema = parse.decode_part(sent_format.schema, _mapping, "text.format.schema")
     named = {"name": sent_format.name or "output", "schema": schema, "strict": sent_format.strict}
     return ResponseFormat(type=sent_format.type, json_schema=msgspec.Raw(encode_json(named)))
