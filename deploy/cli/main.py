@@ -70,7 +70,9 @@ class CommandParser(argparse.ArgumentParser):
             close = difflib.get_close_matches(
                 unknown[0].split("=")[0], self._option_string_actions, n=1, cutoff=0.7
             )
-            nearest = flag_for(unknown[0]) or next(iter(close), None)
+            nearest = flag_for(unknown[0])
+            if nearest != "MODEL" and nearest not in self._option_string_actions:
+                nearest = next(iter(close), None)
             self.error(
                 f"unrecognized argument: {unknown[0]}" + (f"; did you mean {nearest}?" if nearest else "")
             )

@@ -8,7 +8,7 @@ from quintet.deploy.config.deprecated_flags import with_new_names
 from quintet.deploy.config.flag_table import make_options
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.rules import derive_max_num_seqs
-from quintet.deploy.config.vllm_flags import translated
+from quintet.deploy.config.vllm_flags import ROPE, translated
 from quintet.wire.errors import ConfigError
 
 
@@ -42,7 +42,10 @@ def merged_options(
 ) -> tuple[Options, list[str]]:
     """Return the options of a file overridden by flags, and notes on ignored or derived settings."""
     settings_of_file = {} if config_file is None else read_config_file(config_file)
-    in_file, notes = translated(settings_of_file, str(config_file))
-    given, more_notes = translated({**in_file, **with_new_names(flags)}, source)
+    # RoPE settings become part of the flag --hf-overrides, if there is one.
+    rope = {key: value for key, value in settings_of_file.items() if key in ROPE}
+    others = {key: value for key, value in settings_of_file.items() if key not in ROPE}
+    in_file, notes = translated(others, str(config_file))
+    given, more_notes = translated({**in_file, **rope, **with_new_names(flags)}, source)
     settings, derived_notes = derive_max_num_seqs(given)
-    return make_options(settings, source), [*notes, *more_notes, *derived_notes]
+    return make_options(settings, source), [*dict.fromkeys([*notes, *more_notes]), *derived_notes]

@@ -12,7 +12,7 @@ from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.hf_config import ModelFacts, read_facts
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
-from quintet.deploy.config.model.weights import loaded_quantization, read_weight_facts, weight_bytes_of
+from quintet.deploy.config.model.weights import loaded_quantization, read_served_facts, weight_bytes_of
 from quintet.deploy.config.speculation import FLAG, draft_model_name, needs_draft_model, speculative_method
 from quintet.executor.checkpoints.quant.formats.registry import check_contents
 from quintet.wire.config import DTYPE_BYTES, DraftModelConfig, Dtype, ModelConfig, Quantization
@@ -96,7 +96,7 @@ def _read_model(name: str, options: Options, block_size: int, group: int) -> Dra
         with_weights=reads_weights,
     )
     _check_layers(facts, name)
-    weights = read_weight_facts(facts.path) if reads_weights else None
+    weights = read_served_facts(facts) if reads_weights else None
     if facts.stored is not None and weights is not None:
         check_contents(facts.stored, weights.contents, str(facts.path / "config.json"))
     dtype = facts.dtype if options.dtype == "auto" else options.dtype

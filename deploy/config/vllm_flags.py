@@ -346,6 +346,7 @@ def translated(settings: Mapping[str, object], source: str) -> tuple[Settings, l
     """
     found: Settings = {}
     notes: list[str] = []
+    all_given = {str(key).replace("-", "_"): value for key, value in settings.items()}
     for raw_key, value in settings.items():
         key = str(raw_key).replace("-", "_")
         accepted = ACCEPTED_SWITCHES.get(key) or ACCEPTED_VALUES.get(key)
@@ -355,11 +356,13 @@ def translated(settings: Mapping[str, object], source: str) -> tuple[Settings, l
             found[new.ours] = value if new.convert is None else new.convert(value)
         elif key in ROPE:
             parsed = json_object(value, option(key)) if key == "rope_scaling" else _number(value, key)
-            given = json_object(found.get("hf_overrides", settings.get("hf_overrides", {})), "--hf-overrides")
+            given = json_object(
+                found.get("hf_overrides", all_given.get("hf_overrides", {})), "--hf-overrides"
+            )
             found["hf_overrides"] = given | {key: parsed}
         elif key in HUB:
             _set_environment(HUB[key], value)
-        elif key == LOCAL_ENGINES and str(value) == str(settings.get("data_parallel_size", 1)):
+        elif key == LOCAL_ENGINES and str(value) == str(all_given.get("data_parallel_size", 1)):
             continue
         elif accepted is not None:
             notes.append(f"{option(key)} has no effect: {accepted}")

@@ -14,7 +14,7 @@ from tests.deploy.config.documented_flags import PAGE, TAKEN, page, rows
 from tests.deploy.config.model_folder import write_model
 
 from quintet.deploy.cli import serve
-from quintet.deploy.cli.main import CommandParser
+from quintet.deploy.cli.main import CommandParser, main
 from quintet.deploy.config import vllm_flags as flags
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.config_file import merged_options
@@ -199,6 +199,24 @@ def test_flags_override_a_file_with_their_spellings(tmp_path: Path) -> None:
     file.write_text("kv-cache-memory-bytes: 1GiB\napi-server-count: 2\nrope-theta: 1\n")
     options, _ = merged_options(file, {"kv_cache_memory": "4GiB", "frontends": 3, "rope_theta": "2"})
     assert options == Options(kv_cache_memory="4GiB", frontends=3, hf_overrides={"rope_theta": 2.0})
+
+
+def test_rope_settings_of_a_file_are_joined_with_the_flag_for_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "rope-theta: 5\ndata-parallel-size: 2\ndata-parallel-size-local: 2\nasync-scheduling: true\n"
+    )
+    flags = {"hf_overrides": {"max_position_embeddings": 64}, "async_scheduling": True}
+    options, notes = merged_options(file, flags)
+    assert options.hf_overrides == {"max_position_embeddings": 64, "rope_theta": 5.0}
+    assert options.data_parallel_size == 2
+    assert len(notes) == 1
+
+
+def test_hints_are_only_flags_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["chat", "--context-length", "9"])
+    assert "--max-model-len" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
