@@ -18,6 +18,6 @@ until curl --silent --fail --output /dev/null "http://127.0.0.1:$port/health"; d
   sleep 0.2
 done
 echo "ready after $(echo "$(date +%s.%N) - $begun" | bc) s"
-pkill -TERM -f "serve .*--port $port" || true
+pkill -TERM -g "$job" -f quintet-supervisor
 wait "$job" || true
 grep '^CPU:' "$clone/log"

@@ -23,8 +23,9 @@ _MEDIA = {
     for after in ("", "_url")
 }
 """Types of parts that are not text: ``input_image``, ``image_url``, ``input_file``, …"""
-_PAYLOADS = frozenset({"source", "data", "url", "file_id", "file_data", "file_url", *_MEDIA})
-"""Fields of such parts, one of which each has. Other objects are data, such as ``{"type": "file", "name": …}``."""
+_PAYLOADS = frozenset({"source", "file_id", "file_data", "file_url", *_MEDIA})
+_MEDIA_PAYLOADS = _PAYLOADS | {"data", "url"}
+"""Fields of such parts, one of which each has. A file or document with only a URL is data, such as a row of a listing."""
 TEXT_FIELDS = ("text", "refusal", "thinking")
 _log = logging.getLogger("quintet")
 
@@ -72,7 +73,9 @@ def _is_part(value: Any, fields: Collection[str]) -> bool:
 
 def _is_media(part: dict[str, Any]) -> bool:
     kind = part.get("type")
-    return isinstance(kind, str) and kind in _MEDIA and not _PAYLOADS.isdisjoint(part)
+    medium = _MEDIA.get(kind) if isinstance(kind, str) else None
+    payloads = _PAYLOADS if medium in ("file", "document") else _MEDIA_PAYLOADS
+    return medium is not None and not payloads.isdisjoint(part)
 
 
 def _text_only_part(part: Any, where: str, fields: Collection[str]) -> Any:

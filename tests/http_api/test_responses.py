@@ -290,6 +290,9 @@ def test_structured_output_is_parsed_by_the_package(client: OpenAI, shared: Any)
     assert form_sent is not None and json.loads(form_sent.json) == schema
     assert response.text is not None and response.text.format is not None
     assert response.text.format.to_dict() == form
+    nested: Any = {"type": "json_schema", "name": "x", "json_schema": {"schema": schema, "strict": True}}
+    again = client.responses.create(model="toy", input="x", text={"format": nested}).text
+    assert again is not None and again.format == response.text.format
     client.responses.create(model="toy", input="x", text={"format": {"type": "json_object"}})
     form_sent = sent(shared).spec.params.structured_outputs
     assert form_sent is not None and form_sent.json_object

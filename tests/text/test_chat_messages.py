@@ -90,6 +90,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}
             [{"type": "file", "name": "a.py"}, {"type": "dir"}],
             '[{"type":"file","name":"a.py"},{"type":"dir"}]',
         ),
+        ([{"type": "file", "url": "u"}], '[{"type":"file","url":"u"}]'),
         (["a", {"type": "profile"}], 'a\n{"type":"profile"}'),
     ],
 )
