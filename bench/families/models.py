@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -54,7 +55,7 @@ def open_model(folder: Path, hf_config: Mapping[str, Any], room: Room) -> tuple[
         model_impl=room.model_impl,
         quantization=room.quantization,
     )
-    config = resolve(options, folder / "run", http=False).config
+    config = resolve(options, Path(tempfile.gettempdir()), http=False).config  # no process: no sockets
     blocks = room.max_rows * len(config.model.kv.groups) * -(-config.model.max_model_len // BLOCK_SIZE) + 1
     config = msgspec.structs.replace(
         config,
