@@ -109,50 +109,66 @@ QT_INLINE const Number* row_of(const Number* from, index_t row, index_t stride_b
   return (const Number*)((const char*)from + row * stride_bytes);
 }
 
-template <class Dot, Scales kScales, int R, int V>
-QT_INLINE void add_group_as(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head, const float* widened,
-                            index_t in_block, index_t g) {
-  const index_t x_stride = unit.x_stride;
+// Decodes the scales and shifts (linear_scales.hpp) of a group, for a unit's columns. in_block: index in the group's block. head:
+// of that block. widened: the output of begin_block. One branch for a group: one for every vector takes measurable time.
+template <Codes kCodes, int V>
+QT_INLINE void decode_scales(const Unit& unit, const char* head, const float* widened, index_t in_block, f32v (&scale)[V],
+                             f32v (&shift)[V]) {
+  const auto decode = [&]<Scales kScales>() __attribute__((always_inline)) {
+    if constexpr (!is_paired(kCodes, kScales)) __builtin_unreachable();
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      const index_t column = unit.column + v * kLanes;
+      if constexpr (V * kLanes == kTileColumns && share_halves(kScales))
+        scales_of(kScales, widened + column, head, in_block, column, unit.over_middle, scale[v], shift[v]);
+      else
+        scales_of(kScales, head, in_block, column, unit.over_middle, scale[v], shift[v]);
+    }
+  };
+  switch (unit.scales) {
+    case Scales::column: return decode.template operator()<Scales::column>();
+    case Scales::half: return decode.template operator()<Scales::half>();
+    case Scales::half_zero: return decode.template operator()<Scales::half_zero>();
+    case Scales::half_minimum: return decode.template operator()<Scales::half_minimum>();
+    case Scales::bytes: return decode.template operator()<Scales::bytes>();
+    case Scales::bytes_minimum: return decode.template operator()<Scales::bytes_minimum>();
+    case Scales::nibbles: return decode.template operator()<Scales::nibbles>();
+    case Scales::exponent: return decode.template operator()<Scales::exponent>();
+    case Scales::eighth: return decode.template operator()<Scales::eighth>();
+    case Scales::single: return decode.template operator()<Scales::single>();
+    case Scales::single_zero: return decode.template operator()<Scales::single_zero>();
+    case Scales::single_shift: return decode.template operator()<Scales::single_shift>();
+  }
+}
+
+// Adds a group's scaled sums to the results, then the contribution of zero points or minima to the sum of x. g: index among the
+// piece's groups.
+template <class Dot, bool kShifts, int R, int V>
+QT_INLINE void add_scaled(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, index_t g, const f32v (&scale)[V],
+                          const f32v (&shift)[V]) {
   const float *const x_scales = unit.x_scales + g, *const x_shares = unit.x_shares + g;
 #pragma GCC unroll 8
   for (int v = 0; v < V; ++v) {
     float* const out = unit.sums + v * kLanes;
-    f32v scale, shift;
-    const index_t column = unit.column + v * kLanes;
-    if constexpr (V * kLanes == kTileColumns && share_halves(kScales))
-      scales_of(kScales, widened + column, head, in_block, column, unit.over_middle, scale, shift);
-    else
-      scales_of(kScales, head, in_block, column, unit.over_middle, scale, shift);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      const f32v x_scale = all(*row_of(x_scales, r, x_stride)), sum = load(out + r * kTileColumns);
-      f32v added = fma(to_float(Dot::total(sums[r][v])), scale * x_scale, sum);
-      if constexpr (shifts(kScales)) added = fma(shift, all(*row_of(x_shares, r, x_stride)), added);
+      const f32v x_scale = all(*row_of(x_scales, r, unit.x_stride)), sum = load(out + r * kTileColumns);
+      f32v added = fma(to_float(Dot::total(sums[r][v])), scale[v] * x_scale, sum);
+      if constexpr (kShifts) added = fma(shift[v], all(*row_of(x_shares, r, unit.x_stride)), added);
       store(out + r * kTileColumns, added);
     }
   }
 }
 
-// Adds a group's scaled sums to the results, then the contribution of zero points or minima to the sum of x. g: index among the
-// piece's groups. in_block: index in the group's block. head: of that block. widened: the output of begin_block. One
-// instantiation for each kind of scales: a branch for every vector takes measurable time.
-template <class Dot, int R, int V>
+template <class Dot, Codes kCodes, int R, int V>
 QT_INLINE void add_group(const i32v (&sums)[R][V][Dot::kSums], const Unit& unit, const char* head, const float* widened,
                          index_t in_block, index_t g) {
-  switch (unit.scales) {
-    case Scales::column: return add_group_as<Dot, Scales::column>(sums, unit, head, widened, in_block, g);
-    case Scales::half: return add_group_as<Dot, Scales::half>(sums, unit, head, widened, in_block, g);
-    case Scales::half_zero: return add_group_as<Dot, Scales::half_zero>(sums, unit, head, widened, in_block, g);
-    case Scales::half_minimum: return add_group_as<Dot, Scales::half_minimum>(sums, unit, head, widened, in_block, g);
-    case Scales::bytes: return add_group_as<Dot, Scales::bytes>(sums, unit, head, widened, in_block, g);
-    case Scales::bytes_minimum: return add_group_as<Dot, Scales::bytes_minimum>(sums, unit, head, widened, in_block, g);
-    case Scales::nibbles: return add_group_as<Dot, Scales::nibbles>(sums, unit, head, widened, in_block, g);
-    case Scales::exponent: return add_group_as<Dot, Scales::exponent>(sums, unit, head, widened, in_block, g);
-    case Scales::eighth: return add_group_as<Dot, Scales::eighth>(sums, unit, head, widened, in_block, g);
-    case Scales::single: return add_group_as<Dot, Scales::single>(sums, unit, head, widened, in_block, g);
-    case Scales::single_zero: return add_group_as<Dot, Scales::single_zero>(sums, unit, head, widened, in_block, g);
-    case Scales::single_shift: return add_group_as<Dot, Scales::single_shift>(sums, unit, head, widened, in_block, g);
-  }
+  f32v scale[V], shift[V];
+  decode_scales<kCodes>(unit, head, widened, in_block, scale, shift);
+  if (shifts(unit.scales))
+    add_scaled<Dot, true>(sums, unit, g, scale, shift);
+  else
+    add_scaled<Dot, false>(sums, unit, g, scale, shift);
 }
 
 // Initial sums of group g: its offsets, or the sums of earlier pieces of a single group.
@@ -257,7 +273,7 @@ void multiply(const Unit& unit) {
     if (Dot::kSums == 1 && unit.whole)
       end_part<Dot, R, V>(sums, unit);
     else
-      add_group<Dot, R, V>(sums, unit, head, widened, in_block, g);
+      add_group<Dot, kCodes>(sums, unit, head, widened, in_block, g);
     x += steps * (Dot::x_bytes * fours_of(kCodes));
     if (++in_block == unit.in_block) in_block = 0, block += unit.weight_stride, head += unit.head_stride;
   }

@@ -101,6 +101,17 @@ constexpr bool is_composed(Scales scales) { return shifts(scales) || scales == S
 constexpr Scales singles_of(Scales scales) { return shifts(scales) ? Scales::single_shift : Scales::single; }
 constexpr index_t single_bytes(Scales scales) { return kTileColumns * (shifts(scales) ? 8 : 4); }  // of a group
 
+// True if units of integer weights with these codes have these scales: a format has both, or its composed scales were converted
+// to fp32. Codes of all formats may have been expanded to bytes.
+constexpr bool is_paired(Codes codes, Scales scales) {
+  if (scales == Scales::column) return codes == Codes::eight;
+  for (const Form& form : kForms) {
+    const bool is_other = form.values != Values::integer || (codes != Codes::eight && codes != form.codes);
+    if (!is_other && (scales == form.scales || (is_composed(form.scales) && scales == singles_of(form.scales)))) return true;
+  }
+  return false;
+}
+
 // Converts the scales of `groups` groups of a block to fp32, for columns [column, column + columns).
 template <Scales kScales>
 void make_singles_of(const char* head, index_t groups, index_t column, index_t columns, float over_middle, char* singles) {
