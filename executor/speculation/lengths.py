@@ -13,7 +13,8 @@ The numbers with the most expected tokens per second are used. For a given rate,
 rate, and each request's best number is known. The rate of these numbers is higher, and is used next, until it no longer
 grows (Dinkelbach, 1967).
 
-Every `TRIAL_EVERY` steps, a request without drafts verifies one, to update its acceptance rate. A new request starts with the
+After `TRIAL_EVERY` steps, a request without drafts verifies one, to update its acceptance rate. The next trials are after more
+and more steps, at most `MAX_TRIAL_EVERY`, until drafts pay. A new request starts with the
 recent acceptance rate of all requests, which remains part of its estimate. Where no drafts pay, the next choice is some steps
 later. All costs are paid from a `quintet.executor.speculation.budget.DraftBudget`. It limits trials, and the loss if estimates
 are wrong.
@@ -51,8 +52,8 @@ PRIOR_COST = 0.2
 PRIOR_DRAFT_COST = 0.25
 """Assumed ratio of a draft model's step time to that of the served model, until steps of the draft model were measured."""
 
-TRIAL_EVERY, RECHECK_EVERY = 32, 512
-"""Steps after which a request without drafts tries one: if drafts may pay with a better acceptance rate, and if not."""
+TRIAL_EVERY, MAX_TRIAL_EVERY, RECHECK_EVERY = 32, 128, 512
+"""Steps after which a request without drafts tries one: at first, at most, and if no acceptance rate would make drafts pay."""
 
 MIN_PAUSE, MAX_PAUSE = 4, 32
 """Steps between two choices if no drafts pay. The pause doubles from one to the next."""
@@ -163,6 +164,7 @@ class DraftLengths:
         self._began = np.zeros(num_slots, np.int64)
         """First step of the request, by slot."""
         self._last_draft = np.zeros(num_slots, np.int64)
+        self._trial_every = np.full(num_slots, TRIAL_EVERY)
         self._row_s = 0.0
         """Mean time of a row with drafts, besides that of a draft model's steps and of verification."""
 
@@ -171,6 +173,7 @@ class DraftLengths:
         self._accepted[slot] = self._weights[slot] = 0.0
         self._found[slot] = 1.0
         self._began[slot] = self._last_draft[slot] = self._next_choice = self._num_steps
+        self._trial_every[slot] = TRIAL_EVERY
         self._pause = MIN_PAUSE
         self._budget.begin(slot)
 
@@ -256,10 +259,11 @@ class DraftLengths:
         )
         counts = problem.best_counts(_expected(rates, most, num_forced))
         waited = np.where(counts > 0, 0, self._num_steps - self._last_draft[slots])
-        if (waited >= TRIAL_EVERY).any():
+        self._trial_every[slots[counts > 0]] = TRIAL_EVERY
+        if (waited >= self._trial_every[slots]).any():
             rates[:, 0] = MAX_SHARE
             is_possible = problem.best_counts(_expected(rates, most, num_forced)) > 0
-            tries = (most > 0) & (waited >= np.where(is_possible, TRIAL_EVERY, RECHECK_EVERY))
+            tries = (most > 0) & (waited >= np.where(is_possible, self._trial_every[slots], RECHECK_EVERY))
             self._limit_trials(tries, self._row_s + each + draft_each + draft_base + missing_s)
         else:
             tries = waited < 0
@@ -270,6 +274,8 @@ class DraftLengths:
             self._next_choice += self._pause
             self._pause = min(2 * self._pause, MAX_PAUSE)
         counts[tries] = 1
+        self._trial_every[slots[tries]] += TRIAL_EVERY
+        np.minimum(self._trial_every, MAX_TRIAL_EVERY, out=self._trial_every)
         asked = counts > 0
         is_first = bool((self._last_draft[slots[asked]] == self._began[slots[asked]]).any())
         self._last_draft[slots[asked]] = self._num_steps

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from quintet.executor.speculation.lengths import (
+    MAX_PAUSE,
+    MAX_TRIAL_EVERY,
     RECHECK_EVERY,
     TRIAL_EVERY,
     DraftCosts,
@@ -93,6 +97,21 @@ def test_request_without_useful_drafts_tries_one_sometimes() -> None:
     lengths = lengths_of([0.02], base=0.01, each=0.001)
     found = [count for _ in range(10 * TRIAL_EVERY) for count in chosen(lengths, 1)]
     assert 4 <= found.count(1) <= 10 and set(found) == {0, 1}
+
+
+def test_trials_become_rare_until_drafts_pay() -> None:
+    lengths = lengths_of([0.02], base=0.01, each=0.001)
+    steps = [step for step in range(12 * MAX_TRIAL_EVERY) if sum(chosen(lengths, 1))]
+    gaps = [end - begin for begin, end in pairwise(steps)]
+    assert gaps == sorted(gaps) and gaps[-1] >= MAX_TRIAL_EVERY
+    for _ in range(100):
+        lengths.note(0, 1, 1)
+    while not sum(chosen(lengths, 1)):  # the pause between choices
+        pass
+    for _ in range(100):
+        lengths.note(0, 0, 1)
+    found = [count for _ in range(2 * TRIAL_EVERY + MAX_PAUSE) for count in chosen(lengths, 1)]
+    assert 1 in found
 
 
 def test_no_choice_in_most_steps_while_no_drafts_pay() -> None:
