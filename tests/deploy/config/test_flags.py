@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from quintet import deploy, wire
 from quintet.deploy.cli import serve
 from quintet.deploy.config.config_file import merged_options, read_config_file
 from quintet.deploy.config.flag_table import flag_table, make_options
@@ -45,6 +47,16 @@ def test_every_flag_has_help_and_default() -> None:
         assert spec.flag.help
         assert spec.option in text or spec.key == "model"
     assert text.count("(default:") == len(flag_table())
+
+
+def test_every_option_is_read() -> None:
+    folders = Path(deploy.__file__).parent, Path(wire.__file__).parent
+    sources = [path for folder in folders for path in folder.rglob("*.py") if path.name != "flags.py"]
+    text = "\n".join(path.read_text() for path in sources)
+    unread = {
+        name for name in Options.__struct_fields__ if not re.search(rf'options\.{name}\b|"{name}"', text)
+    }
+    assert unread == {"enable_auto_tool_choice"}  # vLLM needs it; here calls are always parsed
 
 
 def test_flags_override_file_overrides_defaults(tmp_path: Path) -> None:
