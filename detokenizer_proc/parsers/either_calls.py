@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.detokenizer_proc.parsers.machine import CallReader
+from quintet.detokenizer_proc.parsers.machine import MAX_SLICE, CallReader, slices
 from quintet.detokenizer_proc.parsers.pieces import ChannelText
 
 
@@ -19,7 +19,9 @@ class EitherCalls:
 
     def push(self, text: str) -> list[ChannelText]:
         """See `Parser`."""
-        return self._follow(self._reader.push(text))
+        if len(text) <= MAX_SLICE:
+            return self._follow(self._reader.push(text))
+        return [piece for part in slices(text) for piece in self.push(part)]
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
         """See `Parser`."""

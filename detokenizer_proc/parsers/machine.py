@@ -13,6 +13,15 @@ from quintet.wire.channels import Channel
 
 MAX_NAME = 256
 """Characters of a function's or parameter's name; a longer name is invalid, which bounds the text held back."""
+LINE = "\n"
+"""Mark before a call that begins a line."""
+MAX_SLICE = 4096
+"""Characters read at once: states copy the unread text, so the work is linear in a long text."""
+
+
+def slices(text: str) -> list[str]:
+    """Divide a text into parts of at most `MAX_SLICE` characters."""
+    return [text[at : at + MAX_SLICE] for at in range(0, len(text), MAX_SLICE)]
 
 
 class Machine:
@@ -33,8 +42,10 @@ class Machine:
 
     def push(self, text: str) -> list[ChannelText]:
         """See `Parser`."""
-        self._text += text
-        return self._run()
+        if len(text) <= MAX_SLICE:
+            self._text += text
+            return self._run()
+        return [piece for part in slices(text) for piece in self.push(part)]
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
         """See `Parser`."""
