@@ -52,10 +52,11 @@ class Thinking(Machine):
 
     def __init__(self, form: ThinkFormat, prompt: str, calls: EmbeddedCalls | None = None) -> None:
         inside = is_inside(prompt, form.opens, form.closes, form.begins_inside)
-        super().__init__(Thinking._first if inside else Thinking._before)
+        super().__init__(Thinking._first if inside else Thinking._start)
         self.is_reasoning = inside
         self._form = form
         self._opens = Marks(*form.opens)
+        self._closes = Marks(*form.closes)
         self._ends = Marks(*form.closes, *form.breaks)
         self._calls = calls
         self._begins = calls.marks - self._ends.marks if calls is not None else frozenset[str]()
@@ -67,6 +68,7 @@ class Thinking(Machine):
         """Characters of content before reasoning that a call ended; None if no call did."""
         self._num_content = 0
         self._around = Marks(*form.around)
+        self._before_marks = Marks(*form.opens, *form.around)
         self._reasoning = Prose(Channel.REASONING, leading=True)
         self._content = Prose(Channel.CONTENT, leading=False)
 
@@ -83,13 +85,28 @@ class Thinking(Machine):
             before, self._text = before + self._text, ""
         return before, mark
 
+    def _start(self) -> bool:
+        """Skip a closing mark that repeats the prompt's."""
+        text = self._text.lstrip()
+        self._emit_prose(self._content, self._text[: len(self._text) - len(text)])
+        self._text = text
+        mark = self._closes.at_start(text) if text else ""
+        if mark == "" and not self._over:
+            return False
+        if mark:
+            self._text = text[len(mark) :]
+            self._content.at_mark()
+        self._state = Thinking._before
+        return True
+
     def _before(self) -> bool:
         """Read text before reasoning."""
-        before, mark = self._until(self._opens)
+        before, mark = self._until(self._before_marks)
         self._emit_prose(self._content, before)
         if mark:
-            self.is_reasoning = True
             self._content.at_mark()
+        if mark in self._opens.marks:
+            self.is_reasoning = True
             self._state = Thinking._inside
         elif self._over:
             self._emit(Channel.CONTENT, self._content.end())

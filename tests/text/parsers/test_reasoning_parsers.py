@@ -54,6 +54,16 @@ def test_a_prompt_that_ends_in_an_open_mark_starts_in_reasoning(name: str) -> No
     assert spoken.is_reasoning == form.begins_inside
 
 
+def test_a_closing_mark_at_the_beginning_repeats_the_prompts() -> None:
+    parser = build("qwen3", "hermes", b"", "assistant:<think>\n\n</think>\n\n")
+    assert read(parser, list("\n</think>\n\nYes. </think>")) == [ChannelText(CONTENT, 0, "Yes. </think>")]
+
+
+def test_marks_around_an_answer_without_reasoning_are_removed() -> None:
+    parser = build("hunyuan_a13b", "", b"", "assistant:<think>\n\n</think>\n")
+    assert read(parser, list("<answer>\nYes.\n</answer>")) == [ChannelText(CONTENT, 0, "Yes.")]
+
+
 def test_unclosed_reasoning_extends_to_the_end() -> None:
     assert read(build("qwen3", "hermes", b"", ""), ["<think>\na <tool_call> b\n"]) == [
         ChannelText(REASON, 0, "a <tool_call> b\n")
