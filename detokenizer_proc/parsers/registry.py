@@ -168,6 +168,7 @@ TOOLS: dict[str, ToolFormat] = {
         ends=("</｜DSML｜invoke>", "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
         within=("｜DSML｜",),
     ),
+        can_omit_begin=True,
     "gemma": LiteralFormat(
         ("<start_function_call>", "<|tool_call>"),
         ("<end_function_call>", "<tool_call|>"),

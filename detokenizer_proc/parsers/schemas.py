@@ -47,24 +47,52 @@ class Schemas:
         """Return the allowed types of a parameter; empty if unknown."""
         return self._types.get(function, {}).get(parameter, frozenset())
 
+    def lack(self, function: str, parameter: str) -> bool:
+        """Return whether a function has parameters, but not this one."""
+        return bool(known := self._types.get(function)) and parameter not in known
+
 
 def json_of(text: str, types: Types) -> str:
     """Convert a parameter's text to JSON of one of the types, or of any type if ``types`` is empty."""
     trimmed = text.strip()
     if "string" in types:
-        return "null" if trimmed == "null" and "null" in types else quoted(text)
+        is_other = (trimmed == "null" and "null" in types) or (
+            _nested_type(trimmed) in types and _is_json(trimmed)
+        )
+        return trimmed if is_other else quoted(text)
     if "boolean" in types and trimmed.lower() in {"true", "false"}:
         return trimmed.lower()
     if trimmed in {"None", "null"}:
         return "null"
     if _is_json(trimmed):
         return trimmed
-    if trimmed[:1] in {"[", "{"} and types & {"array", "object"}:
+    if _nested_type(trimmed) and types & {"array", "object"}:
         fixed = repaired(trimmed)
         if not _is_json(fixed) or "\\" in trimmed:  # escapes of Python that JSON lacks
-            return _from_python(trimmed) or (fixed if _is_json(fixed) else quoted(text))
+            found = _unescaped(trimmed) or _from_python(trimmed)
+            return found or (fixed if _is_json(fixed) else quoted(text))
         return fixed
     return quoted(text)
+
+
+def fields_of(text: str) -> str | None:
+    """Return the text between the braces of a JSON object; None for other text."""
+    trimmed = text.strip()
+    return trimmed[1:-1].strip() if trimmed[:1] == "{" and _is_json(trimmed) else None
+
+
+def _nested_type(text: str) -> str:
+    """Return the type of a list or an object by its bracket; empty for other text."""
+    return {"[": "array", "{": "object"}.get(text[:1], "")
+
+
+def _unescaped(text: str) -> str | None:
+    """Decode JSON with escaped quotes, as inside a JSON string; None if invalid."""
+    try:
+        found = json.loads(f'"{text}"', strict=False)
+    except ValueError:
+        return None
+    return encodable(found) if _is_json(found) else None
 
 
 def _is_json(text: str) -> bool:

@@ -13,7 +13,7 @@ from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
 from quintet.detokenizer_proc.parsers.json_scan import JsonValue, quoted
 from quintet.detokenizer_proc.parsers.machine import MAX_NAME, CallReader
 from quintet.detokenizer_proc.parsers.marks import Marks
-from quintet.detokenizer_proc.parsers.schemas import Schemas, Types, json_of
+from quintet.detokenizer_proc.parsers.schemas import Schemas, Types, fields_of, json_of
 
 MAX_ENDS = 4
 """End marks after a value that are searched for the end of a call."""
@@ -23,12 +23,14 @@ MAX_MARK = 64
 """Characters of the longest mark."""
 _WITH_KIND = re.compile(r'(.*?)\s+string="(true|false)"', re.DOTALL)
 """A DeepSeek parameter's name, and the attribute that is true for text and false for JSON."""
+_WRAPPERS = frozenset({"arguments", "input"})
+"""Parameters with all arguments as one object, if the function has no such parameter."""
 _WITHOUT_TEXT = frozenset({"integer", "number", "boolean", "null"})
 """Types with values that contain no marks."""
 
 
 def _without_quotes(name: str) -> str:
-    return name.strip().strip("\"'").strip()
+    return name.strip().removesuffix("/").strip().strip("\"'").strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class TagFormat:
     """A value is on separate lines between its tags."""
     can_omit_begin: bool = False
     """A call may begin with its function's tag."""
+    fillers: tuple[str, ...] = ()
+    """Text between ``begins`` and a function's tag; ignored."""
     within: tuple[str, ...] = ()
     """Special tokens inside marks."""
 
@@ -59,24 +63,31 @@ class TagFormat:
     def marks(self) -> frozenset[str]:
         """Special tokens that the parser must see as text."""
         parts = (self.function, self.name_end, self.parameter, self.key_end, self.value_begin, self.value_end)
-        return frozenset({*self.begins, *self.ends, *self.within, *parts} - {""})
+        return frozenset({*self.begins, *self.ends, *self.fillers, *self.within, *parts} - {""})
 
 
 class TaggedCalls(CallReader):
     """Parses calls of a `TagFormat`."""
 
     def __init__(self, form: TagFormat, schemas: Schemas) -> None:
-        alone = (form.function,) if form.can_omit_begin else ()
-        super().__init__(Marks(*form.begins, *alone))
+        function = (form.function,) if form.function else ()
+        super().__init__(Marks(*form.begins, *(function if form.can_omit_begin else ())))
         self._form = form
         self._schemas = schemas
-        self._name_ends = Marks(form.name_end) if form.name_end else Marks("\n", form.parameter, *form.ends)
-        self._key_ends = Marks(form.key_end)
+        self._fillers = Marks(*form.fillers)
+        line_end = ("\n",) if form.has_lines else ()  # follows a name or a key that lacks its end
+        if form.name_end:
+            self._name_ends = Marks(form.name_end, *line_end)
+        else:
+            self._name_ends = Marks("\n", form.parameter, form.value_end, *form.begins, *form.ends)
+        self._key_ends = Marks(form.key_end, *line_end)
         self._value_ends = Marks(form.value_end, form.parameter, *form.ends)
-        self._inside = Marks(form.parameter, *form.ends, *((form.function,) if form.function else ()))
-        self._follows = Marks(*form.begins, *form.ends, *((form.function,) if form.function else ()))
+        self._inside = Marks(form.parameter, form.value_end, *form.ends, *function)
+        self._follows = Marks(*form.begins, *form.ends, *function)
+        self._after_value = Marks(form.parameter, *form.begins, *form.ends, *function)
         self._name = ""
         self._num_values = 0
+        self._key = ""  # of the current value, as JSON
         self._held = ""  # partial name or key
         self._value: list[str] = []
         self._blank = ""  # a newline that belongs to the end tag if the tag follows
@@ -87,6 +98,7 @@ class TaggedCalls(CallReader):
         self._body = JsonValue("{")
         self._repair = JsonRepair()
         self._is_text = False  # the value is streamed
+        self._is_wrapper = False  # the value may be all arguments
 
     def _on_mark(self, mark: str) -> bool:
         self._attempt(mark)
@@ -102,13 +114,18 @@ class TaggedCalls(CallReader):
         """Read a function's tag after the mark around calls."""
         if not self._skip_blanks():
             return self._reject() if self._over else False
+        filler = self._fillers.at_start(self._text)
+        if filler:
+            self._take(len(filler))
+            return True
         function = self._form.function
         if self._text.startswith(function):
             self._take(len(function))
             self._held = ""
             self._state = TaggedCalls._in_name
             return True
-        return False if function.startswith(self._text) and not self._over else self._reject()
+        may_follow = filler == "" or function.startswith(self._text)
+        return False if may_follow and not self._over else self._reject()
 
     def _in_name(self) -> bool:
         before, mark, _ = self._name_ends.split(self._text)
@@ -145,6 +162,8 @@ class TaggedCalls(CallReader):
             self._state = TaggedCalls._in_body
             return True
         mark = self._inside.at_start(self._text)
+        if mark is None:
+            mark = self._after_value.at_start(self._text)
         if mark == "" and not self._over:
             return False
         if mark is None or (mark == "" and self._is_cut):
@@ -183,6 +202,9 @@ class TaggedCalls(CallReader):
             self._held = ""
             self._state = TaggedCalls._in_key
             return True
+        if mark and mark == self._form.value_end:  # without a value
+            self._take(len(mark))
+            return True
         self._emit_arguments("}")
         if mark and mark in self._form.ends:
             self._take(len(mark))
@@ -198,7 +220,7 @@ class TaggedCalls(CallReader):
             return False
         if mark == "" and self._is_cut:
             return self._drop()
-        if mark and mark in self._form.ends:
+        if mark and mark in {*self._form.ends, self._form.value_end}:
             self._take(len(mark))
             return True
         if mark and mark == self._form.function:
@@ -219,22 +241,31 @@ class TaggedCalls(CallReader):
         self._held += self._take(min(len(before), num_free + 1))
         if not mark and not self._over and len(self._held) <= MAX_NAME:
             return False
-        if mark and len(self._held) <= MAX_NAME:
+        if mark == "\n" and not self._held.strip():  # a newline before the key
+            self._held += self._take(1)
+            return True
+        if mark and mark != "\n" and len(self._held) <= MAX_NAME:
             self._take(len(mark))
         key = self._held.strip()
         kind = _WITH_KIND.fullmatch(key)
         key = _without_quotes(key if kind is None else kind[1])
-        self._emit_arguments(("" if self._num_values == 0 else ", ") + quoted(key) + ": ")
-        self._num_values += 1
-        is_string = kind is not None and kind[2] == "true"
-        self._types = frozenset({"string"}) if is_string else self._schemas.types(self._name, key)
-        self._is_text = self._types == {"string"}
+        self._key = quoted(key) + ": "
+        self._types = self._schemas.types(self._name, key)
+        if kind is not None:
+            self._types = frozenset({"string"}) if kind[2] == "true" else self._types - {"string"}
+        self._is_wrapper = key in _WRAPPERS and self._num_values == 0 and self._schemas.lack(self._name, key)
+        self._is_text = self._types == {"string"} and not self._is_wrapper
         if self._is_text:
-            self._emit_arguments('"')
+            self._emit_arguments(self._take_key() + '"')
         self._value, self._blank, self._begins_value = [], "", True
         self._has_value_lines, self._is_at_line = False, True
         self._state = TaggedCalls._before_value if self._form.value_begin else TaggedCalls._in_value
         return True
+
+    def _take_key(self) -> str:
+        """Return the key before a value, with a comma after the last value."""
+        self._num_values += 1
+        return self._key if self._num_values == 1 else ", " + self._key
 
     def _before_value(self) -> bool:
         """Skip the optional tag before a value."""
@@ -255,7 +286,7 @@ class TaggedCalls(CallReader):
         elif self._over and not mark:
             before += rest
         self._add_to_value(self._take(len(before)))
-        if mark and mark != self._form.value_end and self._can_have_text:
+        if mark and self._can_have_text:
             is_end = self._is_value_end(mark)
             if is_end is None:
                 return False
@@ -267,7 +298,7 @@ class TaggedCalls(CallReader):
         if not mark:  # truncated
             self._emit_value(self._blank)
         if not self._is_text:
-            self._emit_arguments(json_of("".join(self._value), self._types))
+            self._emit_typed("".join(self._value))
         elif mark or not self._is_cut:
             self._emit_arguments('"')
         if mark == self._form.value_end:
@@ -279,16 +310,35 @@ class TaggedCalls(CallReader):
             self._emit_arguments("}")
         return self._return()
 
+    def _emit_typed(self, text: str) -> None:
+        """Emit a value that is not streamed. An empty text is no value of a type other than string."""
+        if self._is_wrapper and (fields := fields_of(text)) is not None:
+            self._num_values += bool(fields)
+            self._emit_arguments(fields)
+        elif text.strip() or not self._types or "string" in self._types:
+            self._emit_arguments(self._take_key() + json_of(text, self._types))
+
     @property
     def _can_have_text(self) -> bool:
         """True if the value's types allow marks as text."""
         return not self._types or not self._types <= _WITHOUT_TEXT
 
     def _is_value_end(self, mark: str) -> bool | None:
-        """Return whether a mark at the start of the text ends a value without an end tag; None until more text decides."""
+        """Return whether a mark at the start of the text ends the value; None until more text decides."""
+        if mark == self._form.value_end:
+            return self._is_followed_by_mark(len(mark))
         if self._has_value_lines and not self._is_at_line:
             return False
         return True if mark == self._form.parameter else self._is_call_end()
+
+    def _is_followed_by_mark(self, num_chars: int) -> bool | None:
+        """Return whether a mark or the end of the output follows an end tag. If not, the tag is text of the value."""
+        rest = self._text[num_chars : num_chars + MAX_BLANKS + MAX_MARK]
+        following = rest.lstrip()
+        if len(rest) - len(following) >= MAX_BLANKS:
+            return True
+        mark = self._after_value.at_start(following)
+        return (self._over or None) if mark == "" else mark is not None
 
     def _is_call_end(self) -> bool | None:
         """Return whether only end marks, and then a line's end, another call or the end of the output follow.

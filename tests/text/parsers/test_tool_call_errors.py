@@ -13,7 +13,7 @@ from quintet.wire.channels import Channel
 
 PROPERTIES = {
     "x": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": "object"}, "b": {"type": "BOOLEAN"},
-    "t": {"type": "str"}, "u": {"type": ["STRING", "null"]}, "l": {"type": "list"},
+    "t": {"type": "str"}, "u": {"type": ["STRING", "null"]}, "l": {"type": "list"}, "so": {"type": ["string", "object"]},
 }  # fmt: skip
 SCHEMAS = json.dumps(
     [
@@ -117,6 +117,10 @@ def qwen(name: str, value: str) -> str:
         ("o", r'{"k": "it\'s", "n": null}', {"k": "it's", "n": None}),
         ("l", r'["\x41"]', ["A"]),
         ("l", "[NaN]", [None]),
+        ("l", r"[{\"k\": \"a\"}, null]", [{"k": "a"}, None]),
+        ("so", '{"k": 1}', {"k": 1}),
+        ("so", "{k}", "{k}"),
+        ("so", "[1]", "[1]"),
     ],
 )
 def test_names_of_types_in_other_spellings_apply(name: str, written: str, value: object) -> None:
@@ -162,6 +166,8 @@ def invoke(quote: str) -> str:
         ("qwen3_coder", '<tool_call><function="f"><parameter="x">1</parameter></function></tool_call>'),
         ("qwen3_coder", '<function=f>{"x": 1}</function>'),
         ("deepseek_v32", '<｜DSML｜function_calls><｜DSML｜invoke name="f">\n{"x": 1,}\n</｜DSML｜invoke>'),
+        ("qwen3_coder", "<tool_call>\n<function=f\n<parameter=x\n1\n</parameter>\n</function>\n</tool_call>"),
+        ("deepseek_v32", '<｜DSML｜invoke name="f">\n{"x": 1}</｜DSML｜invoke>\n</｜DSML｜tool_calls>'),
         (
             "deepseek_v32",
             '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="false">1</｜DSML｜parameter>'
@@ -180,6 +186,8 @@ def test_tags_in_other_spellings_are_calls(tools: str, text: str) -> None:
         "a <parameter=g> b",
         "a </tool_call> b",
         "a\n</function> b",
+        "a </parameter> b",
+        "<x>\n</parameter>\n</x>",
     ],
 )
 def test_marks_within_a_value_are_text(value: str) -> None:
@@ -201,6 +209,8 @@ def test_a_number_ends_at_any_mark(following: str, arguments: dict[str, Any]) ->
 def test_an_end_mark_within_an_inline_value_is_text() -> None:
     text = "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a</tool_call>b</arg_value>\n</tool_call>"
     assert parse(text, "glm45") == ([("f", {"s": "a</tool_call>b"})], "", "")
+    text = text.replace("a</tool_call>b", "a</arg_value>b")
+    assert parse(text, "glm45") == ([("f", {"s": "a</arg_value>b"})], "", "")
 
 
 @pytest.mark.parametrize(
