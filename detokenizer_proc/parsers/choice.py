@@ -13,6 +13,9 @@ Signs = tuple[str, ...]
 _TOOLS: Sequence[tuple[str, Signs]] = (
     ("openai", ("<|start|>", "<|channel|>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("step3", ("<steptml:invoke name=",)),
+    ("gigachat3", ("<|role_sep|>", "function call")),
+    ("gigachat3", ("<|function_call|>",)),
     ("deepseek_v32", ("｜DSML｜", "invoke name=")),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
@@ -30,6 +33,7 @@ _TOOLS: Sequence[tuple[str, Signs]] = (
     ("granite", ("<tool_call>", "<|start_of_role|>")),
     ("hunyuan_a13b", ("<tool_calls>", "<answer>")),
     ("jamba", ("<tool_calls>",)),
+    ("olmo3", ("<function_calls>", "</function_calls>")),
     ("hermes", ("<tool_call>", "arguments")),
     ("llama4_pythonic", ("<|python_start|>",)),
     ("pythonic", ("[func_name1(",)),

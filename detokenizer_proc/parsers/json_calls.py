@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
 from quintet.detokenizer_proc.parsers.json_scan import CallObject, JsonValue
-from quintet.detokenizer_proc.parsers.machine import MAX_NAME, ListReader
+from quintet.detokenizer_proc.parsers.machine import LINE, MAX_NAME, ListReader
 from quintet.detokenizer_proc.parsers.marks import Marks
 
 FENCE = "```"
-_FENCE = re.compile(r"```(?:json)?\s{0,64}(?=\{)")
-_PART_OF_FENCE = re.compile(r"`{1,2}|```(?:j|js|jso|json\s{0,64})?|```\s{0,64}")
+_FENCE = re.compile(r"```\w{0,16}\s{0,64}(?=[{\[])")
+_PART_OF_FENCE = re.compile(r"`{1,2}|```\w{0,16}\s{0,64}")
 MAX_HEAD = 2 * MAX_NAME
 """Maximum characters between a mark and a call's arguments."""
 
@@ -28,12 +28,12 @@ class JsonFormat:
     """Marks after a call."""
     around: tuple[str, ...] = ()
     """Marks around a group of calls; ignored."""
-    is_bare: bool = False
-    """A call may begin a line without a mark; then it must have arguments."""
+    bare: tuple[str, ...] = ()
+    """Calls without a mark: `LINE`, if they begin a line, or brackets that begin them anywhere. They need arguments."""
     heads: tuple[str, ...] = ()
     """Marks between a name and its arguments. ``{`` also ends a name and belongs to the arguments."""
     strict_begins: tuple[str, ...] = ()
-    """Those of ``begins`` that prompts also write before definitions of tools: a call needs arguments and has no other keys."""
+    """Those of ``begins`` and ``bare`` that other JSON follows too: a call needs arguments and has no other keys."""
     within: tuple[str, ...] = ()
     """Marks inside a head, parsed by `name_of`."""
     name_of: Callable[[str], str] = str.strip
@@ -49,15 +49,19 @@ class JsonCalls(ListReader):
     """Parses calls of a `JsonFormat`."""
 
     def __init__(self, form: JsonFormat) -> None:
-        super().__init__((*form.begins, *form.around), form.ends, ",;{", is_bare=form.is_bare)
+        super().__init__((*form.begins, *form.around), form.ends, ",;{", bare=form.bare)
         self._form = form
-        self._heads = Marks(*form.heads, "{") if form.heads else None
+        stops = {*form.begins, *form.ends, *form.around} - {FENCE}  # the call has no arguments
+        self._heads = Marks(*form.heads, "{", *stops) if form.heads else None
+        self._next_begins = Marks(*form.begins)
+        self._surplus = "}"
         self._object = CallObject()
         self._value = JsonValue("{")
         self._repair = JsonRepair()
         self._head = ""
         self._is_called = False  # the name of the current call was emitted
-        self._is_strict = False  # the last mark is one of ``strict_begins``
+        self._is_strict = LINE in form.strict_begins  # the last mark is one of ``strict_begins``
+        self._is_fenced = False  # a code fence is around the calls
 
     def _on_mark(self, mark: str) -> bool:
         if mark in self._form.around:
@@ -65,26 +69,49 @@ class JsonCalls(ListReader):
             self._expects_calls = True
             return True
         self._is_strict = mark in self._form.strict_begins
+        self._is_fenced = False
         return super()._on_mark(mark)
+
+    @property
+    def _is_weak(self) -> bool:
+        """True if other JSON may follow the last mark, so a call needs arguments."""
+        return self._is_strict or bool(self._form.bare and not self._form.strict_begins)
 
     def _read_start(self) -> bool:
         """Read an object, the beginning of a list, or a name, after a mark or a comma."""
         if not self._skip_blanks():
             return self._reject() if self._over else False
         sign = self._text[0]
+        if sign == "`" and not self._is_fenced:
+            return self._read_fence()
         if sign == "[" and not self._is_list:
+            mark = self._next_begins.at_start(self._text)
+            if mark or (mark == "" and not self._over):
+                return bool(mark) and self._reject()
             self._take(1)
             self._is_list = True
             return True
+        if self._skip_list_end():
+            return True
         self._is_called = False
         if sign == "{":
-            self._object = CallObject(is_marked=not self._form.is_bare, is_strict=self._is_strict)
+            self._object = CallObject(is_marked=not self._is_weak, is_strict=self._is_strict)
             self._state = JsonCalls._in_object
         elif self._heads is None or self._is_list:
             return self._reject()
         else:
             self._head = ""
             self._state = JsonCalls._in_head
+        return True
+
+    def _read_fence(self) -> bool:
+        """Read a code fence before calls."""
+        fence = _FENCE.match(self._text)
+        if fence is None:
+            is_part = _PART_OF_FENCE.fullmatch(self._text) is not None
+            return False if is_part and not self._over else self._reject()
+        self._take(fence.end())
+        self._is_fenced = True
         return True
 
     def _in_object(self) -> bool:
@@ -100,7 +127,7 @@ class JsonCalls(ListReader):
             return False
         if not self._is_called:
             is_whole = read.is_over and not read.is_broken and not read.extra
-            if not read.name or not is_whole or self._form.is_bare or self._is_strict:
+            if not read.name or not is_whole or self._is_weak:
                 return self._reject()
             self._call_by(read.name)
             self._emit_arguments("{}")
@@ -126,20 +153,24 @@ class JsonCalls(ListReader):
             self._take(num_free + 1)
             return self._reject()
         self._head += self._take(len(before))
-        if not mark:
+        if not mark and (not self._over or self._is_cut):
             return self._reject() if self._over else False
         name = self._form.name_of(self._head)
-        if not name or len(name) > MAX_NAME or any(character.isspace() for character in name):
+        if not name or len(name) > MAX_NAME or any(sign.isspace() or sign in "<>[]" for sign in name):
             return self._reject()
-        if mark != "{":
-            self._take(len(mark))
         self._call_by(name)
         self._state = JsonCalls._before_arguments
+        if mark in self._form.heads:
+            self._take(len(mark))
+        elif mark != "{":
+            self._emit_arguments("{}")
+            self._state = JsonCalls._after
         return True
 
     def _before_arguments(self) -> bool:
         if not self._skip_blanks():
             if self._over:
+                self._emit_arguments("" if self._is_cut else "{}")
                 self._state = JsonCalls._after
             return self._over
         fence = _FENCE.match(self._text) if FENCE in self._form.ends else None
@@ -154,7 +185,7 @@ class JsonCalls(ListReader):
         end = self._ends.at_start(self._text)
         if end == "" and not self._over:
             return False
-        if end:
+        if end != "" or not self._is_cut:
             self._emit_arguments("{}")
         self._state = JsonCalls._after
         return True
@@ -164,3 +195,14 @@ class JsonCalls(ListReader):
         if self._value.is_over or self._over:
             self._emit_arguments(self._repair.end())
         return self._end_once(self._value.is_over)
+
+    def _after(self) -> bool:
+        """Read the end of a code fence, or as in other lists."""
+        if self._is_fenced and self._skip_blanks():
+            if self._text.startswith(FENCE):
+                self._take(len(FENCE))
+                self._is_fenced = self._is_inside = False
+                return True
+            if FENCE.startswith(self._text) and not self._over:
+                return False
+        return super()._after()

@@ -117,7 +117,7 @@ class CallObject:
     def __init__(self, *, is_marked: bool = True, is_strict: bool = False) -> None:
         """``is_marked``: a mark precedes the object, so it may have other keys than `UNMARKED_KEYS`.
 
-        ``is_strict``: the arguments have the key ``arguments``, and no unknown key precedes them.
+        ``is_strict``: the arguments are an object, or text of one, under the key ``arguments``; no unknown key precedes them.
         """
         self.name: str | None = None
         self.has_arguments = False
@@ -208,10 +208,15 @@ class CallObject:
             case _Expects.VALUE if sign == "{" and self._key == "function":
                 self._expects, self._depth = _Expects.KEY, self._depth + 1
             case _Expects.VALUE if sign not in ",:}]<" and (sign == '"' or not self._is_name):
-                if self._is_argument and self._key in ALIASES and sign != "{":
+                is_text = self._is_strict and sign == '"'
+                if (
+                    self._is_argument
+                    and (self._is_strict or self._key in ALIASES)
+                    and not (sign == "{" or is_text)
+                ):
                     self._begin_extra()
                 self._begin(_Expects.VALUE_TEXT, sign)
-                self.has_arguments = self.has_arguments or self._is_argument
+                self.has_arguments = self.has_arguments or (self._is_argument and not is_text)
                 self._has_alias = self._has_alias or (self._is_argument and self._key in ALIASES)
                 return at
             case _:
@@ -283,8 +288,12 @@ class CallObject:
         self._expects = _Expects.COMMA
 
     def _end_arguments(self) -> None:
-        """Complete the arguments: decode a string, and replace null by an empty object."""
+        """Complete the arguments: decode a string with JSON in it, and replace null or no text by an empty object."""
         held, self._parts = "".join(self._parts), []
         if self._value.is_string:
-            held = unquoted(held)
+            text = unquoted(held)
+            held = text.strip() or "null"
+            if held != "null" and held[0] not in "{[":
+                held = quoted(text)
+            self.has_arguments = held[0] == "{" or not self._is_strict
         self._fresh.append("{}" if held == "null" else held)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from quintet.detokenizer_proc.parsers.literals import JSON, PYTHON, Literals, Notation
-from quintet.detokenizer_proc.parsers.machine import MAX_NAME, ListReader
+from quintet.detokenizer_proc.parsers.machine import LINE, MAX_NAME, ListReader
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _KEY = re.compile(r"\s*(?:(?P<end>\))|[A-Za-z_]\w*\s*=(?!=))")
@@ -20,10 +20,13 @@ class LiteralFormat:
     begins: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     is_bare: bool = False
-    """A list of calls may begin a line without a mark."""
+    """A list of calls, or a call with ``prefix``, may begin a line without a mark."""
     prefix: str = ""
-    """Text before a name."""
-    opening: str = "("
+    """Text before a name. After a mark it may be missing, or have another colon before it."""
+    openings: str = "("
+    """Brackets after a name."""
+    has_lines: bool = False
+    """Calls within marks are on separate lines, without a separator."""
     notation: Notation = PYTHON
 
     @property
@@ -37,13 +40,13 @@ class LiteralCalls(ListReader):
     """Parses calls of a `LiteralFormat`."""
 
     def __init__(self, form: LiteralFormat) -> None:
-        super().__init__(form.begins, form.ends, ",", is_bare=form.is_bare)
+        super().__init__(form.begins, form.ends, ",", bare=(LINE,) if form.is_bare else ())
         self._form = form
         self._values = Literals(form.notation)
-        self._requires_list = form.is_bare
+        self._is_unmarked = form.is_bare
 
     def _on_mark(self, mark: str) -> bool:
-        self._requires_list = mark == "\n"
+        self._is_unmarked = mark == LINE
         return super()._on_mark(mark)
 
     def _read_start(self) -> bool:
@@ -55,18 +58,23 @@ class LiteralCalls(ListReader):
             self._take(1)
             self._is_list = True
             return True
-        if self._requires_list and not self._is_list:
+        if self._skip_list_end():
+            return True
+        if self._is_unmarked and not (self._is_list or form.prefix):
             return self._reject()
         text = self._text
-        if not text.startswith(form.prefix):
-            return False if form.prefix.startswith(text) and not self._over else self._reject()
-        match = _NAME.match(text, len(form.prefix))
-        end = len(form.prefix) if match is None else match.end()
+        begin = self._after_prefix(text)
+        if begin is None:
+            return self._over and self._reject()
+        if self._is_unmarked and not text.startswith(form.prefix):
+            return self._reject()
+        match = _NAME.match(text, begin)
+        end = begin if match is None else match.end()
         if end == len(text):
             return self._reject() if self._over or end > MAX_NAME else False
-        if match is None or text[end] != form.opening or end > MAX_NAME:
+        if match is None or text[end] not in form.openings or end > MAX_NAME:
             return self._reject()
-        if form.opening == "(":
+        if form.openings == "(":
             key = _KEY.match(text, end + 1)
             if key is None or (key["end"] is None and key.end() == len(text)):  # "=" may become "=="
                 part = _PART_OF_KEY.match(text, end + 1)
@@ -75,17 +83,25 @@ class LiteralCalls(ListReader):
             if key.end() - end > MAX_NAME:
                 return self._reject()
         self._take(end + 1)
-        self._start_call(text[len(form.prefix) : end])
-        self._is_inside = self._is_list
+        self._start_call(text[begin:end])
+        self._is_inside = self._is_list or form.has_lines
         self._emit_arguments("{")
         self._state = LiteralCalls._before_values
         return True
+
+    def _after_prefix(self, text: str) -> int | None:
+        """Return the position of a name, after its prefix; None until more text decides."""
+        prefix = self._form.prefix
+        at = 1 if prefix and text[0] == ":" and not self._is_unmarked else 0
+        if prefix.startswith(text[at:]):
+            return None
+        return at + len(prefix) if text.startswith(prefix, at) else at
 
     def _before_values(self) -> bool:
         """Choose the notation: some models write JSON in place of their own."""
         if not self._skip_blanks() and not self._over:
             return False
-        is_json = self._form.opening == "{" and self._text[:1] == '"'
+        is_json = self._form.openings != "(" and self._text[:1] == '"'
         self._values = Literals(JSON if is_json else self._form.notation)
         self._state = LiteralCalls._in_call
         return True
@@ -94,3 +110,11 @@ class LiteralCalls(ListReader):
         self._take(self._values.read(self._text, is_last=self._over))
         self._emit_arguments(self._values.take())
         return self._end_once(self._values.is_over)
+
+    def _after(self) -> bool:
+        """Read a call on another line, or as in other lists."""
+        if self._form.has_lines and self._is_inside and self._skip_blanks() and _NAME.match(self._text):
+            self._attempt("")
+            self._state = LiteralCalls._read_start
+            return True
+        return super()._after()

@@ -24,6 +24,8 @@ _PREFIXES = frozenset({"r", "b", "f", "u", "rb", "br", "fr", "rf"})
 MAX_PREFIX = 2
 _CLOSERS = {"[": "]", "(": "]", "{": "}"}
 MAX_NUMBER = 64
+MAX_FOLLOWING = 64
+"""Characters after a quote that are searched for the end of its string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ def json_word(word: str) -> str:
         if _JSON_NUMBER.fullmatch(word) and math.isfinite(float(word)):
             return word
         try:
-            return str(int(word, 0))
+            return str(int(word, 10 if word.isdigit() else 0))
         except ValueError:
             pass
         try:
@@ -108,6 +110,8 @@ class Literals:
         if quote == "" and not is_last:
             return 0
         sign = text[at]
+        if sign in PYTHON.quotes and not self._word:
+            return self._begin_string(text, at, sign, is_last)
         if sign in _CLOSERS and not self._word:
             self._begin_item()
             closer = _CLOSERS[sign]
@@ -142,7 +146,8 @@ class Literals:
         self._begin_item()
         self._out.append('"')
         if quote not in self._ends:
-            self._ends[quote] = Marks(quote, "\\") if self._notation.has_escapes else Marks(quote)
+            has_escapes = self._notation.has_escapes or quote[0] in PYTHON.quotes
+            self._ends[quote] = Marks(quote, "\\") if has_escapes else Marks(quote)
         self._quote = self._ends[quote]
         return len(quote)
 
@@ -161,9 +166,28 @@ class Literals:
             return 0
         if mark == "\\":
             return self._escape(text, at, is_last)
-        self._out.append('"')
-        self._quote = None
+        is_end = mark not in PYTHON.quotes or self._is_end(text[at + 1 : at + 1 + MAX_FOLLOWING], is_last)
+        if is_end is None:
+            return 0
+        self._out.append('"' if is_end else quoted(mark)[1:-1])
+        self._quote = None if is_end else self._quote
         return len(mark)
+
+    def _is_end(self, following: str, is_last: bool) -> bool | None:
+        """Return whether a quote ends its string: a comma, a colon or the closing brackets follow. Others lack an escape.
+
+        Returns None until more text decides.
+        """
+        num_open = len(self._closers)
+        for sign in following:
+            if sign.isspace():
+                continue
+            if num_open == 0:
+                return sign not in ")}'\""
+            if sign not in "])}":
+                return sign in ",:"
+            num_open -= 1
+        return True if is_last or len(following) == MAX_FOLLOWING else None
 
     def _escape(self, text: str, at: int, is_last: bool) -> int:
         kind = text[at + 1 : at + 2]

@@ -124,6 +124,8 @@ class CallReader(Machine):
     def stop_at(self, openings: tuple[str, ...]) -> None:
         """Stop after a mark that one of ``openings`` follows."""
         self._openings = openings
+        if self._is_raw:  # the text may begin with a call
+            self._after_mark, self._state = self._state, CallReader._before_call
 
     def stop_at_content(self) -> None:
         """Read only the calls after one mark, then stop."""
@@ -251,16 +253,21 @@ class ListReader(CallReader):
         ends: Sequence[str],
         separators: str,
         *,
-        is_bare: bool,
+        bare: Sequence[str] = (),
     ) -> None:
-        """``separators``: characters between two calls; ``{`` belongs to the second. ``is_bare``: a line may begin a call."""
-        super().__init__(Marks(*begins, *(("\n",) if is_bare else ())))
+        """``separators``: characters between two calls; ``{`` belongs to the second.
+
+        ``bare``: `LINE`, if a line may begin a call, or characters that begin a call anywhere.
+        """
+        super().__init__(Marks(*begins, *bare))
+        self._bare = frozenset(bare)
         self._ends = Marks(*ends)
         self._separators = separators
+        self._surplus = ""  # closing brackets that may be repeated after a call; ignored
         self._is_list = False
         self._is_inside = False
         """True if another call may follow without a mark."""
-        if is_bare:
+        if bare:
             self._attempt("")
             self._state = type(self)._read_start
 
@@ -268,11 +275,25 @@ class ListReader(CallReader):
         return self._is_inside or super()._is_partial_call()
 
     def _on_mark(self, mark: str) -> bool:
-        if mark == "\n":
+        if mark == LINE:
             self._emit_prose(mark)
+        elif mark in self._bare:
+            self._text = mark + self._text
+        if mark in self._bare:
             mark = ""
         self._is_list = self._is_inside = False
         return super()._on_mark(mark)
+
+    def _skip_list_end(self) -> bool:
+        """Consume the end of a list that is empty or has a comma before it; return whether there is one."""
+        if not (self._is_list and self._text[0] == "]" and (self._is_inside or self._raw[0])):
+            return False
+        self._take(1)
+        self._raw, self._is_raw = [], False
+        self._prose.at_mark()
+        self._is_list = False
+        self._state = type(self)._after
+        return True
 
     def _end_once(self, is_read: bool) -> bool:
         """Continue after a call once it ``is_read``, or when the output ends within it."""
@@ -295,6 +316,9 @@ class ListReader(CallReader):
         if sign == "]" and self._is_list:
             self._take(1)
             self._is_list = False
+            return True
+        if sign in self._surplus and self._is_inside:
+            self._take(1)
             return True
         end = self._ends.at_start(self._text)
         if end == "" and not self._over:

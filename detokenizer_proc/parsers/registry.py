@@ -8,14 +8,14 @@ Chain of parsers: the tool call parser reads the content of the reasoning parser
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quintet.detokenizer_proc.parsers.either_calls import EitherCalls
 from quintet.detokenizer_proc.parsers.harmony import Harmony
 from quintet.detokenizer_proc.parsers.json_calls import FENCE, JsonCalls, JsonFormat
 from quintet.detokenizer_proc.parsers.literal_calls import LiteralCalls, LiteralFormat
 from quintet.detokenizer_proc.parsers.literals import GEMMA
-from quintet.detokenizer_proc.parsers.machine import CallReader
+from quintet.detokenizer_proc.parsers.machine import LINE, CallReader
 from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser
 from quintet.detokenizer_proc.parsers.schemas import Schemas
 from quintet.detokenizer_proc.parsers.tagged_calls import TagFormat, TaggedCalls
@@ -102,7 +102,8 @@ def _before_id(head: str) -> str:
 
 _THINK = ThinkFormat(("<think>",), ("</think>",))
 _THINK_FIRST = ThinkFormat(("<think>",), ("</think>",), begins_inside=True)
-_KIMI_SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_KIMI_BEGINS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
+_KIMI_ENDS = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
 _FUNCTION_TAGS = TagFormat(
     begins=("<tool_call>",),
     function="<function=",
@@ -115,8 +116,9 @@ _FUNCTION_TAGS = TagFormat(
     can_omit_begin=True,
 )
 _JSON_LIST = JsonFormat(("<tool_calls>",), ("</tool_calls>",))
-_JSON_LINE = JsonFormat(("<|python_tag|>", "<tool_call>"), ("</tool_call>",), is_bare=True)
+_LLAMA_JSON = JsonFormat(("<|python_tag|>", "<tool_call>"), ("</tool_call>",), bare=("{", "["))
 _JSON_TAGS = JsonFormat(("<tool_call>", "<tools>"), ("</tool_call>", "</tools>"), strict_begins=("<tools>",))
+_HERMES = replace(_JSON_TAGS, bare=(LINE,), strict_begins=("<tools>", LINE))
 
 REASONING: dict[str, ReasoningFormat] = {
     "deepseek_r1": _THINK_FIRST,
@@ -132,7 +134,7 @@ REASONING: dict[str, ReasoningFormat] = {
         around=("<response>", "</response>"),
     ),
     "hunyuan_a13b": ThinkFormat(("<think>",), ("</think>",), around=("<answer>", "</answer>")),
-    "kimi_k2": ThinkFormat(("<think>",), ("</think>",), breaks=_KIMI_SECTIONS[:1]),
+    "kimi_k2": ThinkFormat(("<think>",), ("</think>",), breaks=_KIMI_BEGINS[:1]),
     "minimax_m2": _THINK_FIRST,
     "mistral": ThinkFormat(("[THINK]",), ("[/THINK]",)),
     "nemotron_v3": _THINK_FIRST,
@@ -166,15 +168,21 @@ TOOLS: dict[str, ToolFormat] = {
         key_end=">",
         value_end="</｜DSML｜parameter>",
         ends=("</｜DSML｜invoke>", "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
+        can_omit_begin=True,
         within=("｜DSML｜",),
     ),
-        can_omit_begin=True,
     "gemma": LiteralFormat(
         ("<start_function_call>", "<|tool_call>"),
         ("<end_function_call>", "<tool_call|>"),
+        is_bare=True,
         prefix="call:",
-        opening="{",
+        openings="{(",
         notation=GEMMA,
+    ),
+    "gigachat3": JsonFormat(
+        ("function call<|role_sep|>", "<|function_call|>"),
+        around=("<|message_sep|>",),
+        within=("<|role_sep|>\n", "<|message_sep|>\n\n"),
     ),
     "glm45": TagFormat(
         begins=("<tool_call>",),
@@ -188,20 +196,20 @@ TOOLS: dict[str, ToolFormat] = {
     ),
     "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), ("</tool_call>",)),
     "granite_20b_fc": JsonFormat(("<function_call>",)),
-    "hermes": _JSON_TAGS,
+    "hermes": _HERMES,
     "hunyuan_a13b": _JSON_LIST,
     "internlm": JsonFormat(("<|plugin|>",), ("<|action_end|>",), ("<|action_start|>",)),
     "jamba": _JSON_LIST,
     "kimi_k2": JsonFormat(
         ("<|tool_call_begin|>",),
         ("<|tool_call_end|>",),
-        _KIMI_SECTIONS,
+        (*_KIMI_BEGINS, *_KIMI_ENDS),
         heads=("<|tool_call_argument_begin|>",),
         name_of=_without_number,
     ),
     "lfm2": LiteralFormat(("<|tool_call_start|>",), ("<|tool_call_end|>",)),
-    "llama3_json": _JSON_LINE,
-    "llama4_json": _JSON_LINE,
+    "llama3_json": _LLAMA_JSON,
+    "llama4_json": _LLAMA_JSON,
     "llama4_pythonic": LiteralFormat(("<|python_start|>",), ("<|python_end|>",), is_bare=True),
     "longcat": JsonFormat(("<longcat_tool_call>",), ("</longcat_tool_call>",)),
     "minimax_m2": TagFormat(
@@ -215,8 +223,9 @@ TOOLS: dict[str, ToolFormat] = {
         can_omit_begin=True,
     ),
     "mistral": JsonFormat(("[TOOL_CALLS]",), heads=("[ARGS]",), within=(_CALL_ID,), name_of=_before_id),
+    "olmo3": LiteralFormat(("<function_calls>",), ("</function_calls>",), has_lines=True),
     "openai": HarmonyFormat(),
-    "phi4_mini_json": JsonFormat(("functools", "<|tool_call|>"), ("<|/tool_call|>",), is_bare=True),
+    "phi4_mini_json": JsonFormat(("functools", "<|tool_call|>"), ("<|/tool_call|>",), bare=(LINE,)),
     "pythonic": LiteralFormat(is_bare=True),
     "qwen3_coder": _FUNCTION_TAGS,
     "qwen3_xml": _FUNCTION_TAGS,
@@ -231,7 +240,18 @@ TOOLS: dict[str, ToolFormat] = {
         has_lines=True,
         can_omit_begin=True,
     ),
-    "xlam": JsonFormat(("```json", "[TOOL_CALLS]", "<tool_call>"), ("```", "</tool_call>"), is_bare=True),
+    "step3": TagFormat(
+        begins=("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>"),
+        function="<steptml:invoke name=",
+        name_end=">",
+        parameter="<steptml:parameter name=",
+        key_end=">",
+        value_end="</steptml:parameter>",
+        ends=("</steptml:invoke>", "<｜tool_call_end｜>", "<｜tool_calls_end｜>", "<｜tool_sep｜>"),
+        can_omit_begin=True,
+        fillers=("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>"),
+    ),
+    "xlam": JsonFormat(("```json", "[TOOL_CALLS]", "<tool_call>"), ("```", "</tool_call>"), bare=(LINE,)),
 }
 
 
@@ -239,6 +259,10 @@ SECOND: dict[str, tuple[JsonFormat | TagFormat, tuple[str, ...]]] = {
     "glm45": (_JSON_TAGS, ("{", "[")),
     "hermes": (_FUNCTION_TAGS, ("<function=",)),
     "lfm2": (JsonFormat(("<|tool_call_start|>",), ("<|tool_call_end|>",)), ("{", "[{")),
+    "llama4_pythonic": (
+        JsonFormat(("<|python_start|>",), ("<|python_end|>",), bare=(LINE,)),
+        ("{", "[{"),
+    ),
     "qwen3_coder": (_JSON_TAGS, ("{", "[")),
     "qwen3_xml": (_JSON_TAGS, ("{", "[")),
 }

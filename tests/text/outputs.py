@@ -25,11 +25,17 @@ def hermes(calls: Sequence[Call]) -> str:
     return "\n".join(f"<tool_call>\n{described(call)}\n</tool_call>" for call in calls)
 
 
+def written_as_python(call: Call) -> str:
+    name, arguments = call
+    return f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
+
+
 def python(calls: Sequence[Call]) -> str:
-    written = (
-        f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" for name, arguments in calls
-    )
-    return f"[{', '.join(written)}]"
+    return f"[{', '.join(map(written_as_python, calls))}]"
+
+
+def python_lines(calls: Sequence[Call]) -> str:
+    return "\n".join(map(written_as_python, calls))
 
 
 def gemma_value(value: Any, quote: str) -> str:
@@ -97,6 +103,18 @@ def minimax(calls: Sequence[Call]) -> str:
     return f"<minimax:tool_call>\n{invoked}\n</minimax:tool_call>"
 
 
+def step3(calls: Sequence[Call]) -> str:
+    inner = "".join(
+        f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">\n'
+        + "".join(
+            f'<steptml:parameter name="{k}">{plain(v)}</steptml:parameter>\n' for k, v in arguments.items()
+        )
+        + "</steptml:invoke><｜tool_call_end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool_calls_begin｜>{inner}<｜tool_calls_end｜>"
+
+
 def deepseek_v32(calls: Sequence[Call]) -> str:
     invoked = "\n".join(
         f'<｜DSML｜invoke name="{name}">\n'
@@ -153,6 +171,12 @@ WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
         lambda calls: deepseek_v32(calls).replace("function_calls", "tool_calls"),
     ],
     "gemma": [gemma, gemma4],
+    "gigachat3": [
+        lambda calls: "".join(
+            f"<|message_sep|>\n\nfunction call<|role_sep|>\n{described(call)}" for call in calls
+        ),
+        lambda calls: "".join(f"<|function_call|>{described(call)}" for call in calls),
+    ],
     "glm45": [glm],
     "granite": [lambda calls: "<|tool_call|>" + listed(calls), hermes],
     "granite_20b_fc": [lambda calls: "\n".join(f"<function_call> {described(call)}" for call in calls)],
@@ -181,6 +205,7 @@ WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
     "longcat": [lambda calls: hermes(calls).replace("tool_call", "longcat_tool_call")],
     "minimax_m2": [minimax],
     "mistral": [lambda calls: "[TOOL_CALLS]" + listed(calls), mistral_named],
+    "olmo3": [lambda calls: f"<function_calls>{python_lines(calls)}</function_calls>"],
     "openai": [harmony],
     "phi4_mini_json": [
         lambda calls: "functools" + listed(calls),
@@ -190,6 +215,7 @@ WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
     "qwen3_coder": [function_tags("tool_call")],
     "qwen3_xml": [function_tags("tool_call")],
     "seed_oss": [function_tags("seed:tool_call")],
+    "step3": [step3],
     "xlam": [
         lambda calls: "\n" + listed(calls),
         lambda calls: f"\n```json\n{listed(calls)}\n```",

@@ -22,6 +22,10 @@ TEMPLATES = {
     "Magistral": ("[THINK][/THINK][TOOL_CALLS]", "mistral", "mistral"),
     "gpt-oss": ("<|start|>assistant<|channel|>analysis<|message|>", "openai_gptoss", "openai"),
     "Seed OSS": ("<seed:think> <seed:tool_call><function=x>", "seed_oss", "seed_oss"),
+    "Step 3": ('<｜tool_calls_begin｜><steptml:invoke name="', "", "step3"),
+    "GigaChat 3": ("<|message_sep|> function call<|role_sep|>", "", "gigachat3"),
+    "GigaChat 3.1": ("<|function_call|>{", "", "gigachat3"),
+    "Olmo 3": ("<function_calls>{{ calls }}</function_calls> <think>", "", "olmo3"),
     "Granite 3.2": ("<|start_of_role|> <|tool_call|> Here is my thought process:", "granite", "granite"),
     "a plain one": ("{{ messages }}", "", ""),
 }

@@ -340,3 +340,239 @@ def test_the_text_after_a_mark_decides_the_format(tools: str, second: str, first
     text = f"The {mark} {{mark}} and {mark} <function= and {mark}"
     assert parse(text, tools) == ([], text, "")
     assert parse(f"<think>a{second}", tools, "qwen3") == (calls, "", "a")
+
+
+@pytest.mark.parametrize("name", ["x", "b", "o"])
+def test_an_empty_value_of_a_type_other_than_string_is_no_argument(name: str) -> None:
+    empty = f"<parameter={name}>\n</parameter>\n"
+    text = (
+        qwen("s", "")
+        .replace("<parameter=s>", empty + "<parameter=s>")
+        .replace("</function>", empty + "</function>")
+    )
+    assert parse(text, "qwen3_coder") == ([("f", {"s": ""})], "", "")
+
+
+@pytest.mark.parametrize(("written", "value"), [('"12"', "12"), ("NaN", "NaN"), ("true", True)])
+def test_a_parameter_marked_as_json_is_json(written: str, value: object) -> None:
+    text = f'<｜DSML｜invoke name="f"><｜DSML｜parameter name="s" string="false">{written}</｜DSML｜parameter></｜DSML｜invoke>'
+    assert parse(text, "deepseek_v32") == ([("f", {"s": value})], "", "")
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("glm45", "<tool_call>f</arg_value>"),
+        ("glm45", "<tool_call>f</arg_value></tool_call>"),
+        ("glm45", "<tool_call>f<tool_call>f</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<tool_call>\n<function=f>\n</function>\n</tool_call>"),
+        ("deepseek_v32", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f"/>\n</｜DSML｜tool_calls>'),
+        ("kimi_k2", kimi("").replace("<|tool_call_argument_begin|>", "") + kimi("{}")),
+        ("mistral", "[TOOL_CALLS]f[TOOL_CALLS]f{}"),
+        ("mistral", "[TOOL_CALLS]f[ARGS][TOOL_CALLS]f[ARGS]"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁call▁end｜><｜tool▁call▁begin｜>f"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>'),
+    ],
+)
+def test_calls_without_arguments_are_calls(tools: str, text: str) -> None:
+    calls, content, _ = parse(text, tools)
+    assert set(map(str, calls)) == {"('f', {})"} and content == ""
+
+
+@pytest.mark.parametrize(
+    ("tools", "call"),
+    [
+        ("glm45", "<tool_call>f\n<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"),
+        ("deepseek_v31", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>'),
+        ("kimi_k2", kimi('{"x": 1}')),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}'),
+        ("hermes", hermes('{"x": 1}')),
+    ],
+)
+@pytest.mark.parametrize("between", ["", " would help. "])
+def test_a_mark_without_a_call_does_not_hide_a_call(tools: str, call: str, between: str) -> None:
+    mark = call[: call.index("]" if tools == "mistral" else ">") + 1]
+    calls, content, _ = parse(f"I write {mark}{between}{call}", tools)
+    assert (calls, content) == ([("f", {"x": 1})], f"I write {mark}{between}".strip())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "f", "arguments": {"x": 1}}',
+        '```json\n{"name": "f", "arguments": {"x": 1}}\n```',
+        '```\n[\n  {"name": "f", "arguments": {"x": 1}}\n]\n```',
+        '{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}',
+        '{"name": "f", "arguments": "{\\"x\\": 1}"}',
+        '<tools>{"name": "f", "arguments": "{\\"x\\": 1}"}</tools>',
+        "<function=f>\n<parameter=x>\n1\n</parameter>\n</function>",
+        '<tool_call>\n```json\n{"name": "f", "arguments": {"x": 1}}\n```\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": {"x": 1}}}\n</tool_call>',
+    ],
+)
+def test_hermes_reads_calls_without_marks_and_with_a_fence(text: str) -> None:
+    assert parse(text, "hermes") == ([("f", {"x": 1})], "", "")
+    assert parse(f"Yes.\n\n{text}\n\n```python\nf()\n```", "hermes") == (
+        [("f", {"x": 1})],
+        "Yes.```python\nf()\n```",
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Bob", "age": 3}',
+        '{"name": "f", "parameters": {"x": 1}}',
+        '{"name": "f", "arguments": "none"}',
+        '```json\n{"name": "f", "description": "d", "arguments": {}}\n```',
+        'It is `{"name": "f", "arguments": {}}`.',
+        '```\n{"calls": [{"name": "f", "arguments": {}}]}\n```',
+        "```python\nf(x=1)\n```",
+    ],
+)
+def test_other_json_without_marks_is_content(text: str) -> None:
+    assert parse(text, "hermes") == ([], text, "")
+    assert parse(f"Look:\n{text}\nDone.", "hermes") == ([], f"Look:\n{text}\nDone.", "")
+    thought = f"So:\n{text}\nand {{}}"
+    assert parse(f"<think>{thought}</think>Yes.", "hermes", "qwen3") == ([], "Yes.", thought)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ('Sure: {"name": "f", "parameters": {"x": 1}} It runs.', "Sure:It runs."),
+        ('I use {f}: [{"name": "f", "parameters": {"x": 1}}]', "I use {f}:"),
+        ('{"name": "f", "parameters": {"x": 1}}}', ""),
+    ],
+)
+def test_llama_calls_begin_anywhere(text: str, content: str) -> None:
+    assert parse(text, "llama3_json") == ([("f", {"x": 1})], content, "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<|python_start|>{"name": "f", "parameters": {"x": 1}}<|python_end|>',
+        '{"type": "function", "name": "f", "parameters": {"x": 1}}',
+        '[{"name": "f", "parameters": {"x": 1}}]',
+        "[f(x=1)]",
+    ],
+)
+def test_llama4_pythonic_also_reads_json(text: str) -> None:
+    assert parse(text, "llama4_pythonic") == ([("f", {"x": 1})], "", "")
+    assert parse("Yes.\n" + text, "llama4_pythonic") == ([("f", {"x": 1})], "Yes.", "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<|tool_call>:f{s:<|"|>a<|"|>}<tool_call|>',
+        '<|tool_call>:call:f{s:<|"|>a<|"|>}<tool_call|>',
+        '<|tool_call>f{s:<|"|>a<|"|>}<tool_call|>',
+        '<|tool_call>call:f(s:<|"|>a<|"|>)<tool_call|>',
+        'call:f{s:<|"|>a<|"|>}<tool_call|>',
+    ],
+)
+def test_other_beginnings_of_gemmas_calls_are_read(text: str) -> None:
+    assert parse(text, "gemma") == ([("f", {"s": "a"})], "", "")
+    assert (
+        parse("Yes.\n" + text + text.replace("call:f{", "<|tool_call>call:f{"), "gemma")[0]
+        == [("f", {"s": "a"})] * 2
+    )
+
+
+def test_strings_of_json_and_python_in_gemmas_format_have_no_quotes() -> None:
+    text = """<|tool_call>call:f{l:["a", 'b, c'], o:{"k": "it's"}, s:it's}<tool_call|>"""
+    assert parse(text, "gemma")[0] == [("f", {"l": ["a", "b, c"], "o": {"k": "it's"}, "s": "it's"})]
+
+
+def test_a_call_in_prose_is_no_gemma_call() -> None:
+    text = "f{x:1}\ncall: f{x:1}\nI call:f{x:1} here."
+    assert parse(text, "gemma") == ([], text, "")
+
+
+def test_arguments_that_are_text_are_a_json_string() -> None:
+    assert parse(hermes('"hello"'), "hermes") == ([("f", "hello")], "", "")
+
+
+def test_singular_marks_of_kimis_section_are_removed() -> None:
+    text = f"A<|tool_call_section_begin|>{kimi('{}')}<|tool_call_section_end|>"
+    assert parse(text, "kimi_k2", "kimi_k2") == ([("f", {})], "A", "")
+
+
+def test_calls_of_step3_are_read_with_and_without_their_type() -> None:
+    invoke = '<steptml:invoke name="f"><steptml:parameter name="s"> a\n</steptml:parameter></steptml:invoke>'
+    typed = f"<｜tool_call_begin｜>function<｜tool_sep｜>\n{invoke}<｜tool_call_end｜>"
+    untyped = f"<｜tool_call_begin｜>{invoke}<｜tool_call_end｜><｜tool_sep｜>"
+    for inner in (typed + untyped, untyped + typed, invoke * 2):
+        text = f"A<｜tool_calls_begin｜>{inner}<｜tool_calls_end｜>B"
+        assert parse(text, "step3") == ([("f", {"s": " a\n"})] * 2, "AB", "")
+
+
+def test_content_of_gigachat_ends_at_the_separator() -> None:
+    call = 'function call<|role_sep|>\n{"name": "f", "arguments": {"x": 1}}'
+    assert parse(f"A<|message_sep|>\n\n{call}", "gigachat3") == ([("f", {"x": 1})], "A", "")
+    assert parse("This function calls f.", "gigachat3") == ([], "This function calls f.", "")
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("'sed -n '1,5p' a.py'", "sed -n '1,5p' a.py"),
+        ("'a \"b\" c'", 'a "b" c'),
+        ('"say "hi" to me"', 'say "hi" to me'),
+        ("'g(h(1, x='b'))'", "g(h(1, x='b'))"),
+        ("['a' , 'b'c']", ["a", "b'c"]),
+        ("{'k' : ['v']}", {"k": ["v"]}),
+        ("07", 7),
+    ],
+)
+def test_quotes_without_an_escape_are_part_of_a_string(written: str, value: object) -> None:
+    calls = [("f", {"s": value, "x": 1}), ("f", {"s": value})]
+    text = f"[f(s={written}, x=1), f(s={written})]"
+    assert parse(text, "pythonic") == (calls, "", "")
+    assert parse(f"<|tool_call_start|>{text}<|tool_call_end|>A", "lfm2") == (calls, "A", "")
+    lines = text[1:-1].replace("), f", ")\nf")
+    assert parse(f"<function_calls>{lines}</function_calls>A", "olmo3") == (calls, "A", "")
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>"),
+        ("mistral", "[TOOL_CALLS] []"),
+        ("granite", "<|tool_call|>[ ]"),
+        ("hermes", "<tool_call>[]</tool_call>"),
+    ],
+)
+def test_an_empty_list_after_a_mark_is_no_content(tools: str, text: str) -> None:
+    assert parse(f"A {text}\nB", tools) == ([], "AB", "")
+    assert parse("a = []\n[]", tools) == ([], "a = []\n[]", "")
+
+
+def test_a_comma_before_the_end_of_a_list_is_no_content() -> None:
+    assert parse('[TOOL_CALLS][{"name": "f", "arguments": {}},]', "mistral") == ([("f", {})], "", "")
+    assert parse("[f(x=1), ]", "pythonic") == ([("f", {"x": 1})], "", "")
+
+
+@pytest.mark.parametrize("kind", ["true", "false"])
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"x": 1, "s": "a"}', {"x": 1, "s": "a"}),
+        ("{}", {}),
+        ("ls", {"input": "ls"}),
+        ('{"x": 1', {"input": '{"x": 1'}),
+    ],
+)
+def test_a_parameter_with_all_arguments_is_unwrapped(kind: str, written: str, arguments: object) -> None:
+    value = f'<｜DSML｜parameter name="input" string="{kind}">{written}</｜DSML｜parameter>'
+    text = f'<｜DSML｜tool_calls><｜DSML｜invoke name="f">{value}</｜DSML｜invoke></｜DSML｜tool_calls>'
+    assert parse(text, "deepseek_v32") == ([("f", arguments)], "", "")
+
+
+def test_a_parameter_that_the_function_has_is_not_unwrapped() -> None:
+    text = "<tool_call><function=f><parameter=o>{}</parameter><parameter=input>{}</parameter></function></tool_call>"
+    assert parse(text, "qwen3_coder") == ([("f", {"o": {}, "input": {}})], "", "")
+    assert parse(text.replace("=f>", "=h>"), "qwen3_coder") == ([("h", {"o": {}, "input": {}})], "", "")
