@@ -25,6 +25,7 @@ from quintet.core.hooks import PrefixMatch
 from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 from quintet.core.step_builder import StepBuilder
+from quintet.wire.limits import MAX_NEW_ROW_BYTES
 from quintet.wire.step import StepPlan
 
 NO_MATCH = PrefixMatch(0, ())
@@ -167,7 +168,10 @@ def _allowance(state: SchedulerState, request: Request, wanted: int, budget: int
 
 
 def _admit_waiting(state: SchedulerState, step: StepBuilder, budget: int, now_ns: int) -> int:
-    """Admit waiting requests by rank until slots, blocks or budget run out; return the number that was passed over."""
+    """Admit waiting requests by rank until slots, blocks or budget run out; return the number that was passed over.
+
+    Requests that would make the plan too large for a frame wait for the next step.
+    """
     waiting, running = state.waiting, state.running
     max_running = state.limits.max_running
     position = 0
@@ -193,6 +197,8 @@ def _admit_waiting(state: SchedulerState, step: StepBuilder, budget: int, now_ns
             _count_first_entry(state, request, found, now_ns)
         _compute(state, step, request, count)
         budget -= count
+        if step.new_row_bytes >= MAX_NEW_ROW_BYTES:
+            break
     return position
 
 

@@ -9,7 +9,7 @@ from zlib import crc32
 from quintet.core.kv.groups import Groups
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import InFlightPlan, SchedulerState
-from quintet.wire.codec import pack_i32, pack_i64
+from quintet.wire.codec import encode, pack_i32, pack_i64
 from quintet.wire.embeds import num_leading
 from quintet.wire.step import NewRow, StepPlan
 
@@ -44,6 +44,7 @@ class StepBuilder:
         "columns",
         "copies",
         "counts",
+        "new_row_bytes",
         "new_rows",
         "rows",
         "samples",
@@ -57,6 +58,7 @@ class StepBuilder:
         self.counts: list[int] = []
         self.samples = bytearray()
         self.new_rows: list[NewRow] = []
+        self.new_row_bytes = 0
         self.blocks: list[int] = []
         """Quadruples ``slot, group, position, block``."""
         self.copies: list[int] = []
@@ -78,21 +80,21 @@ class StepBuilder:
     def add_new_row(self, request: Request, groups: Groups) -> None:
         """Send a request that just got its slot, and its block tables."""
         slot = request.slot
-        self.new_rows.append(
-            NewRow(
-                slot=slot,
-                generation=request.generation,
-                request_id=request.request_id,
-                token_ids=pack_i32(request.tokens),
-                num_prompt_tokens=request.num_prompt,
-                params=request.spec.params,
-                seed=request.seed,
-                stop_ids=request.stop_ids,
-                bad_word_ids=request.bad_word_ids,
-                num_embedded=num_leading(request.embeds) if request.embeds else 0,
-                draft_scope=int.from_bytes(request.salt_digest[:8], "little"),
-            )
+        row = NewRow(
+            slot=slot,
+            generation=request.generation,
+            request_id=request.request_id,
+            token_ids=pack_i32(request.tokens),
+            num_prompt_tokens=request.num_prompt,
+            params=request.spec.params,
+            seed=request.seed,
+            stop_ids=request.stop_ids,
+            bad_word_ids=request.bad_word_ids,
+            num_embedded=num_leading(request.embeds) if request.embeds else 0,
+            draft_scope=int.from_bytes(request.salt_digest[:8], "little"),
         )
+        self.new_rows.append(row)
+        self.new_row_bytes += len(encode(row))
         for index, held in enumerate(request.kv.held):
             if index in groups.states:
                 self.blocks += (slot, index, 0, held.blocks[0], slot, index, 1, held.blocks[-1])

@@ -21,6 +21,9 @@ LEAST_BYTES = 16 << 20
 MOST_BYTES = 1 << 30
 """Maximum for every inbox, whatever the configuration."""
 
+MAX_NEW_ROW_BYTES = MOST_BYTES // 4
+"""Size of a plan's new rows after which no further request enters; the rest of the frame is for embeddings."""
+
 ID_BYTES = 5
 """Bytes of a token id in a list; in a column it has 4."""
 
@@ -66,7 +69,8 @@ def largest_frame(role: Role, config: EngineConfig) -> int:
 def _request(config: EngineConfig) -> int:
     """Size of one request as ids, with its outputs and parameters."""
     model = config.model
-    words = ID_BYTES * MAX_BAD_WORDS * MAX_BAD_WORD_CHARS + 4 * MAX_STOP_CHARS + MAX_COMPILED_BYTES
+    # Each bad word is encoded twice, with up to four tokens per character, and sent as text of up to four bytes too.
+    words = (8 * ID_BYTES + 4) * MAX_BAD_WORDS * MAX_BAD_WORD_CHARS + 4 * MAX_STOP_CHARS + MAX_COMPILED_BYTES
     params = (
         6 * ID_BYTES * model.vocab_size
     )  # four lists of ids, and one map from an id to a float of 9 bytes

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from quintet.core import scheduler
 from quintet.core.features.chunked_prefill import whole_or_wait
 from quintet.core.hooks import Feature, flatten
 from quintet.core.requests.request import Status
@@ -56,6 +57,17 @@ def test_budget_is_shared_and_decoding_comes_first() -> None:
     world.commit()
     world.admit(3, distinct(40, 80), ignore_eos=True)
     assert rows(world, world.plan()) == {1: 1, 2: 1, 3: 14}
+
+
+def test_requests_that_would_make_a_plan_too_large_wait_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_NEW_ROW_BYTES", 4000)
+    world = World(max_steps_in_flight=1)
+    bias = dict.fromkeys(range(150), 1.5)  # more than 1500 bytes
+    for request_id in range(1, 6):
+        world.admit(request_id, distinct(4, 10 * request_id), logit_bias=bias, ignore_eos=True)
+    assert set(rows(world, world.plan())) == {1, 2, 3}
+    world.commit()
+    assert set(rows(world, world.plan())) == {1, 2, 3, 4, 5}
 
 
 def test_pipelined_steps_alternate_requests() -> None:

@@ -11,7 +11,7 @@ from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
 from quintet.wire.limits import LEAST_BYTES, MOST_BYTES, largest_frame
-from quintet.wire.params import SamplingParams
+from quintet.wire.params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, SamplingParams
 from quintet.wire.request import Echo, RequestSpec
 
 from .test_record import config_of
@@ -47,6 +47,14 @@ def test_plan_with_all_slots_at_full_length_reaches_the_executor(config: EngineC
     row = s.NewRow(0, 1, 1 << 62, bytes(4 * LENGTH), 1, params, 1 << 63)
     plan = s.StepPlan(1, 0, b"", [row] * SLOTS, b"", b"", b"", b"", b"", b"")
     assert LEAST_BYTES < len(encode(plan)) <= largest_frame(Role.EXECUTOR, config)
+
+
+def test_plan_with_bad_words_of_all_slots_reaches_the_executor(config: EngineConfig) -> None:
+    """A word is encoded with and without a space before it, and a character of four bytes takes up to four tokens."""
+    params = SamplingParams(bad_words=["\U0001f600" * MAX_BAD_WORD_CHARS] * MAX_BAD_WORDS)
+    bad_word_ids = [[VOCAB - 1] * 4 * MAX_BAD_WORD_CHARS] * 2 * MAX_BAD_WORDS
+    row = s.NewRow(0, 1, 1 << 62, bytes(4 * LENGTH), 1, params, 1 << 63, bad_word_ids=bad_word_ids)
+    assert SLOTS * len(encode(row)) <= largest_frame(Role.EXECUTOR, config)
 
 
 def test_logprobs_of_a_full_step_reach_core_and_detokenizer(config: EngineConfig) -> None:
