@@ -1,6 +1,7 @@
 """Forks: further choices of a request with n > 1 start from the first choice's prompt blocks.
 
-They wait until the first choice has computed all but the last prompt token. Then each shares the full blocks and
+They wait until the first choice has computed all but the last prompt token, and that one is planned: the first output
+brings the log-probabilities of the prompt, which only the first choice computes. Then each shares the full blocks and
 copies the partial block. It computes the last prompt token itself, to sample its first token with its own seed. If
 the first choice ended or released needed blocks, the choice is an ordinary request and may still hit the prefix
 cache.
@@ -17,9 +18,9 @@ from quintet.core.scheduler_state import SchedulerState
 
 def can_enter(state: SchedulerState, parent: Request) -> bool:
     """Delay choices while the first one computes the prompt, unless a poison-isolation trial excludes the first one."""
-    return (
-        parent.status is Status.ENDED or parent.computed >= parent.num_prompt - 1 or not state.may_run(parent)
-    )
+    if parent.status is Status.ENDED or not state.may_run(parent):
+        return True
+    return parent.computed >= parent.num_prompt - 1 and parent.planned >= parent.num_prompt
 
 
 def match_prompt(state: SchedulerState, request: Request, parent: Request) -> PrefixMatch | None:

@@ -93,3 +93,20 @@ def test_every_choice_is_opened_with_the_same_prompt() -> None:
     world.admit(100, PROMPT, n=3, ignore_eos=True)
     world.run()
     assert [world.outcomes[100 + choice].num_cached for choice in range(3)] == [8, 8, 8]
+
+
+def test_first_choice_draws_first() -> None:
+    """Its output brings the log-probabilities of the prompt. In stages, its last prompt token may wait for a later step."""
+    world = World(stages=2, max_steps_in_flight=1, max_num_batched_tokens=11)
+    for request_id in (1, 2):
+        world.admit(request_id, [request_id, 5], max_tokens=40, ignore_eos=True)
+    world.plan()
+    world.commit()
+    world.admit(100, PROMPT, n=3, ignore_eos=True, prompt_logprobs=0)
+    drawn: list[int] = []
+    while (plan := world.plan()) is not None:
+        rows = [world.executor.slot_states[slot].row for slot in codec.unpack_i32(plan.slots)]
+        drawn += [row.request_id for row, draws in zip(rows, plan.samples, strict=True) if draws]
+        world.commit()
+    assert [request_id for request_id in dict.fromkeys(drawn) if request_id >= 100] == [100, 101, 102]
+    check_choices(world, 3)
