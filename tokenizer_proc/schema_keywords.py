@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
+
+from quintet.tokenizer_proc.notations.regexes import as_rust
 
 Schema = dict[str, Any]
 
@@ -44,6 +47,8 @@ APPLICATORS = frozenset(
 ROOT_KEYWORDS = {"$schema", "$id", "$defs", "definitions"}
 """Keys that references expect in the outermost schema."""
 MAX_NAME_LENGTH = 1000
+MAX_EXCLUSIVE = 20
+"""Branches of a ``oneOf`` that each require another property."""
 TYPES = {"null", "boolean", "string", "integer", "number", "array", "object"}
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 MAX_INTEGER, MAX_NUMBER = 1 << 62, 1e18
@@ -58,8 +63,11 @@ WITHOUT_LOOKAROUND = {
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
         rf"^P(?:\d+W|{_DATE}(?:{_TIME})?|{_TIME})$"
     ),
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
 }
-"""Patterns that zod writes for e-mail addresses and durations, and equivalent ones that the library supports."""
+"""Patterns of zod (e-mail addresses, durations) and Pydantic (decimals), and equivalent ones that the library supports."""
+_DIALECT = re.compile(r"https?://json-schema\.org/(draft-0[3-7]|draft/20(?:19-09|20-12))/schema#?")
+_UUID = r"^[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"
 
 
 def is_anything(schema: Any) -> bool:
@@ -71,9 +79,6 @@ def _drop_annotations(schema: Schema) -> None:
     declared = schema.get("format")
     if isinstance(declared, str) and declared not in FORMATS:
         del schema["format"]
-    dialect = schema.get("$schema")
-    if isinstance(dialect, str) and "json-schema.org/" not in dialect:  # OpenAPI's dialect cannot be fetched
-        del schema["$schema"]
     if schema.get("uniqueItems") is False or _at_most_one(schema):
         schema.pop("uniqueItems", None)
     if schema.get("not") is False:
@@ -82,6 +87,18 @@ def _drop_annotations(schema: Schema) -> None:
         named = schema.get(key)
         if isinstance(named, dict) and all(each == [] or is_anything(each) for each in named.values()):
             del schema[key]
+
+
+def _usual_dialect(schema: Schema) -> None:
+    """Write a draft's URI as the draft does. The library cannot fetch other dialects, such as OpenAPI's."""
+    dialect = schema.pop("$schema", None)
+    if isinstance(dialect, str) and (match := _DIALECT.fullmatch(dialect)) is not None:
+        draft = match[1]
+        schema["$schema"] = (
+            f"http://json-schema.org/{draft}/schema#"
+            if draft.startswith("draft-")
+            else f"https://json-schema.org/{draft}/schema"
+        )
 
 
 def _usual_types(schema: Schema) -> None:
@@ -101,7 +118,8 @@ def _usual_numbers(schema: Schema) -> None:
     """Write whole counts as integers, and narrow bounds that the library does not support (``int64``, ``double``)."""
     for key in COUNTS:
         count = schema.get(key)
-        if isinstance(count, float) and count.is_integer():
+        is_text = isinstance(count, str) and count.isdecimal() and len(count) < 10  # Gemini's 64-bit integers
+        if is_text or (isinstance(count, float) and count.is_integer()):
             schema[key] = int(count)
     most = MAX_NUMBER if _has_type(schema, "number") else MAX_INTEGER
     for keys, sign in ((("minimum", "exclusiveMinimum"), -1), (("maximum", "exclusiveMaximum"), 1)):
@@ -112,16 +130,22 @@ def _usual_numbers(schema: Schema) -> None:
 
 
 def _usual_reference(schema: Schema) -> None:
-    """Encode the characters of a reference that URIs do not allow: ``#/$defs/List[int]``."""
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        schema["$ref"] = "#" + quote(reference[1:], safe="/~!$&'()*+,;=:@?%-._")
+    """Encode the characters of an identifier or reference that URIs do not allow: ``#/$defs/List[int]``."""
+    for key in ("$id", "$ref"):
+        reference = schema.get(key)
+        if isinstance(reference, str):
+            parts = reference.split("#", maxsplit=1)
+            schema[key] = "#".join(quote(part, safe="/~!$&'()*+,;=:@?%-._") for part in parts)
 
 
 def _plain_pattern(schema: Schema) -> None:
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
-        schema["pattern"] = WITHOUT_LOOKAROUND.get(pattern, pattern)
+        schema["pattern"] = WITHOUT_LOOKAROUND.get(pattern) or as_rust(pattern)
+    by_pattern = schema.get("patternProperties")
+    if isinstance(by_pattern, dict):
+        plain = {as_rust(name): inner for name, inner in by_pattern.items()}
+        schema["patternProperties"] = plain if len(plain) == len(by_pattern) else by_pattern
 
 
 def _at_most_one(schema: Schema) -> bool:
@@ -170,9 +194,11 @@ def _plain_unevaluated(schema: Schema) -> None:
             schema[plainer] = schema.pop(key)
 
 
-def _plain_names(schema: Schema) -> None:
-    """Replace ``propertyNames`` by ``properties`` or ``patternProperties``."""
-    names = schema.get("propertyNames")
+def plain_names(schema: Schema, names: Any) -> None:
+    """Replace ``propertyNames`` by ``properties`` or ``patternProperties``.
+
+    ``names`` is its schema, with a reference resolved.
+    """
     if names is None:
         return
     if is_anything(names) or _allows_names(names):
@@ -199,6 +225,8 @@ def _pattern_of(names: Schema, keywords: set[str]) -> str | None:
     """Return the regular expression of the allowed names; None if the schema has other constraints."""
     if keywords == {"pattern"} and isinstance(names["pattern"], str):
         return str(names["pattern"])
+    if keywords == {"format"} and names["format"] == "uuid":
+        return _UUID
     least, most = names.get("minLength", 0), names.get("maxLength", MAX_NAME_LENGTH)
     is_length = keywords <= {"minLength", "maxLength"} and type(least) is type(most) is int
     if not is_length or not 0 <= least <= most <= MAX_NAME_LENGTH:
@@ -219,7 +247,12 @@ def _has_type(schema: Schema, name: str) -> bool:
 
 
 def close(schema: Schema) -> None:
-    """Forbid properties that the schema does not name. Required ones without a schema take any value."""
+    """Forbid properties that the schema does not name. Required ones without a schema take any value.
+
+    A schema with properties but no type allows objects only.
+    """
+    if not {"type", "enum", "const"} & schema.keys():
+        schema["type"] = "object"
     if "additionalProperties" in schema:
         return
     properties, required = schema.get("properties"), schema.get("required")
@@ -258,6 +291,36 @@ def _has_lookaround(schema: Any) -> bool:
     return isinstance(pattern, str) and any(mark in pattern for mark in ("(?=", "(?!", "(?<=", "(?<!"))
 
 
+def _plain_all_of(schema: Schema) -> None:
+    """Replace ``allOf`` of one schema by that schema. Pydantic and OpenAPI add annotations to references this way."""
+    branches = schema.get("allOf")
+    if schema.keys() - ANNOTATIONS - ROOT_KEYWORDS - {"nullable"} != {"allOf"} or not isinstance(
+        branches, list
+    ):
+        return
+    if len(branches) == 1 and isinstance(branches[0], dict) and not ROOT_KEYWORDS & branches[0].keys():
+        del schema["allOf"]
+        schema |= {key: value for key, value in branches[0].items() if key not in schema}
+
+
+def _exclude_others(schema: Schema) -> None:
+    """Replace ``oneOf`` of branches that require one property each by ``anyOf``: each branch excludes the others' property."""
+    branches = schema.get("oneOf")
+    if schema.get("type") != "object" or "anyOf" in schema or not isinstance(branches, list):
+        return
+    required = [each.get("required") if isinstance(each, dict) else None for each in branches]
+    names = [
+        each[0] for each in required if isinstance(each, list) and len(each) == 1 and isinstance(each[0], str)
+    ]
+    is_plain = all(isinstance(each, dict) and each.keys() - ANNOTATIONS == {"required"} for each in branches)
+    if is_plain and len(set(names)) == len(branches) <= MAX_EXCLUSIVE:
+        del schema["oneOf"]
+        schema["anyOf"] = [
+            {"required": [name], "properties": {other: False for other in names if other != name}}
+            for name in names
+        ]
+
+
 def _allow_null(schema: Schema) -> None:
     """Replace OpenAPI's ``nullable``: null becomes a type and a value of ``enum``, or a branch of ``anyOf``."""
     if schema.pop("nullable", None) is not True:
@@ -282,16 +345,18 @@ def as_list(value: Any) -> list[Any]:
 
 
 RULES: tuple[Callable[[Schema], None], ...] = (
+    _plain_all_of,  # first: others read the keywords of the inner schema
+    _usual_dialect,
     _usual_types,
     _usual_numbers,
     _usual_reference,
     _plain_pattern,
-    _plain_unevaluated,  # first: conditions without effect also determine the evaluated properties
+    _plain_unevaluated,  # before conditions: those without effect also determine the evaluated properties
     _drop_annotations,
     _drop_conditions,
     _plain_contains,
-    _plain_names,
     _plain_not,
     _drop_branches,
+    _exclude_others,
     _allow_null,  # last: other rules read the types
 )

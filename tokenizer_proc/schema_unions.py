@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ class Root:
     num_left: int = MAX_ANALYZED
 
 
-def _resolved(schema: Any, root: Root) -> Any:
+def resolved(schema: Any, root: Root) -> Any:
     """Resolve a schema that has only a reference and annotations; return other schemas unchanged."""
     for _ in range(8):
         if not isinstance(schema, dict) or "$ref" not in schema or schema.keys() - ANNOTATIONS != {"$ref"}:
@@ -52,14 +52,26 @@ def require_discriminator(schema: Schema, root: Root) -> None:
     name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
     if not isinstance(name, str) or not isinstance(branches, list):
         return
-    for each in branches:
-        branch = _resolved(each, root)
-        properties = branch.get("properties") if isinstance(branch, dict) else None
+    for branch in _objects_of(branches, root):
+        properties = branch.get("properties")
         if not isinstance(properties, dict) or _values(properties.get(name), root) is None:
             continue
         required = branch.setdefault("required", [])
         if isinstance(required, list) and name not in required:
             required.append(name)
+
+
+def _objects_of(branches: list[Any], root: Root) -> Iterator[Schema]:
+    """Yield the schemas of a union, with references resolved and unions in it included."""
+    waiting, seen = list(branches), set[int]()
+    while waiting and root.num_left > 0:
+        root.num_left -= 1
+        branch = resolved(waiting.pop(), root)
+        if isinstance(branch, dict) and id(branch) not in seen:
+            seen.add(id(branch))
+            yield branch
+            inner = branch.get("oneOf", branch.get("anyOf"))
+            waiting += inner if isinstance(inner, list) else ()
 
 
 def write_out_set(schema: Schema, root: Root, most: int) -> int:
@@ -141,7 +153,7 @@ class _Facts:
 
 
 def _facts_of(branch: Any, root: Root) -> _Facts:
-    schema = _resolved(branch, root)
+    schema = resolved(branch, root)
     everything = frozenset(TYPES)
     if not isinstance(schema, dict):
         return _Facts(everything, None, {})
@@ -177,7 +189,7 @@ def _values(schema: Any, root: Root, *, is_exact: bool = False, level: int = 0) 
     root.num_left -= 1
     if level > MAX_LEVELS or root.num_left < 0:
         return None
-    schema = _resolved(schema, root)
+    schema = resolved(schema, root)
     if not isinstance(schema, dict):
         return None
     keywords = schema.keys() - ANNOTATIONS

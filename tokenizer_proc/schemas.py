@@ -13,8 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quintet.tokenizer_proc.schema_keywords import RULES, Schema, is_anything
-from quintet.tokenizer_proc.schema_unions import Root, disjoin, require_discriminator, write_out_set
+from quintet.tokenizer_proc.schema_keywords import RULES, Schema, is_anything, plain_names
+from quintet.tokenizer_proc.schema_unions import (
+    Root,
+    disjoin,
+    require_discriminator,
+    resolved,
+    write_out_set,
+)
 
 INNER = frozenset(
     {
@@ -55,6 +61,7 @@ def plain_schema(schema: Any) -> Any:
         for anchor, reference in anchors.items():
             if reference not in used:
                 each.pop(anchor, None)
+        plain_names(each, resolved(each.get("propertyNames"), root))
         require_discriminator(each, root)
         num_written_out += write_out_set(each, root, MAX_WRITTEN_OUT - num_written_out)
     for each in found:

@@ -13,12 +13,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from quintet.tokenizer_proc.nesting_depth import check_schema
+from quintet.tokenizer_proc.notations.regexes import escaped
 from quintet.tokenizer_proc.schemas import plain_schema, with_blanks
 from quintet.wire.errors import ErrorCode, RequestError
 
 Node = Mapping[str, Any]
 ANY_TEXT = r"/(.|\n)*/"
 PARAM = "structural_tag"
+REPETITIONS = {"optional": "?", "plus": "+", "star": "*"}
 
 
 def lark_of_tags(
@@ -56,10 +58,10 @@ def lark_of_text(text: str, named: Mapping[str, int]) -> str:
     return " ".join(written) or '""'
 
 
-def lark_until(literal: str) -> tuple[str, str]:
-    """Return a rule's body and attribute for any text up to and including ``literal``, a result of `lark_of_text`."""
+def lark_until(literal: str, text: str = ANY_TEXT) -> tuple[str, str]:
+    """Return a rule's body and attribute for ``text`` up to and including ``literal``, a result of `lark_of_text`."""
     ends_by_itself = literal.startswith("<[")  # free text has no special tokens
-    return f"{ANY_TEXT} {literal}", "" if ends_by_itself else "[lazy]"
+    return f"{text} {literal}", "" if ends_by_itself else "[lazy]"
 
 
 class _Writer:
@@ -101,7 +103,21 @@ class _Writer:
     def _const(self, node: Node, where: str) -> str:
         return self.literal(_text(node, "value", where))
 
+    def _free_text(self, node: Node, where: str) -> str:
+        """Return a terminal of any text without those that the node excludes."""
+        excluded = _list(node, "excludes", where) if node.get("excludes") else []
+        if not all(isinstance(text, str) and text for text in excluded):
+            raise _bad(where, "has an invalid text in excludes; each one must be a non-empty string")
+        if not excluded:
+            return ANY_TEXT
+        others = "|".join(escaped(text) for text in excluded)
+        name = f"TEXT_{len(self._rules)}"
+        self._rules.append(f"{name}: {ANY_TEXT} & ~/(.|\\n)*({others})(.|\\n)*/")
+        return name
+
     def _json(self, node: Node, where: str) -> str:
+        if node.get("style") not in (None, "json"):
+            raise _bad(where, f"has the style {str(node['style'])[:100]!r}; it must be json")
         schema = node.get("json_schema", {})
         if not isinstance(schema, Mapping | bool):
             raise _bad(f"{where}.json_schema", "is not a schema: it must be an object")
@@ -116,7 +132,7 @@ class _Writer:
         return self._regex(_text(node, "pattern", where))
 
     def _any(self, node: Node, where: str) -> str:
-        return self._rule(ANY_TEXT)
+        return self._rule(self._free_text(node, where))
 
     def _sequence(self, node: Node, where: str) -> str:
         inner = self._all(node, "elements", where)
@@ -130,35 +146,52 @@ class _Writer:
         return self._rule(f"{begin} {self._content(node, where)}")
 
     def _content(self, node: Node, where: str) -> str:
-        """Convert a tag's content and end. Free text ends at the first occurrence of the tag's end."""
-        content, end = node.get("content", {}), _text(node, "end", where)
-        if isinstance(content, Mapping) and content.get("type") == "any_text" and end:
-            return self._until(self.literal(end))
-        return f"{self.write(content, f'{where}.content')} {self.literal(end)}"
+        """Convert a tag's content and end, or alternative ends. Free text ends at the first occurrence of an end."""
+        content, end = node.get("content", {}), node.get("end", "")
+        ends = _list(node, "end", where) if isinstance(end, list) else [end]
+        if not all(isinstance(text, str) for text in ends):
+            raise _bad(where, "has an invalid end; it must be a string or a list of strings")
+        literals = [self.literal(text) for text in ends]
+        if isinstance(content, Mapping) and content.get("type") == "any_text" and all(ends):
+            text = self._free_text(content, f"{where}.content")
+            return self._rule(" | ".join(self._rule(*lark_until(literal, text)) for literal in literals))
+        return f"{self.write(content, f'{where}.content')} ({' | '.join(literals)})"
 
-    def _until(self, literal: str) -> str:
-        """Return a rule for any text up to and including ``literal``."""
-        return self._rule(*lark_until(literal))
+    def _times(self, node: Node, where: str) -> str:
+        """Convert an optional or repeated node."""
+        inner = self.write(node.get("content", {}), f"{where}.content")
+        if node["type"] != "repeat":
+            return self._rule(f"({inner}){REPETITIONS[node['type']]}")
+        least, most = node.get("min"), node.get("max")
+        if (
+            type(least) is not int
+            or type(most) is not int
+            or not 0 <= least <= (least if most == -1 else most)
+        ):
+            raise _bad(
+                where, "has an invalid min or max; they must be integers, with a max of -1 for no limit"
+            )
+        return self._rule(f"({inner}){{{least},{'' if most == -1 else most}}}")
 
     def _triggered(self, node: Node, where: str) -> str:
         """Convert free text in which each trigger must begin one of the tags."""
         triggers = _list(node, "triggers", where)
         if not all(isinstance(trigger, str) for trigger in triggers):
             raise _bad(where, "has an invalid trigger; each one must be a string")
-        choices = []
+        text, choices = self._free_text(node, where), []
         for i, tag in enumerate(_list(node, "tags", where)):
             place = f"{where}.tags[{i}]"
             begin = _text(tag, "begin", place)
             trigger = next((each for each in triggers if begin.startswith(each)), None)
             if not trigger:
                 raise _bad(place, f"begins with {begin[:100]!r}, but must begin with one of the triggers")
-            until = self._until(self.literal(trigger))
+            until = self._rule(*lark_until(self.literal(trigger), text))
             rest = self.literal(begin[len(trigger) :])
             choices.append(f"{until} {rest} {self._content(tag, place)}")
         any_tag = self._rule(" | ".join(choices))
         if node.get("stop_after_first"):
-            return any_tag if node.get("at_least_one") else self._rule(f"{any_tag} | {ANY_TEXT}")
-        return self._rule(f"{any_tag}{'+' if node.get('at_least_one') else '*'} {self._rule(ANY_TEXT)}")
+            return any_tag if node.get("at_least_one") else self._rule(f"{any_tag} | {text}")
+        return self._rule(f"{any_tag}{'+' if node.get('at_least_one') else '*'} {self._rule(text)}")
 
     def _separated(self, node: Node, where: str) -> str:
         tags = [self._tag(tag, f"{where}.tags[{i}]") for i, tag in enumerate(_list(node, "tags", where))]
@@ -181,6 +214,10 @@ class _Writer:
         "tag": _tag,
         "triggered_tags": _triggered,
         "tags_with_separator": _separated,
+        "optional": _times,
+        "plus": _times,
+        "star": _times,
+        "repeat": _times,
     }
 
 

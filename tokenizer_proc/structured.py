@@ -18,6 +18,8 @@ import msgspec
 
 from quintet.process.grammars import bounds, named_tokens, open_matcher, open_vocabulary
 from quintet.tokenizer_proc.nesting_depth import check_grammar, check_schema, schemas_in
+from quintet.tokenizer_proc.notations.gbnf import is_gbnf, plain_gbnf
+from quintet.tokenizer_proc.notations.regexes import as_rust, escaped
 from quintet.tokenizer_proc.reasoning_grammar import or_calls, with_reasoning
 from quintet.tokenizer_proc.schema_keywords import close
 from quintet.tokenizer_proc.schemas import plain_schema, schemas_of, with_blanks
@@ -44,7 +46,6 @@ COMBINED = {"anyOf", "oneOf", "$ref"}
 """Keys with schemas that apply to the same object."""
 LOOSENING = {"lenient", "coerce_one_of"}
 """Options with which the library ignores what it cannot enforce."""
-_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _QUOTED = re.compile(r'"([^"\\]+)"')
 _LISTING = re.compile(r"\n\s*1 \| ")
 """Start of the grammar listing in an error message of the library."""
@@ -188,7 +189,7 @@ def _key(wanted: StructuredOutputsParams) -> StructuredKey:
 
 
 def _grammar(wanted: StructuredOutputsParams, kind: str, named: Mapping[str, int]) -> str:
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
     value = getattr(wanted, kind)
     if kind in {"json", "json_object"}:
@@ -198,20 +199,30 @@ def _grammar(wanted: StructuredOutputsParams, kind: str, named: Mapping[str, int
     if kind == "regex":
         return LLMatcher.grammar_from_lark(f"start: {_expression(value)}")
     if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: /" + "|".join(map(_escaped, value)) + "/")
+        # All choices form one expression: thousands of rules take seconds to build.
+        return LLMatcher.grammar_from_lark("start: /" + "|".join(map(escaped, value)) + "/")
     if kind == "structural_tag":
         tag = msgspec.json.decode(value)
         return LLMatcher.grammar_from_lark(lark_of_tags(tag, named, _expression, _json_options(wanted)))
-    try:
-        grammar = grammar_from("grammar", value)
-    except ValueError as error:
-        raise refused(kind, str(error)) from None
+    grammar = _lark_of(value)
     check_grammar(grammar)
     if any(
         isinstance(each, dict) and LOOSENING & _keys(each.get("x-guidance")) for each in schemas_in(grammar)
     ):
         raise refused(kind, f"x-guidance in a schema has {' or '.join(sorted(LOOSENING))}: remove it")
     return grammar
+
+
+def _lark_of(grammar: str) -> str:
+    """Return a grammar in the library's format. Raises `RequestError`."""
+    from llguidance import LLMatcher, grammar_from
+
+    if not is_gbnf(grammar):
+        return LLMatcher.grammar_from_lark(grammar)
+    try:
+        return grammar_from("gbnf", plain_gbnf(grammar))
+    except ValueError as error:
+        raise refused("grammar", str(error)) from None
 
 
 def _keys(value: object) -> set[str]:
@@ -264,12 +275,7 @@ def _expression(pattern: str) -> str:
         pattern = pattern[1:]
     if re.search(r"(?<!\\)(?:\\\\)*\$$", pattern):
         pattern = pattern[:-1]
-    return f"/{regex_to_lark(pattern, 'dw')}/"
-
-
-def _escaped(text: str) -> str:
-    """Escape a text as a regular expression. All choices form one expression: thousands of rules take seconds to build."""
-    return _SPECIAL.sub(r"\\\g<0>", text)
+    return f"/{regex_to_lark(as_rust(pattern), 'dw')}/"
 
 
 def refused(kind: str, reason: str, schema: str | None = None) -> RequestError:

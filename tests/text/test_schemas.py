@@ -49,11 +49,32 @@ UNCONSTRAINED: list[dict[str, Any]] = [
     {"type": "object", "required": None, "properties": None, "enum": None, "additionalProperties": None},
     {"type": "object", "nullable": False, "x-order": 1, "xml": {}, "discriminator": {"propertyName": "a"}},
     {"type": ["string", "null"], "not": {"type": "integer"}},
+    *(
+        {"type": "object", "$schema": f"{uri}"}
+        for uri in (
+            "http://json-schema.org/schema#",
+            "https://json-schema.org/draft-07/schema#",
+            "http://json-schema.org/draft-07/schema",
+            "http://json-schema.org/draft/2020-12/schema",
+            "https://json-schema.org/draft/2019-09/schema#",
+            "http://example.com/",
+        )
+    ),
+    {"$id": "A person", "type": "object"},
 ]
 """Schemas with keywords that constrain nothing."""
 
 CAT = {"type": "object", "properties": {"kind": {"const": "cat", "default": "cat"}, "n": INTEGER}}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}, "n": INTEGER}}
+
+
+def bird(color: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"kind": {"const": "bird"}, "color": {"const": color, "default": color}},
+    }
+
+
 PET = {
     "$defs": {"Cat": CAT, "Dog": DOG},
     "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
@@ -66,6 +87,7 @@ ZOD_EMAIL = (
 ZOD_DURATION = (
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
 )
+PYDANTIC_DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "names of an enum": (
         {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INTEGER, "required": ["a"]},
@@ -171,6 +193,53 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         ["P1W", "P1Y2M", "PT5S", "P1DT2H"],
         ["P", "PT", "P1WT1H", "P1DT"],
     ),
+    "names of an enum by reference": (
+        {"$defs": {"E": {"enum": ["a", "b"], "title": "E", "type": "string"}}, "type": "object",
+         "propertyNames": {"$ref": "#/$defs/E"}, "additionalProperties": INTEGER},
+        [{}, {"a": 1, "b": 2}],
+        [{"c": 1}, {"a": "1"}],
+    ),
+    "names of a format": (
+        {"type": "object", "propertyNames": {"format": "uuid"}, "additionalProperties": INTEGER},
+        [{"123e4567-e89b-12d3-a456-426614174000": 1}],
+        [{"a": 1}],
+    ),
+    "a decimal as text": (
+        {"type": "string", "pattern": PYDANTIC_DECIMAL}, ["1.5", "-.5", "+007."], ["+", ".", "1e5", ""],
+    ),
+    "counts as text": ({"type": "array", "minItems": "1", "maxItems": "2"}, [[1]], [[], [1, 2, 3]]),
+    "one schema of allOf": (
+        {"$defs": {"N": INTEGER}, "type": "object",
+         "properties": {"a": {"allOf": [{"$ref": "#/$defs/N"}], "description": "d", "nullable": True}}},
+        [{"a": 1}, {"a": None}],
+        [{"a": "1"}],
+    ),
+    "one of several properties": (
+        {"type": "object", "properties": {"a": INTEGER, "b": INTEGER, "c": INTEGER}, "required": ["c"],
+         "oneOf": [{"required": ["a"]}, {"required": ["b"], "title": "b"}]},
+        [{"a": 1, "c": 1}, {"b": 1, "c": 1, "d": 1}],
+        [{"c": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 1}],
+    ),
+    "a nested tagged union": (
+        {"$defs": {"Cat": CAT, "Dog": DOG, "Robin": bird("red"), "Owl": bird("brown")},
+         "discriminator": {"propertyName": "kind"},
+         "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"},
+                   {"oneOf": [{"$ref": "#/$defs/Robin"}, {"$ref": "#/$defs/Owl"}], "discriminator": {"propertyName": "color"}}]},
+        [{"kind": "cat"}, {"kind": "bird", "color": "red"}],
+        [{"kind": "bird"}, {"color": "red"}, {"kind": "bird", "color": "blue"}],
+    ),
+    "an enum of an external kind (serde)": (
+        {"oneOf": [{"type": "string", "enum": ["Unit"]},
+                   {"type": "object", "properties": {"A": INTEGER}, "required": ["A"], "additionalProperties": False},
+                   {"type": "object", "properties": {"B": INTEGER}, "required": ["B"], "additionalProperties": False}]},
+        ["Unit", {"A": 1}, {"B": 1}],
+        [{}, {"A": 1, "B": 1}, "A"],
+    ),
+    "an identifier with a blank": (
+        {"$id": "A person", "$defs": {"N": INTEGER}, "type": "object", "properties": {"a": {"$ref": "#/$defs/N"}}},
+        [{"a": 1}],
+        [{"a": "1"}],
+    ),
     "never": (
         {"type": "object", "properties": {"a": {"not": {}}}, "additionalProperties": {"not": {}}},
         [{}],
@@ -226,6 +295,7 @@ def test_replaced_patterns_are_equivalent(pattern: str, equivalent: str) -> None
         for signs in itertools.product("a.'+", repeat=n)
         if (local := "".join(signs))
     }
+    texts |= {"".join(signs) for n in range(6) for signs in itertools.product("+-.01", repeat=n)}
     texts |= {"a@b..co", "a@-b.co", "P1Y1M1DT1H1M1,5S", "PT1M", "PT1M1S", "P1D1M", "P1W1D", "P1M1DT1S"}
     for text in texts:
         assert bool(re.search(pattern, text)) == bool(re.search(equivalent, text)), text
@@ -239,6 +309,27 @@ def test_a_required_property_without_schema_takes_any_value(
     assert forms[1](grammar, {"a": 1, "b": [None]})
     assert not forms[1](grammar, {"a": 1})
     assert not forms[1](grammar, {"a": 1, "b": 1, "c": 1})
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer", "other"),
+    [
+        ({"properties": {"a": INTEGER}}, {"a": 1}, "a"),
+        ({"type": "object", "properties": {"b": {"properties": {"a": INTEGER}}}}, {"b": {"a": 1}}, {"b": "a"}),
+        (
+            {"type": "object", "properties": {"b": {"allOf": [{"$ref": "#/$defs/A"}], "default": {}}},
+             "$defs": {"A": {"type": "object", "properties": {"a": INTEGER}}}},
+            {"b": {"a": 1}},
+            {"b": {"c": 1}},
+        ),
+    ],
+)  # fmt: skip
+def test_closed_schemas_with_properties_allow_only_their_objects(
+    schema: dict[str, Any], answer: Any, other: Any, forms: tuple[Forms, Callable[[str, Any], bool]]
+) -> None:
+    grammar = grammar_of(forms[0], json=schema, disable_additional_properties=True)
+    assert forms[1](grammar, answer)
+    assert not forms[1](grammar, other)
 
 
 @pytest.mark.parametrize("name", ENFORCED)

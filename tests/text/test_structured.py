@@ -154,6 +154,32 @@ FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["[1, 2]", "[1,\n  2]"],
         ["[1,   2]", "[1,\n\n\n2]"],
     ),
+    "tags, excluded text": (
+        {"structural_tag": {"format": {"type": "triggered_tags", "triggers": ["<f="], "excludes": ["<think>"], "tags": [
+            {"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": True}, "end": "</f>"}]}}},
+        ["a < b", "so <f=a>12</f> then"],
+        ["a <think>", "<f=a>1</f> <think>", "<think> <f=a>1</f>"],
+    ),
+    "a tag of text, excluded text and several ends": (
+        {"structural_tag": {"format": {"type": "tag", "begin": "<a>", "end": ["</a>", "</b>"],
+                                       "content": {"type": "any_text", "excludes": ["no/", "x\ny"]}}}},
+        ["<a>yes</a>", "<a>x y</b>"],
+        ["<a>no/</a>", "<a>x\ny</a>", "<a>yes</a>!", "<a>yes"],
+    ),
+    "a tag with several ends": (
+        {"structural_tag": {"format": {"type": "tag", "begin": "<a>", "end": ["</a>", "."],
+                                       "content": {"type": "json_schema", "style": "json", "json_schema": {"const": 1}}}}},
+        ["<a>1</a>", "<a>1."],
+        ["<a>1"],
+    ),
+    "repeated nodes": (
+        {"structural_tag": {"format": {"type": "sequence", "elements": [
+            {"type": kind, "content": {"type": "const_string", "value": sign}, **more} for kind, sign, more in (
+                ("optional", "a", {}), ("star", "b", {}), ("plus", "c", {}),
+                ("repeat", "d", {"min": 1, "max": 2}), ("repeat", "e", {"min": 2, "max": -1}))]}}},
+        ["cdee", "abbccddeee"],
+        ["aacdee", "bdee", "cee", "cdddee", "cde"],
+    ),
     "calls": (
         {"structural_tag": CALLS},
         ["<call>1</call>", "<say>x</say>\n<call>1</call>"],
@@ -277,6 +303,12 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"structural_tag": {"structures": [{"begin": "<a>", "end": ""}], "triggers": ["<b"]}}, ["'<a>'", "triggers"]),
     ({"json": {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}}}, ["items"]),
     ({"structural_tag": {"format": {"type": []}}}, ["[]", "must be one of"]),
+    ({"structural_tag": {"format": {"type": "json_schema", "style": "qwen_xml"}}}, ["qwen_xml", "must be json"]),
+    ({"structural_tag": {"format": {"type": "any_text", "excludes": [1]}}}, ["excludes"]),
+    ({"structural_tag": {"format": {"type": "tag", "begin": "", "end": [1], "content": {"type": "any_text"}}}}, ["invalid end"]),
+    ({"structural_tag": {"format": {"type": "repeat", "min": 2, "max": 1, "content": {"type": "any_text"}}}}, ["min or max"]),
+    ({"grammar": "%llguidance {}"}, ["start"]),
+    ({"grammar": "a | b"}, ["cannot be enforced"]),
     ({"structural_tag": {"format": {"type": "triggered_tags", "triggers": [5], "tags": [{"begin": "5"}]}}}, ["invalid trigger"]),
     ({"json": {"type": "array", "contains": {}, "maxContains": [], "maxItems": 5}}, ["maxContains"]),
     ({"json": CIRCLE}, ["cannot be enforced"]),
