@@ -49,7 +49,8 @@ class Schemas:
 
     def lack(self, function: str, parameter: str) -> bool:
         """Return whether a function has parameters, but not this one."""
-        return bool(known := self._types.get(function)) and parameter not in known
+        known = self._types.get(function, {})
+        return bool(known) and parameter not in known
 
 
 def json_of(text: str, types: Types) -> str:
