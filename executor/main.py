@@ -18,7 +18,7 @@ from quintet.executor.checkpoints.weights.read_ahead import read_ahead, reserve_
 from quintet.executor.context import RankMemory
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.interface import StepWorker
-from quintet.executor.kv_transfer.connector import with_engine_paths
+from quintet.executor.kv_transfer.connector import with_engine_paths, without_failed_disk
 from quintet.executor.loop import Executor, Message
 from quintet.executor.model_config.share import share_of
 from quintet.process.child import child_main
@@ -87,6 +87,8 @@ def serve(process: Process[Message]) -> None:
             _set_environment()  # inherited by the followers
             followers = FollowerProcesses(process.me, process.config)  # first: all ranks load in parallel
         config = with_engine_paths(process.me.index, take_share(process.me.index, process.config))
+        if process.me.epoch > 1:
+            config = without_failed_disk(config)
         worker = make_worker(config, process.span, followers)
         executor = Executor(process, worker)
         process.account = executor.account

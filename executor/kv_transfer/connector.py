@@ -7,6 +7,8 @@ The executor's loop imports this module before torch.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from quintet.process.own_files import open_own
 from quintet.process.wakeup import Wakeup
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import EngineConfig
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from quintet.executor.kv_transfer.block_bytes import WholeBlocks
     from quintet.executor.kv_transfer.host_blocks import HostBlocks
     from quintet.process.runtime import Process
+
+log = logging.getLogger(__name__)
 
 OpenBackEnd = Callable[["WholeBlocks", EngineConfig, str, int], "BackEnd | None"]
 """Open a back end for these blocks, a model runner's name and the number of its first staging block.
@@ -55,6 +60,26 @@ def with_engine_paths(index: int, config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(
         config, cache=msgspec.structs.replace(config.cache, disk=disk, peers=peers)
     )
+
+
+def without_failed_disk(config: EngineConfig) -> EngineConfig:
+    """Return the configuration of a restarted executor: without the disk if its files cannot be opened and read any more."""
+    disk = config.cache.disk
+    if disk is None:
+        return config
+    try:
+        for name in os.listdir(disk.folder):
+            file = open_own(str(Path(disk.folder) / name), os.O_RDWR)
+            try:
+                os.pread(file, 1, 0)
+            finally:
+                os.close(file)
+    except FileNotFoundError:
+        return config  # created again
+    except OSError as error:
+        log.error("KV on disk is off until the next start: %s: %s", disk.folder, error.strerror)
+        return msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, disk=None))
+    return config
 
 
 class KvConnector:

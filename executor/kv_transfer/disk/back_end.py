@@ -186,7 +186,7 @@ class DiskBackEnd(BackEnd):
         result, step = job.result, None
         try:
             step = None if result.error else next(job.steps, None)
-        except PrefixFileError as error:
+        except (PrefixFileError, OSError) as error:
             result.error = str(error)
         if isinstance(step, tuple):
             self._note_imported(task, result, *step)

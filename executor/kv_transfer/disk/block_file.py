@@ -127,9 +127,10 @@ class BlockFile:
                 log.warning("a KV block on disk could not be cleared: %s", error.strerror)
 
     def close(self) -> None:
-        """Close the files."""
-        os.close(self._index)
-        os.close(self._blocks)
+        """Close the files. A network file system may report here that a write has failed; reads find it by its hash."""
+        for file in (self._index, self._blocks):
+            with contextlib.suppress(OSError):
+                os.close(file)
 
     def _enter(self, place: int, key: bytes, digest: bytes) -> None:
         """Record a place's block as the most recently used."""
@@ -149,9 +150,13 @@ class BlockFile:
         return HEAD_BYTES + place * ENTRY.size
 
     def _read_index(self) -> dict[int, None]:
-        """Load the valid entries; return their places, least recently used first."""
+        """Load the valid entries; return their places, least recently used first. There are none if the disk has an error."""
         found: list[tuple[int, int]] = []
-        entries = _read_from(self._index, HEAD_BYTES)
+        try:
+            entries = _read_from(self._index, HEAD_BYTES)
+        except OSError as error:
+            log.warning("the index of KV blocks on disk could not be read: %s", error.strerror)
+            entries = b""
         seen: set[bytes] = set()
         for place in range(min(self.num_places, len(entries) // ENTRY.size)):
             entry = entries[place * ENTRY.size : (place + 1) * ENTRY.size]

@@ -130,6 +130,43 @@ def test_random_bytes_are_not_a_block_file(tmp_path: Path) -> None:
             assert found(file, place, key) in (None, block_of(key))
 
 
+def test_an_unreadable_index_is_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restarted executor serves without the blocks."""
+    written(tmp_path)
+    read = os.pread
+
+    def fails(file: int, size: int, offset: int) -> bytes:
+        if offset >= HEAD_BYTES:
+            raise OSError(5, "Input/output error")
+        return read(file, size, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", fails)
+        file = opened(tmp_path)
+    assert not file.kept() and found(file, 0, KEYS[0]) is None
+    assert "index of KV blocks on disk could not be read: Input/output error" in caplog.text
+    assert file.write(0, KEYS[0], memoryview(block_of(KEYS[0]))) and found(file, 0, KEYS[0])
+
+
+def test_errors_of_closing_are_no_errors_of_the_executor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, close, closed = written(tmp_path), os.close, list[int]()
+
+    def fails(descriptor: int) -> None:
+        closed.append(descriptor)
+        close(descriptor)
+        raise OSError(28, "No space left on device")
+
+    _OPENED.remove(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", fails)
+        file.close()
+    assert len(closed) == 2
+
+
 def test_a_full_disk_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(tmp_path)
 

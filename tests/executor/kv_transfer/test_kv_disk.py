@@ -8,14 +8,18 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from tests.wire.test_record import config_of
 
 from quintet.executor.kv_transfer.block_bytes import BlockBytes
+from quintet.executor.kv_transfer.connector import without_failed_disk
 from quintet.executor.kv_transfer.disk import back_end
 from quintet.executor.kv_transfer.disk.back_end import DiskBackEnd
 from quintet.executor.kv_transfer.disk.block_file import NOTHING, BlockFile
 from quintet.wire.codec import pack_i32
+from quintet.wire.config import KvDiskConfig
 from quintet.wire.kv_tiers import Fetch, FileRequest, KvTierRequests, KvTierResults, Store
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
@@ -253,6 +257,51 @@ def test_unreadable_weights_fail_a_file_operation_only(tmp_path: Path) -> None:
     bench.disk.order(stores(0, 2, 5))
     assert bench.answers().stored == KEYS[:1]
     bench.disk.close()
+
+
+def test_a_disk_error_fails_a_file_operation_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may report an error when the file is closed."""
+    bench = Bench(tmp_path)
+    bench.disk.order(stores(0, 2, 5))
+    assert bench.answers().stored == KEYS[:1]
+    export = FileRequest(1, "export", "a.kv", pack_i32([5]), KEYS[:1])
+    bench.disk.order(KvTierRequests(0, "disk", files=[export]))
+    assert not bench.answers().files[0].error
+    close = os.close
+
+    def fails(descriptor: int) -> None:
+        is_prefix = os.readlink(f"/proc/self/fd/{descriptor}").endswith("a.kv")
+        close(descriptor)
+        if is_prefix:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", fails)
+        bench.disk.order(KvTierRequests(0, "disk", files=[FileRequest(2, "look", "a.kv")]))
+        assert "Input/output error" in bench.answers().files[0].error
+    bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
+    assert bench.answers().stored == KEYS[1:2]
+    bench.disk.close()
+
+
+def test_a_restarted_executor_serves_without_a_failed_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file system is often mounted read-only after an error."""
+    disk = KvDiskConfig(folder=str(tmp_path / "engine-0"), size_bytes=1 << 20, staging_bytes=1 << 16)
+    config = config_of(tmp_path)
+    config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, disk=disk))
+    assert without_failed_disk(config) is config, "the files are created"
+    Bench(tmp_path).disk.close()
+    assert without_failed_disk(config) is config
+
+    def fails(*_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fails)
+        found = without_failed_disk(config)
+    assert found.cache.disk is None and "Read-only file system" in caplog.text
 
 
 def test_a_dropped_block_is_a_miss(tmp_path: Path) -> None:
