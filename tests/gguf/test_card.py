@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintet.deploy.config.model.hf_config import read_facts
+from quintet.deploy.config.model.weights import read_weight_facts
 from quintet.executor.checkpoints.gguf.architectures import ARCHITECTURES
 from quintet.executor.checkpoints.gguf.header import GgufHeader, Tensor
 from quintet.executor.checkpoints.gguf.hf_config import REFUSED, hf_config_of_gguf
@@ -146,6 +147,27 @@ def test_model_facts_are_those_of_the_file(file: Path) -> None:
     facts = read_facts(file)
     assert (facts.architecture, facts.dtype, facts.vocab_size) == ("LlamaForCausalLM", "float16", 211)
     assert facts.path == file and len(facts.kv_needs) == 3
+
+
+def test_layers_for_prediction_are_not_counted(tmp_path: Path) -> None:
+    """They are not read; `quintet plan` shows the memory of the others."""
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "glm4moe")
+    writer.add_block_count(2)
+    writer.add_uint32("glm4moe.nextn_predict_layers", 1)
+    shapes = {
+        "token_embd": (10, 8),
+        "blk.0.attn_q": (8, 8),
+        "blk.1.attn_q": (8, 8),
+        "blk.1.nextn.eh_proj": (8, 16),
+    }
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    facts = read_weight_facts(tmp_path / "model.gguf")
+    assert (facts.num_parameters, facts.size_bytes) == (10 * 8 + 8 * 8, 4 * (10 * 8 + 8 * 8))
 
 
 def test_model_impl_transformers_rejects_gguf(file: Path) -> None:

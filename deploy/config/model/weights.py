@@ -72,11 +72,17 @@ def read_served_facts(target: ModelFacts) -> WeightFacts:
 
 
 def _of_parts(parts: GgufParts) -> WeightFacts:
-    contents = {
-        name: Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
-        for name, tensor in parts.tensors()
-    }
-    return facts_of(contents)
+    from quintet.executor.checkpoints.gguf.common_values import is_in_later_layer, num_layers
+    from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
+
+    count = num_layers(GgufMetadata.of(parts))
+    return facts_of(
+        {
+            name: Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
+            for name, tensor in parts.tensors()
+            if not is_in_later_layer(name, count)
+        }
+    )
 
 
 _WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}

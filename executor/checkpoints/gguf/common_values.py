@@ -88,6 +88,12 @@ def num_layers(metadata: GgufMetadata) -> int:
     return count
 
 
+def is_in_later_layer(name: str, num_layers: int) -> bool:
+    """Return True for a tensor of a layer after these, which are for next-token prediction and are not read."""
+    layer = name.removeprefix("blk.").partition(".")[0] if name.startswith("blk.") else ""
+    return layer.isdecimal() and int(layer) >= num_layers
+
+
 def _share(count: int, dim: int) -> float:
     """Return the rotated fraction of a head; its product with the head dimension truncates to ``count``."""
     share = count / max(dim, 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from quintet.executor.checkpoints.gguf.blocks.dequantize import PLAIN, dequantize
+from quintet.executor.checkpoints.gguf.common_values import is_in_later_layer
 from quintet.executor.checkpoints.gguf.decoder_tensors import recipes_of
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 from quintet.executor.checkpoints.gguf.header import GgufHeader, Tensor
@@ -212,7 +213,5 @@ def _of_blocks(blocks: torch.Tensor, tensor: Tensor, dtype: torch.dtype, read: R
 
 def _is_unneeded(name: str, num_layers: int) -> bool:
     """Return True if a tensor belongs to the config, or to a next-token-prediction layer after the last layer."""
-    if any(fnmatchcase(name, pattern) for pattern in _READ_BY_HF_CONFIG):
-        return True
-    layer = name.removeprefix("blk.").partition(".")[0] if name.startswith("blk.") else ""
-    return layer.isdecimal() and int(layer) >= num_layers
+    is_read_by_config = any(fnmatchcase(name, pattern) for pattern in _READ_BY_HF_CONFIG)
+    return is_read_by_config or is_in_later_layer(name, num_layers)
