@@ -22,7 +22,6 @@ This module owns the matchers, the masks and the thread. `quintet.executor.sampl
 from __future__ import annotations
 
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.masks import Masks, mask_words
 from quintet.process.grammars import open_matcher, open_vocabulary
@@ -256,7 +256,7 @@ class Grammars:
         from llguidance import LLExecutor
 
         vocabulary = self._open(self._model)
-        threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        threads = min(MAX_THREADS, usable_cores())
         words = mask_words(self._max_num_seqs * self._max_draws, vocabulary.vocab_size)
         return _Library(vocabulary, LLExecutor(num_threads=threads), words)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from quintet.deploy.embedded import default_model_path
@@ -91,6 +91,22 @@ def allowed(masks: Masks, draw: int) -> list[int]:
     """Return the tokens that a draw of the step may give."""
     bits = np.unpackbits(masks.words[masks.rows[draw]].view(np.uint8), bitorder="little")
     return [int(token) for token in np.flatnonzero(bits)]
+
+
+def test_masks_use_the_threads_of_usable_cores(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may have few of the machine's processors."""
+    counts = []
+
+    def executor(num_threads: int) -> LLExecutor:
+        counts.append(num_threads)
+        return LLExecutor(num_threads=num_threads)
+
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr("llguidance.LLExecutor", executor)
+    enter(grammars, 0, YES)
+    grammars.begin(np.array([0]), np.array([len(PROMPT)]), np.arange(1)).wait()
+    assert counts == [1]
 
 
 class Walk:
