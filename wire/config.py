@@ -37,8 +37,8 @@ DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 KvFormat = Literal["model", "int8", "int4", "fp8"]
 """Format of keys and values in memory: ``model`` is the model's dtype; int8 and int4 are CPU only; fp8 is e4m3."""
 
-KvCacheDtype = Literal["auto", KvFormat]
-"""Value of the flag: ``auto`` uses the checkpoint's setting, else the model's dtype."""
+KvCacheDtype = Literal["auto", KvFormat, Dtype]
+"""Value of the flag: ``auto`` uses the checkpoint's setting, else the model's dtype, which may also be named."""
 
 
 Routing = Literal["round-robin", "load", "prefix", "session"]

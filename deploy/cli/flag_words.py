@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Actions = Mapping[str, argparse.Action]
 
 BOOLEANS = {"true": True, "false": False}
-NUMBER_LISTS = ("--cudagraph-capture-sizes", "--cuda-graph-sizes")
-"""Flags of vLLM with several numbers, which have no effect here."""
+NUMBER_LISTS = (
+    "--cudagraph-capture-sizes",
+    "--cuda-graph-sizes",
+    "--numa-bind-nodes",
+    "--numa-bind-cpus",
+    "--kv-cache-dtype-skip-layers",
+)
+"""Flags of vLLM with several numbers or ranges, which have no effect here or are rejected."""
+_NUMBERS = re.compile(r"\d[\d,-]*")
 
 
 def declared_words(words: Sequence[str], actions: Actions) -> list[str]:
@@ -61,16 +69,18 @@ def _words_of(option: str, action: argparse.Action, rest: str, waiting: list[str
         if not rest and waiting and waiting[-1].lower() in BOOLEANS:
             rest = "=" + waiting.pop()
         is_on = BOOLEANS.get(rest[1:].lower())
-        return [option + rest] if is_on is None else [option if is_on else _opposite(option)]
+        return [option + rest] if is_on is None else [option if is_on else _opposite(option, action)]
     if option in NUMBER_LISTS and not rest:
         numbers = []
-        while waiting and waiting[-1].isdecimal():
+        while waiting and _NUMBERS.fullmatch(waiting[-1]):
             numbers.append(waiting.pop())
         return [f"{option}={','.join(numbers)}"] if numbers else [option]
     return [option + rest]
 
 
-def _opposite(option: str) -> str:
+def _opposite(option: str, action: argparse.Action) -> str:
+    if not option.startswith("--"):
+        option = next(each for each in action.option_strings if each.startswith("--"))
     return "--" + option[5:] if option.startswith("--no-") else "--no-" + option[2:]
 
 

@@ -52,7 +52,7 @@ from quintet.deploy.config.sections import (
     processes_config,
     scheduler_config,
 )
-from quintet.deploy.config.speculation import check_support
+from quintet.deploy.config.speculation import check_support, notes_on_keys
 from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.quant.formats.registry import check_contents
 from quintet.executor.checkpoints.quant.formats.scheme import Format
@@ -104,6 +104,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     check_packed_cache(options, device)
     ranks.check_flags(options, device)
     check_support(options, kind, device)
+    notes.extend(notes_on_keys(options))
     folder = locate_model(
         options.model, reads_weights, with_code=options.trust_remote_code, revision=options.revision
     )
@@ -124,6 +125,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     if facts.stored is not None and weights is not None:
         check_contents(facts.stored, weights.contents, str(folder / "config.json"))
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
+    notes.extend(_kv_dtype_notes(options, dtype))
     rules.check_prompt_embeds(options, facts)
     rules.check_expert_widths(facts, device, DTYPE_BYTES[dtype])
     kv = rules.kv_spec(options, device, facts, DTYPE_BYTES[dtype])
@@ -187,6 +189,16 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         for name, each in rules.kv_formats(options, device, facts, DTYPE_BYTES[dtype]).items()
     }
     return Resolution(config, weights, num_parameters, facts.stored, kv_formats, notes)
+
+
+def _kv_dtype_notes(options: Options, dtype: Dtype) -> list[str]:
+    """Return a note if ``--kv-cache-dtype`` names another data type than the model's, which the KV cache has."""
+    named = options.kv_cache_dtype
+    if named not in DTYPE_BYTES or named == dtype:
+        return []
+    return [
+        f"--kv-cache-dtype {named}: the KV cache has the model's data type, {dtype}; --dtype {named} changes both"
+    ]
 
 
 def _cache_config(

@@ -25,7 +25,7 @@ QUANTIZATION_ALIASES = {
     **dict.fromkeys(("awq_marlin", "cpu_awq"), "awq"),
     **dict.fromkeys(("gptq_marlin", "gptq_marlin_24"), "gptq"),
     **dict.fromkeys(("auto_round", "inc"), "auto-round"),
-    "modelopt_fp4": "modelopt",
+    **dict.fromkeys(("modelopt_fp4", "modelopt_fp8", "modelopt_mxfp8", "modelopt_mixed"), "modelopt"),
     **dict.fromkeys(("ipex", "moe_wna16", "marlin"), "none"),
 }
 """vLLM's names of formats. The last ones are kernels: the checkpoint's format is detected."""

@@ -528,7 +528,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "data type of the KV cache: model (the model's), int8 (CPU) and fp8 (about twice the tokens, slightly "
             "less exact), int4 (CPU; three times the tokens, measurable loss), auto (fp8 or int8 if the checkpoint "
             "says so, else model)",
-            aliases={"fp8_e4m3": "fp8", "fp8_inc": "fp8", "bfloat16": "model", "float16": "model"},
+            aliases={
+                **dict.fromkeys(("fp8_e4m3", "fp8_inc"), "fp8"),
+                **{f"{name}_per_token_head": name for name in ("int8", "int4")},
+            },
         ),
     ] = "auto"
     swap_space: Annotated[

@@ -99,14 +99,10 @@ def check_ranges(options: Options) -> None:
 
 
 def _check_counts(options: Options) -> None:
-    for key, number in (
-        ("frontends", options.frontends),
-        ("tokenizers", options.tokenizers),
-        ("detokenizers", options.detokenizers),
-        ("data-parallel-size", options.data_parallel_size),
-    ):
+    for key in ("frontends", "tokenizers", "detokenizers", "data_parallel_size"):
+        number = getattr(options, key)
         if number > 512:
-            raise ConfigError(f"--{key} is {number}; it must be at most 512")
+            raise ConfigError(f"--{key.replace('_', '-')} is {number}; it must be at most 512")
 
 
 def check_mock_only_flags(options: Options) -> None:
@@ -173,9 +169,13 @@ def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) 
 
 def kv_format(options: Options, device: str, facts: ModelFacts) -> KvFormat:
     """Return the KV data type: the flag's, else the checkpoint's, else the model's."""
-    if options.kv_cache_dtype != "auto":
-        return options.kv_cache_dtype
-    return (facts.stored_kv_format and facts.stored_kv_format.format_on(device)) or "model"
+    match options.kv_cache_dtype:
+        case "auto":
+            return (facts.stored_kv_format and facts.stored_kv_format.format_on(device)) or "model"
+        case "int8" | "int4" | "fp8" as narrow:
+            return narrow
+        case _:
+            return "model"
 
 
 def kv_formats(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> dict[KvFormat, KvSpec]:

@@ -35,13 +35,48 @@ METHOD_KEYS = {
 MTP_ALIASES = (
     "deepseek_mtp",
     "ernie_mtp",
+    "exaone4_5_mtp",
+    "exaone_moe_mtp",
     "glm4_moe_lite_mtp",
     "glm4_moe_mtp",
+    "glm_ocr_mtp",
+    "hy_v3_mtp",
+    "longcat_flash_mtp",
     "mimo_mtp",
+    "mimo_v2_mtp",
+    "nemotron_h_mtp",
+    "pangu_ultra_moe_mtp",
     "qwen3_5_mtp",
     "qwen3_next_mtp",
+    "step3p5_mtp",
 )
 """vLLM's other names of the method ``mtp``."""
+
+NGRAM_MODELS = ("ngram", "[ngram]")
+"""Values of ``model`` with which older vLLM versions meant the method ``ngram``."""
+
+NO_EFFECT = frozenset(
+    {
+        "attention_backend",
+        "disable_by_batch_size",
+        "disable_log_stats",
+        "disable_logprobs",
+        "disable_mqa_scorer",
+        "disable_padded_drafter_batch",
+        "draft_load_config",
+        "draft_sample_method",
+        "draft_tensor_parallel_size",
+        "enforce_eager",
+        "kv_cache_dtype",
+        "max_model_len",
+        "moe_backend",
+        "num_speculative_tokens_per_batch_size",
+        "quantization",
+        "tensor_parallel_size",
+        "use_local_argmax_reduction",
+    }
+)
+"""Keys of vLLM that change its speed or memory, not outputs. They have no effect here."""
 
 SUFFIX_RANGES: dict[str, tuple[float, float]] = {
     "suffix_decoding_max_tree_depth": (2, 256),
@@ -114,7 +149,7 @@ def _parsed(options: Options) -> _SpeculativeJson | None:
     if text is None:
         return None
     try:
-        parsed = msgspec.json.decode(text, type=_SpeculativeJson)
+        parsed = msgspec.convert(_without_ignored(_keys(text)), _SpeculativeJson)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{FLAG} {text}: {error}; write JSON such as {EXAMPLE}") from None
     method = _method(parsed)
@@ -135,6 +170,27 @@ def _parsed(options: Options) -> _SpeculativeJson | None:
         if value is not None and not least <= value <= most:
             raise ConfigError(f"{FLAG}: {key} is {value}; it must be {least} to {most}")
     return parsed
+
+
+def _keys(text: str) -> dict[str, object]:
+    """Return the values of a JSON object. Names may have dashes. Values that ask for nothing are omitted."""
+    found = msgspec.json.decode(text, type=dict[str, object])
+    given = {key.replace("-", "_"): value for key, value in found.items()}
+    if given.get("model") in NGRAM_MODELS or given.get("method") == "ngram_gpu":
+        given |= {"method": "ngram", "model": None}
+    return {key: value for key, value in given.items() if value is not None and value is not False}
+
+
+def _without_ignored(given: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in given.items() if key not in NO_EFFECT}
+
+
+def notes_on_keys(options: Options) -> list[str]:
+    """Return a note on the keys without effect. Raises `ConfigError`."""
+    if _parsed(options) is None:
+        return []
+    ignored = sorted(_keys(options.speculative_config or "{}").keys() & NO_EFFECT)
+    return [f"{FLAG}: keys without effect: {', '.join(ignored)}"] if ignored else []
 
 
 def _method(parsed: _SpeculativeJson) -> str:

@@ -37,7 +37,10 @@ SHORT = {
     "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
     "-dcp": "decode_context_parallel_size", "-ep": "enable_expert_parallel", "-q": "quantization", "-n": "nnodes",
     "-r": "node_rank", "-asc": "api_server_count", "-sc": "speculative_config", "-cc": "compilation_config",
-    "-ac": "attention_config",
+    "-ac": "attention_config", "-pcp": "prefill_context_parallel_size", "-dpn": "data_parallel_rank",
+    "-dpr": "data_parallel_start_rank", "-dpl": "data_parallel_size_local", "-dpa": "data_parallel_address",
+    "-dpp": "data_parallel_rpc_port", "-dpb": "data_parallel_backend", "-dph": "data_parallel_hybrid_lb",
+    "-dpe": "data_parallel_external_lb", "-dpm": "data_parallel_multi_port_external_lb", "-dc": "diffusion_config",
 }  # fmt: skip
 """Short names of flags."""
 
@@ -77,6 +80,7 @@ _RAY = "use --distributed-executor-backend ray"
 _EPLB = "use --eplb-config"
 _STRUCTURED = "there is one structured output backend (docs/structured.md)"
 _OTLP = "OpenTelemetry is not supported; use `quintet trace`"
+_SPECULATION = "use --speculative-config"
 
 ACCEPTED_SWITCHES: dict[str, str] = {
     "async_scheduling": "steps are always scheduled ahead (--max-steps-in-flight)",
@@ -111,12 +115,14 @@ ACCEPTED_SWITCHES: dict[str, str] = {
     "kv_sharing_fast_prefill": "all layers are always computed",
     "disable_hybrid_kv_cache_manager": "sliding-window layers keep only their window",
     "scheduler_reserve_full_isl": "a prompt is admitted when its KV blocks fit",
-    "enable_mamba_cache_stochastic_rounding": _MAMBA,
-    "use_replayssm": _MAMBA,
+    **dict.fromkeys((
+        "enable_mamba_cache_stochastic_rounding", "enable_mamba_fine_grained_prefix_cache", "use_replayssm",
+    ), _MAMBA),
     "enable_cumem_allocator": _WEIGHTS,
     **dict.fromkeys((
         "interleave_mm_strings", "skip_mm_profiling", "disable_mm_preprocessor_cache",
         "disable_chunked_mm_input", "language_model_only", "mm_device_do_normalize",
+        "enable_multimodal_encoder_data_parallel",
     ), _MULTIMODAL),
     "enable_flash_late_interaction": "scoring is not supported",
     "enable_mfu_metrics": "see GET /metrics",
@@ -127,7 +133,8 @@ ACCEPTED_SWITCHES: dict[str, str] = {
     "jit_monitor_verbose": _TORCH,
     "fail_on_environ_validation": "VLLM_API_KEY is the only environment variable of vLLM that is read",
     "cohere_is_reasoning_model": "Cohere's API is not served",
-    "enable_dbo": _DBO,
+    **dict.fromkeys(("enable_dbo", "enable_microbatching"), _DBO),
+    **dict.fromkeys(("speculative_disable_mqa_scorer", "disable_logprobs_during_spec_decoding"), _SPECULATION),
     "enable_log_outputs": "outputs are not logged",
     "enable_sleep_mode": _SLEEP,
     "enable_nccl_comm_suspend": _SLEEP,
@@ -160,14 +167,11 @@ ACCEPTED_VALUES: dict[str, str] = {
         "max_cudagraph_capture_size", "max_seq_len_to_capture", "jit_monitor_mode",
         "max_context_len_to_capture", "cudagraph_mode",
     ), _TORCH),
-    "performance_mode": _KERNELS,
-    "kernel_config": _KERNELS,
-    "attention_config": _KERNELS,
-    "moe_backend": _KERNELS,
-    "linear_backend": _KERNELS,
-    "ir_op_priority": _KERNELS,
-    "gdn_prefill_backend": _KERNELS,
-    "kda_prefill_backend": _KERNELS,
+    **dict.fromkeys((
+        "performance_mode", "kernel_config", "attention_config", "moe_backend", "linear_backend", "ir_op_priority",
+        "gdn_prefill_backend", "kda_prefill_backend", "override_attention_dtype",
+    ), _KERNELS),
+    "attn_group_size": "layers of one kind share a KV group",
     **dict.fromkeys((
         "mamba_backend", "mamba_ssu_algorithm", "mamba_cache_philox_rounds", "mamba_cache_dtype",
         "mamba_ssm_cache_dtype", "mamba_cache_mode", "mamba_block_size", "replayssm_buffer_len",
@@ -215,8 +219,11 @@ ACCEPTED_VALUES: dict[str, str] = {
     **dict.fromkeys(("num_redundant_experts", "eplb_window_size", "eplb_step_interval"), _EPLB),
     "max_num_partial_prefills": "the scheduler splits the tokens of a step among prompts",
     "max_long_partial_prefills": "use --long-prefill-token-threshold",
-    "speculative_disable_by_batch_size": "use --speculative-config",
-    "speculative_draft_tensor_parallel_size": "use --speculative-config",
+    **dict.fromkeys((
+        "speculative_disable_by_batch_size", "speculative_draft_tensor_parallel_size", "speculative_max_model_len",
+        "spec_decoding_acceptance_method", "typical_acceptance_sampler_posterior_threshold",
+        "typical_acceptance_sampler_posterior_alpha",
+    ), _SPECULATION),
     "stream_interval": "every step is streamed; requests may set stream_interval",
     "kv_offloading_backend": "KV is offloaded to host memory (--kv-offloading-size)",
     "otlp_traces_endpoint": _OTLP,
@@ -225,7 +232,6 @@ ACCEPTED_VALUES: dict[str, str] = {
 """Flags with a value that have no effect -> reason."""
 
 _LORA = "LoRA adapters are not supported; merge them into the weights"
-_SPECULATION = "use --speculative-config"
 _POOLING = "embedding, scoring and reranking are not supported"
 _ON_HOSTS = "use --nnodes, --node-rank and --master-addr, or run several servers with `quintet route`"
 _PLUGIN = "vLLM plugins are not supported"
@@ -257,6 +263,7 @@ REFUSED_SWITCHES: dict[str, str] = {
     "data_parallel_external_lb": _ON_HOSTS,
     "data_parallel_multi_port_external_lb": _ON_HOSTS,
     "allow_deprecated_quantization": "see --quantization for supported formats",
+    "grpc": "gRPC is not supported; drop it to serve HTTP",
 }
 """Flags without a value that are refused -> alternative."""
 
@@ -268,7 +275,9 @@ REFUSED_VALUES: dict[str, str] = {
     "speculative_model": _SPECULATION, "num_speculative_tokens": _SPECULATION,
     "ngram_prompt_lookup_max": _SPECULATION, "ngram_prompt_lookup_min": _SPECULATION,
     "spec_method": _SPECULATION, "spec_model": _SPECULATION,
-    "spec_tokens": _SPECULATION, "diffusion_config": "diffusion models are not supported",
+    "spec_tokens": _SPECULATION, "speculative_model_quantization": _SPECULATION,
+    "diffusion_config": "diffusion models are not supported",
+    "quantization_param_path": "KV scales are read from the checkpoint",
     "runner": _POOLING, "convert": _POOLING, "task": _POOLING, "pooler_config": _POOLING, "override_pooler_config": _POOLING,
     "hf_config_path": "put config.json into the model folder, or use --hf-overrides",
     "code_revision": "--revision applies to all files of the model",
@@ -325,10 +334,9 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     ]
     short = {key: word for word, key in SHORT.items()}
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    for key in switches:
-        parser.add_argument(option(key), action=argparse.BooleanOptionalAction, **hidden)
-    for key in values:
-        parser.add_argument(*([short[key]] if key in short else []), option(key), **hidden)
+    for key in (*switches, *values):
+        action: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if key in switches else {}
+        parser.add_argument(*([short[key]] if key in short else []), option(key), **action, **hidden)
     parser.add_argument("--hf-token", nargs="?", const=True, **hidden)
     parser.add_argument("-O", dest="optimization_level", **hidden)
 

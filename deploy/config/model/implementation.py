@@ -9,7 +9,7 @@ from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES, nearest
 from quintet.executor.model_config.rope import POSITIONS
 from quintet.executor.model_config.shape import HEADS
-from quintet.wire.config import ModelImpl
+from quintet.wire.config import DTYPE_BYTES, ModelImpl
 from quintet.wire.errors import ConfigError
 
 
@@ -72,7 +72,7 @@ def check_transformers_flags(options: Options) -> None:
         ("--kv-cache-dtype", options.kv_cache_dtype, "auto"),
         ("--hf-overrides", options.hf_overrides, {}),
     ):
-        if given not in (default, "model"):
+        if given not in (default, "model", *DTYPE_BYTES):
             raise ConfigError(
                 f"{flag} {given} requires Quintet's implementation, but this model uses transformers: drop it, or choose a model"
                 " for which `quintet plan` shows Quintet"

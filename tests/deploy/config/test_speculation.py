@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.speculation import MTP_ALIASES, speculative_config
+from quintet.deploy.config.speculation import MTP_ALIASES, notes_on_keys, speculative_config
 from quintet.wire.config import SpeculativeConfig
 from quintet.wire.errors import ConfigError
 
@@ -27,12 +27,25 @@ def config_of(text: str | None, **options: Any) -> SpeculativeConfig | None:
         ('{"num_speculative_tokens": 1, "prompt_lookup_min": 1, "prompt_lookup_max": 3}', (1, 1, 3)),
         ('{"method": "suffix", "num_speculative_tokens": 7}', (7, 2, 5)),
         ('{"method": "mtp", "num_speculative_tokens": 2}', (2, 2, 5)),
+        ('{"model": "[ngram]", "num-speculative-tokens": 3, "draft_tensor_parallel_size": 1}', (3, 2, 5)),
+        ('{"method": "ngram_gpu", "num_speculative_tokens": 3, "parallel_drafting": false}', (3, 2, 5)),
     ],
 )
 def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) -> None:
     config = config_of(text)
     found = config and (config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max)
     assert found == expected
+
+
+def test_keys_without_effect_are_noted() -> None:
+    text = (
+        '{"method": "eagle3", "model": "x", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1, '
+        '"disable_padded_drafter_batch": true, "quantization": null}'
+    )
+    config, options = config_of(text), msgspec.structs.replace(Options(), speculative_config=text)
+    assert config is not None and config.method == "eagle3"
+    [note] = notes_on_keys(options)
+    assert note.endswith("keys without effect: disable_padded_drafter_batch, draft_tensor_parallel_size")
 
 
 @pytest.mark.parametrize(
@@ -61,6 +74,7 @@ def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) 
             "prompt_lookup_min is 0",
         ),
         ('{"num_speculative_tokens": 4, "tree": "x"}', "tree"),
+        ('{"num_speculative_tokens": 4, "parallel_drafting": true}', "parallel_drafting"),
         (
             '{"method": "suffix", "prompt_lookup_max": 4}',
             "the key prompt_lookup_max is only for the method ngram: drop",

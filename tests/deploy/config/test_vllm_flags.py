@@ -66,7 +66,9 @@ COMMON: list[tuple[list[str], dict[str, Any]]] = [
     (["--no-enable-log-requests"], {"log_requests": False}),
     (["--kv-cache-dtype", "fp8_e4m3"], {"kv_cache_dtype": "fp8"}),
     (["--kv-cache-memory-bytes", "4GiB"], {"kv_cache_memory": "4GiB"}),
-    (["--kv-cache-dtype", "bfloat16"], {"kv_cache_dtype": "model"}),
+    (["--kv-cache-dtype", "bfloat16"], {"kv_cache_dtype": "bfloat16"}),
+    (["--kv-cache-dtype", "int8_per_token_head"], {"kv_cache_dtype": "int8"}),
+    (["--kv-cache-dtype", "int4_per_token_head"], {"kv_cache_dtype": "int4"}),
     (["--kv-offloading-size", "2"], {"swap_space": 2.0}),
     (["--quantization", "awq_marlin"], {"quantization": "awq"}),
     (["-q", "gptq_marlin"], {"quantization": "gptq"}),
@@ -76,6 +78,9 @@ COMMON: list[tuple[list[str], dict[str, Any]]] = [
     (["--model-impl", "vllm"], {"model_impl": "quintet"}),
     (["--distributed-executor-backend", "uni"], {"distributed_executor_backend": "mp"}),
     (["-dp", "2", "--data-parallel-size-local", "2"], {"data_parallel_size": 2}),
+    (["-dp", "2", "-dpl", "2"], {"data_parallel_size": 2}),
+    (["-dpn", "0", "-pcp", "1"], {}),
+    (["--quantization", "modelopt_mxfp8"], {"quantization": "modelopt"}),
     (["--api-server-count", "2"], {"frontends": 2}),
     (["--shutdown-timeout", "5"], {"drain_timeout": 5.0}),
     (["--load-format", "safetensors"], {"load_format": "auto"}),
@@ -83,6 +88,7 @@ COMMON: list[tuple[list[str], dict[str, Any]]] = [
     (["--gpu_memory_utilization", "0.5", "--dtype", "bf16"], {"gpu_memory_utilization": 0.5, "dtype": "bfloat16"}),
     (["--max-num-batched-tokens", "8K"], {"max_num_batched_tokens": 8192}),
     (["--enforce-eager", "True", "folder"], {"enforce_eager": True, "model": "folder"}),
+    (["-ep", "false", "folder"], {"enable_expert_parallel": False, "model": "folder"}),
     (["--enable_prefix_caching=false", "--no-enable-chunked-prefill=False"],
      {"enable_prefix_caching": False, "enable_chunked_prefill": True}),
     (["--task", "generate", "--runner=auto", "--logprobs-mode", "raw_logprobs"], {}),
@@ -156,6 +162,7 @@ def test_flags_of_sglang_are_hinted(word: str, flag: str, capsys: pytest.Capture
     [
         ["--cudagraph-capture-sizes", "1", "2", "4"],
         ["--cuda_graph_sizes", "8", "16"],
+        ["--numa-bind-cpus", "0-3", "4-7,9"],
         ["-cc.mode=3", "--compilation-config.pass_config.enable_sp", "false"],
         ["--limit-mm-per-prompt.image", "0"],
         ["--structured-outputs-config.backend=xgrammar"],
@@ -255,6 +262,17 @@ def test_rope_overrides_apply_to_both_config_forms(tmp_path: Path, key: str) -> 
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
     model = resolved(folder, hf_overrides={"rope_scaling": scaling}).model
     assert model.max_model_len == 1024
+
+
+@pytest.mark.parametrize(("named", "is_noted"), [("bfloat16", False), ("float16", True), ("float32", True)])
+def test_a_kv_data_type_other_than_the_model_s_is_noted(tmp_path: Path, named: Any, is_noted: bool) -> None:
+    options = Options(model=str(write_model(tmp_path)), executor="mock", kv_cache_dtype=named)
+    resolution = resolve(options, Path("/nowhere/quintet-test"))
+    assert resolution.config.cache.dtype == "model"
+    noted = [
+        note for note in resolution.notes if note.startswith(f"--kv-cache-dtype {named}: the KV cache has")
+    ]
+    assert bool(noted) == is_noted
 
 
 def test_sampling_defaults_are_changed(tmp_path: Path) -> None:
