@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -81,6 +82,12 @@ MORE_FORMATS: dict[str, Written] = {
         tensors=layers.four_bit_floats(32),
     ),
     "fp8, one scale": layers.fp8(block=False),
+    "fp8, one scale, null blocks": replace(
+        layers.fp8(block=False), section={"quant_method": "fp8", "weight_block_size": None}
+    ),
+    "fp8 blocks, scales of another name": Written(
+        layers.fp8(block=True).section, layers.eight_bit_floats("weight_scale", (128, 128))
+    ),
     "fp8, of fbgemm": layers.fp8(block=False, method="fbgemm_fp8"),
     "bitsandbytes, nf4": layers.bitsandbytes("nf4"),
     "bitsandbytes, fp4": layers.bitsandbytes("fp4"),
@@ -356,7 +363,7 @@ def test_flag_must_match_the_checkpoint(tmp_path: Path) -> None:
         load(ours, quantization="int8")
     with pytest.raises(ConfigError, match=r"--quantization gptq is a checkpoint format"):
         load(plain, quantization="gptq")
-    with pytest.raises(ConfigError, match="no tensor name ends with 'qweight'"):
+    with pytest.raises(ConfigError, match="no tensor name contains 'qweight'"):
         hf_config = json.loads((plain / "config.json").read_bytes())
         (plain / "config.json").write_text(
             json.dumps(hf_config | {"quantization_config": FORMATS["gptq"].section})

@@ -82,7 +82,7 @@ def _floats(section: HfConfig, kind: str, packing: str) -> Format:
             and len(group) == 2
             and all(type(each) is int and each > 0 for each in group)
         ):
-            return fp8.of(NAME, (group[0], group[1]), mark="weight_scale_inv")
+            return fp8.of(NAME, (group[0], group[1]))
         return fp8.of(NAME, None)
     raise ConfigError(
         f"{section.path}: {section.inside}data_type is {kind!r:.40} of {bits} bits ({packing!r:.60}); supported:"

@@ -2,9 +2,8 @@
 
     weight fp8 [rows, depth]    weight_scale_inv [rows / 128, depth / 128]    or    weight_scale: one, or one for each row
 
-``weight_scale_inv`` is a factor despite its name. transformers uses the name for one scale as well, and writes
-``weight_block_size`` as null then. Activation scales are ignored: fp8 activations use one scale for
-each token.
+``weight_scale_inv`` is a factor despite its name. Tools use either name for any number of scales. Activation scales are
+ignored: fp8 activations use one scale for each token.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, St
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.config import Quantization
 
+SCALES = ("weight_scale", "weight_scale_inv")
+"""Suffixes of scales."""
 IGNORED = (
     *("*.input_scale", "*.input_scale_ub", "*.activation_scale"),
     *("*.k_scale", "*.v_scale", "*.kv_scale"),
@@ -30,34 +31,29 @@ class Fp8:
     block: tuple[int, int] | None
     """Rows and inputs that share a scale; None: a whole tensor or row."""
     left_out: tuple[str, ...]
-    mark: str
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
-        if is_part_of(layer, self.left_out) or layer.is_plain(self.mark):
+        scale = next((each for each in SCALES if layer.entry(each) is not None), SCALES[0])
+        if is_part_of(layer, self.left_out) or layer.is_plain(scale):
             return None
         if layer.contents is None and layer.is_output_layer:
             return None
         if self.block is None:
             by_row = ((layer.rows, 1), (layer.rows,))
-            shape = layer.shaped(self.mark, *by_row, (1,), (), (1, 1))
+            shape = layer.shaped(scale, *by_row, (1,), (), (1, 1))
             row_group = 1 if shape in by_row else 0
-            return fp8_scheme(layer, self.mark, (shape,), row_group=row_group, group=0, fp8_activations=True)
+            return fp8_scheme(layer, scale, (shape,), row_group=row_group, group=0, fp8_activations=True)
         height, width = self.block
         shapes = ((-(-layer.rows // height), -(-layer.depth // width)),)
-        return fp8_scheme(layer, self.mark, shapes, row_group=height, group=width)
+        return fp8_scheme(layer, scale, shapes, row_group=height, group=width)
 
 
-def of(
-    name: Quantization,
-    block: tuple[int, int] | None,
-    left_out: tuple[str, ...] = (),
-    mark: str = "weight_scale",
-) -> Format:
+def of(name: Quantization, block: tuple[int, int] | None, left_out: tuple[str, ...] = ()) -> Format:
     """Return a format of 8-bit floats."""
     by = "each tensor or row" if block is None else f"blocks of {block[0]} by {block[1]}"
     words = f"{name}: 8-bit floats, a scale for {by}"
-    return Format(name, words, mark, Fp8(block, left_out, mark).scheme, IGNORED)
+    return Format(name, words, SCALES[0], Fp8(block, left_out).scheme, IGNORED)
 
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
@@ -65,8 +61,7 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
     block = None
     if section.has("weight_block_size"):
         block = block_size(section, "weight_block_size")
-    mark = "weight_scale_inv" if "weight_block_size" in section.values else "weight_scale"
-    return of("fp8", block, _left_out(section), mark)
+    return of("fp8", block, _left_out(section))
 
 
 def recognise_fbgemm(hf_config: HfConfig, section: HfConfig) -> Format:

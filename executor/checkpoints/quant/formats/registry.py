@@ -65,6 +65,7 @@ REFUSED = {
     "vptq": f"vector codebooks are not supported; {_AGAIN} 2-bit GPTQ",
     "quip": f"vector codebooks are not supported; {_AGAIN} 2-bit GPTQ",
     "eetq": f"its layout is specific to one GPU's kernels; {_AGAIN} compressed-tensors, or set --quantization int8",
+    "mlx": "its layout is for Apple's framework; use a GGUF file, or the original checkpoint with --quantization int4",
     "spqr": f"sparse outliers are not supported; {_AGAIN} GPTQ",
     "higgs": f"vector codebooks are not supported; {_AGAIN} GPTQ",
 }
@@ -77,8 +78,9 @@ def recognise(hf_config: HfConfig) -> Format | None:
     Raises `ConfigError` for an unsupported format or variant, with an alternative.
     """
     for holder in (hf_config, hf_config.section("text_config")):
-        if holder.has("quantization_config"):
-            return _of(hf_config, holder.section("quantization_config"))
+        section = holder.section("quantization_config")
+        if section.values:
+            return _of(hf_config, section)
     return None
 
 
@@ -101,15 +103,22 @@ def check_agrees(quantization: str, found: Format | None, path: str) -> None:
 
 def check_contents(found: Format, contents: Mapping[str, Entry], path: str) -> None:
     """Raise `ConfigError` if the configuration declares quantized weights but no checkpoint tensor is quantized."""
-    if contents and not any(name.endswith(found.mark) for name in contents):
+    if contents and not any(found.mark in name for name in contents):
         raise ConfigError(
-            f"{path}: the configuration declares quantized weights ({found.words}), but no tensor name ends with"
+            f"{path}: the configuration declares quantized weights ({found.words}), but no tensor name contains"
             f" {found.mark!r}: use the configuration that belongs to these weights"
         )
 
 
+def _unnamed(section: HfConfig) -> str:
+    """Return the method of a section without ``quant_method``: of old versions of transformers, or of MLX."""
+    if any(section.values.get(f"load_in_{bits}bit") is True for bits in (4, 8)):
+        return "bitsandbytes"
+    return "mlx" if {"bits", "group_size"} <= section.values.keys() else "unknown"
+
+
 def _of(hf_config: HfConfig, section: HfConfig) -> Format:
-    method = section.values.get("quant_method", "unknown")
+    method = section.values.get("quant_method", _unnamed(section))
     if not isinstance(method, str):
         raise section.wrong("quant_method", "the name of a format")
     method = _SPELLINGS.get(method.lower(), method.lower())

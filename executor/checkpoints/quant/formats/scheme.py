@@ -187,7 +187,7 @@ class Format:
     words: str
     """Description of the configuration for messages: ``gptq: 4 bits in groups of 128``."""
     mark: str
-    """Suffix of one tensor name that every quantized layer has."""
+    """Part of one tensor name that every quantized layer has."""
     scheme: Callable[[StoredLayer], Scheme | None]
     """Returns the coding of a layer; None if it is unquantized. Raises `ConfigError` for a layer that cannot be read."""
     ignored: tuple[str, ...] = ()
