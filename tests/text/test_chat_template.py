@@ -348,14 +348,29 @@ def test_strftime_now_is_available() -> None:
     assert len(ours("{{ strftime_now('%Y-%m-%d') }}", CHATS["one"])) == 10
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"bos_token": {"content": "<bos>"}}, "<old>plain<e>"),
+        ({"bos_token": {"content": "<bos>"}, "added_tokens_decoder": {}}, "<bos>plain<e>"),
+        ({"image_token": "<image>"}, "<old>plain<e><image>"),
+        ({"extra_special_tokens": {"image_token": "<image>"}}, "<old>plain<e><image>"),
+        ({"extra_special_tokens": ["<image>"], "image_token": None}, "<old>plain<e>"),
+    ],
+)
 def test_templates_are_rendered_with_the_models_special_tokens(
-    model_of: Callable[..., ModelConfig], tmp_path: Path, tokenizers_by_style: dict[str, Tokenizer]
+    config: dict[str, Any],
+    expected: str,
+    model_of: Callable[..., ModelConfig],
+    tmp_path: Path,
+    tokenizers_by_style: dict[str, Tokenizer],
 ) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<bos>"}}))
+    """transformers reads ``special_tokens_map.json`` last, but not beside ``added_tokens_decoder``."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<old>", "eos_token": "<e>"}))
-    named = {"default": "{{ bos_token }}plain{{ eos_token }}"}
+    named = {"default": "{{ bos_token }}plain{{ eos_token }}{{ image_token }}"}
     templates = load_templates(model_of(tokenizers_by_style["sentencepiece"], chat_templates=named))
-    assert templates.render(prompt(CHATS["one"])) == "<bos>plain<e>"
+    assert templates.render(prompt(CHATS["one"])) == expected
 
 
 def test_an_unknown_template_name_is_refused() -> None:

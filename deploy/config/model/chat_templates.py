@@ -17,13 +17,14 @@ def read_chat_templates(folder: Path, flag: str | None) -> dict[str, str]:
     """Return the template given by the flag (file path or text) as the only one, else the folder's templates by name.
 
     Precedence: ``chat_template.jinja`` (the default) with ``additional_chat_templates/<name>.jinja``, then
-    ``chat_template.json``, then ``tokenizer_config.json``. The JSON files contain one template, a list or a map.
+    ``chat_template.json``, ``processor_config.json``, ``tokenizer_config.json``. The JSON files contain one template, a list
+    or a map.
     Raises `ConfigError` with the file.
     """
     if flag is not None:
         return {DEFAULT: _given(flag)}
     templates = _in_files(folder)
-    for name in ("chat_template.json", "tokenizer_config.json"):
+    for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
         if not templates and (folder / name).is_file():
             templates = _in_json(read_json(folder / name).get("chat_template"), folder / name)
     return templates

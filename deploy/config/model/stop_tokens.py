@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from quintet.deploy.config.model.added_tokens import declared_tokens
 from quintet.deploy.config.model.chat_templates import DEFAULT
 from quintet.tokenizer_proc.template_environment import make_environment
-from quintet.tokenizer_proc.template_files import special_tokens
+from quintet.tokenizer_proc.template_files import named_tokens, special_tokens
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import Json, read_json
 
@@ -71,11 +72,12 @@ def end_token_ids(configured: Iterable[int], folder: Path, templates: Mapping[st
 
     folder: the tokenizer's. Raises `ConfigError` for invalid JSON files.
     """
-    sources = [_read(folder / name) for name in ("special_tokens_map.json", "tokenizer_config.json")]
-    special = special_tokens(sources)
+    older, config = (_read(folder / name) for name in ("special_tokens_map.json", "tokenizer_config.json"))
+    special = special_tokens(older, config)
     tokenizer = _read_tokenizer(folder)
-    tokens = _declared_tokens(sources[-1]) | {token.content: token.id for token in tokenizer.added_tokens}
-    named = [special_tokens([source]).get("eos_token") for source in reversed(sources)]
+    declared = {str(token["content"]): token_id for token_id, token in declared_tokens(config).items()}
+    tokens = declared | {token.content: token.id for token in tokenizer.added_tokens}
+    named = [named_tokens(source).get("eos_token") for source in (config, older)]
     named.append(_end_of_turn(templates, special, tokens))
     wanted = [name for name in named if name is not None]
     if not tokens.keys() >= set(wanted):
@@ -122,17 +124,6 @@ def _read_tokenizer(folder: Path) -> _Tokenizer:
         return msgspec.json.decode(path.read_bytes(), type=_Tokenizer)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a valid tokenizer: {error}; download it again") from None
-
-
-def _declared_tokens(tokenizer_config: Json) -> dict[str, int]:
-    """Return the tokens of ``added_tokens_decoder``: text -> id. ``tokenizer.json`` may lack some."""
-    declared = tokenizer_config.get("added_tokens_decoder")
-    found: dict[str, int] = {}
-    for key, token in declared.items() if isinstance(declared, dict) else ():
-        token_id, content = _token_id(key), token.get("content") if isinstance(token, dict) else None
-        if isinstance(content, str) and token_id is not None:
-            found[content] = token_id
-    return found
 
 
 def _ordinary_tokens(tokenizer: _Tokenizer, folder: Path) -> dict[str, int]:

@@ -1,15 +1,17 @@
-"""Location of ``tokenizer.json``; converts slow tokenizers once and caches the result."""
+"""Location of ``tokenizer.json``; converts slow tokenizers once, adds declared tokens, and caches the result."""
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from quintet.deploy.config.model.added_tokens import with_declared_tokens
 from quintet.deploy.config.user_files import cached_folder, user_cache
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import is_gguf
+from quintet.wire.model_files import is_gguf, read_json
 
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 _MORE_FILES = (
@@ -38,7 +40,8 @@ def tokenizer_folder(folder: Path, cache: Path | None = None, advice: str = SET_
     """Return a folder with ``tokenizer.json``. Raises `ConfigError` with ``advice`` at its end.
 
     transformers, in a subprocess, converts a slow tokenizer into ``cache`` (default: ``$XDG_CACHE_HOME/quintet/tokenizers``).
-    The tokenizer of a GGUF file is converted by Quintet.
+    The tokenizer of a GGUF file is converted by Quintet. Added tokens that only ``tokenizer_config.json`` declares are written
+    into a copy of ``tokenizer.json`` in ``cache``.
     """
     if is_gguf(folder):  # imported only here: numpy starts threads, after which the supervisor must not fork
         from quintet.deploy.config.gguf.tokenizer import tokenizer_of_gguf
@@ -46,7 +49,7 @@ def tokenizer_folder(folder: Path, cache: Path | None = None, advice: str = SET_
 
         return tokenizer_of_gguf(read_parts(folder), cache or _default_cache())
     if (folder / "tokenizer.json").is_file():
-        return folder
+        return _completed(folder, cache)
     slow = next((name for name in _SLOW_FILES if (folder / name).is_file()), None)
     if slow is None:
         raise ConfigError(f"{folder} has no tokenizer.json: {advice}")
@@ -54,9 +57,27 @@ def tokenizer_folder(folder: Path, cache: Path | None = None, advice: str = SET_
     return cached_folder(target, "tokenizer.json", lambda made: _convert(folder, slow, made, advice))
 
 
+def _completed(folder: Path, cache: Path | None) -> Path:
+    """Return the folder; a copy of its tokenizer with all declared tokens if ``tokenizer.json`` lacks some."""
+    config = folder / "tokenizer_config.json"
+    if not config.is_file():
+        return folder
+    tokenizer = with_declared_tokens((folder / "tokenizer.json").read_bytes(), read_json(config))
+    if tokenizer is None:
+        return folder
+
+    def write(made: Path) -> None:
+        (made / "tokenizer.json").write_bytes(tokenizer)
+        for path in (config, folder / "special_tokens_map.json"):
+            if path.is_file():
+                shutil.copy(path, made)
+
+    return cached_folder((cache or _default_cache()) / _key_of(folder), "tokenizer.json", write)
+
+
 def _key_of(folder: Path) -> str:
     """Return a key that changes with every file that the conversion reads."""
-    paths = [folder / name for name in (*_SLOW_FILES, *_MORE_FILES)]
+    paths = [folder / name for name in ("tokenizer.json", *_SLOW_FILES, *_MORE_FILES)]
     stats = [(path.name, path.stat()) for path in paths if path.is_file()]
     versions = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.sha256(f"{folder}:{versions}".encode()).hexdigest()[:16]

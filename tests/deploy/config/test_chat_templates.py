@@ -117,6 +117,10 @@ def test_precedence_of_template_sources(tmp_path: Path) -> None:
     assert read_chat_templates(folder, None) == {}
     (folder / "tokenizer_config.json").write_text('{"chat_template": "C"}')
     assert read_chat_templates(folder, None) == {"default": "C"}
+    (folder / "processor_config.json").write_text('{"processor_class": "Gemma3Processor"}')
+    assert read_chat_templates(folder, None) == {"default": "C"}
+    (folder / "processor_config.json").write_text('{"chat_template": "P"}')
+    assert read_chat_templates(folder, None) == {"default": "P"}
     (folder / "chat_template.json").write_text('{"chat_template": {"default": "J", "rag": "R"}}')
     assert read_chat_templates(folder, None) == {"default": "J", "rag": "R"}
     (folder / "chat_template.jinja").write_text("F")

@@ -1,13 +1,16 @@
-"""Cache of converted tokenizers."""
+"""Cache of converted tokenizers, and of tokenizers with all declared tokens."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.gguf.vocabularies import KINDS, write_file
+from tokenizers import AddedToken, Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.wire.errors import ConfigError
@@ -57,3 +60,52 @@ def test_a_cache_that_is_not_writable_is_named(is_gguf: bool, slow: Path, tmp_pa
     write_file(KINDS["SentencePiece"], file)
     with pytest.raises(ConfigError, match=r"the cache .*model\.gguf/cache is not writable .*XDG_CACHE_HOME"):
         tokenizer_folder(file if is_gguf else slow, file / "cache")
+
+
+VOCAB = {"a": 0, "b": 1, "word": 2}
+
+
+def write_tokenizer(folder: Path, declared: dict[str, Any]) -> Path:
+    """Write a tokenizer with one added token, and these tokens in ``tokenizer_config.json``."""
+    folder.mkdir()
+    tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="a"))
+    tokenizer.add_tokens([AddedToken("<own>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": declared}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_declared_tokens_are_added_as_transformers_adds_them(tmp_path: Path, special: bool) -> None:
+    declared = {
+        "5": {"content": "<late>", "special": False, "rstrip": True},
+        "4": {"content": "<call>", "special": special, "normalized": False},
+        "2": {"content": "word", "special": special},
+        "3": {"content": "<own>"},
+    }
+    folder = write_tokenizer(tmp_path / "model", declared)
+    found = tokenizer_folder(folder, tmp_path / "cache")
+    assert found != folder and found == tokenizer_folder(folder, tmp_path / "cache")
+    ours = Tokenizer.from_file(str(found / "tokenizer.json"))
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ours.get_vocab() == theirs.get_vocab()
+    for text in ("<call>word<late>  b", "<own><call>"):
+        assert ours.encode(text).ids == theirs.encode(text)
+    assert json.loads((found / "tokenizer_config.json").read_text())["added_tokens_decoder"] == declared
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {},
+        {"3": {"content": "<own>"}},
+        {"9": {"content": "<far>"}},
+        {"1": {"content": "<call>"}},
+        {"x": {"content": "<call>"}, "4": "<call>", "5": {"content": 7}},
+    ],
+    ids=str,
+)
+def test_folder_without_further_tokens_is_used_itself(tmp_path: Path, declared: dict[str, Any]) -> None:
+    folder = write_tokenizer(tmp_path / "model", declared)
+    assert tokenizer_folder(folder, tmp_path / "cache") == folder
