@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quintet.tokenizer_proc.call_ids import map_call_ids
+from quintet.tokenizer_proc.content_parts import normal_parts
 from quintet.tokenizer_proc.template_syntax import ContentFormat, TemplateTraits
 from quintet.tokenizer_proc.template_values import (
     ContentParts,
@@ -21,18 +22,7 @@ from quintet.tokenizer_proc.template_values import (
 from quintet.wire.chat import Message
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.message_text import text_only_result, without_billing_header
-from quintet.wire.params import shown
 
-TEXT_PARTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-    "reasoning": "text",
-}
-"""Types of text parts, and the field with the text."""
-THINKING_PARTS = ("thinking", "reasoning")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Field names of a message's reasoning."""
 TOOL_ROLES = ("tool", "function")
@@ -85,7 +75,7 @@ def _normal_message(
     content = message.get("content")
     if role in TOOL_ROLES:
         content = text_only_result(content, f"{where}.content")
-    parts = _parts_of(content, f"{where}.content")
+    parts = _parts_of(content, f"{where}.content", is_answer=role == "assistant")
     if parts and not (traits.has_thinking_parts and form == "openai"):
         parts = _move_thinking(normal, parts)
     normal["content"] = _content(content, parts, form, is_forced=content_format is not None)
@@ -96,41 +86,17 @@ def _normal_message(
     return normal
 
 
-def _parts_of(content: Any, where: str) -> list[Part] | None:
+def _parts_of(content: Any, where: str, *, is_answer: bool) -> list[Part] | None:
     """Return a content's parts as text and thinking; None for a content that is not a list."""
     if content is None or isinstance(content, str):
         return None
-    if isinstance(content, dict):
-        raise invalid(f"{where} is an object; it must be a string or a list of parts.", where)
-    return [_normal_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
-
-
-def _normal_part(part: Any, where: str, *, is_nested: bool = False) -> Part:
-    if isinstance(part, str):
-        return text_part(part)
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind is None and isinstance(part, dict) and isinstance(part.get("text"), str):
-        kind = "text"
-    field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-    if field is None:
-        raise invalid(
-            f"{where} has type {shown(kind)}; this model reads text only. "
-            f"Allowed types: {', '.join(TEXT_PARTS)}.",
-            where,
-        )
-    text = part.get(field)
-    if kind in THINKING_PARTS and isinstance(text, list) and not is_nested:  # Mistral's clients nest parts
-        inner = (_normal_part(item, f"{where}.{field}[{i}]", is_nested=True) for i, item in enumerate(text))
-        text = str(ContentParts(inner))
-    if not isinstance(text, str):
-        raise invalid(f"{where}.{field} must be a string.", f"{where}.{field}")
-    return {"type": "thinking", "thinking": text} if kind in THINKING_PARTS else text_part(text)
+    return normal_parts(content, where, is_answer=is_answer)
 
 
 def _move_thinking(message: Message, parts: list[Part]) -> list[Part]:
     """Move thinking parts to the message's reasoning field; return the text parts."""
     thoughts = [part["thinking"] for part in parts if part["type"] == "thinking"]
-    if thoughts and not any(isinstance(message.get(name), str) for name in REASONING):
+    if thoughts and not any(message.get(name) for name in REASONING):
         message["reasoning_content"] = "\n".join(thoughts)
     return [part for part in parts if part["type"] != "thinking"]
 
@@ -148,14 +114,19 @@ def _content(sent: Any, parts: list[Part] | None, form: ContentFormat, *, is_for
 
 def _copy_reasoning(message: Message) -> None:
     """Copy a message's reasoning to each field name that templates read."""
-    blocks = message.get("thinking_blocks")  # LiteLLM's field for Anthropic's blocks
-    if isinstance(blocks, list) and not any(name in message for name in REASONING):
-        thoughts = [block.get("thinking") for block in blocks if isinstance(block, dict)]
-        message["reasoning_content"] = "\n".join(text for text in thoughts if isinstance(text, str))
-    reasoning = next((message[name] for name in REASONING if name in message), None)
-    if reasoning:
-        for name in REASONING:
-            message.setdefault(name, reasoning)
+    reasoning = next((message[name] for name in REASONING if message.get(name)), None)
+    if reasoning := reasoning or _text_of_blocks(message):
+        message |= {name: reasoning for name in REASONING if not message.get(name)}
+
+
+def _text_of_blocks(message: Message) -> str:
+    """Return the reasoning in LiteLLM's field for Anthropic's blocks, or in OpenRouter's for the pieces of a stream."""
+    for field, key, separator in (("thinking_blocks", "thinking", "\n"), ("reasoning_details", "text", "")):
+        blocks = message.get(field)
+        if isinstance(blocks, list):
+            texts = [block.get(key) for block in blocks if isinstance(block, dict)]
+            return separator.join(text for text in texts if isinstance(text, str))
+    return ""
 
 
 def _legacy_calls(message: Message) -> list[Message]:

@@ -6,6 +6,7 @@ become errors of the request.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,6 +16,7 @@ import jinja2
 import msgspec
 
 from quintet.tokenizer_proc.chat_messages import invalid, name_of, normal_messages
+from quintet.tokenizer_proc.reasoning_efforts import with_other_efforts
 from quintet.tokenizer_proc.system_messages import hides_system, rearranged
 from quintet.tokenizer_proc.template_environment import make_environment
 from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
@@ -99,7 +101,17 @@ class ChatTemplates:
             **variables,
             "tools": tools or None,
         }
-        return _render(compiled, messages, variables, prompt)
+        try:
+            return _render(compiled, messages, variables, prompt)
+        except RequestError:
+            others = with_other_efforts(variables, compiled.source)
+            if not others:
+                raise
+        text = _render(compiled, messages, others.pop(), prompt)  # raises if the effort is not the cause
+        for accepted in others:
+            with contextlib.suppress(RequestError):
+                return _render(compiled, messages, accepted, prompt)
+        return text
 
     def _choose(self, requested: str | None, has_tools: bool) -> str:
         if requested is not None:

@@ -20,29 +20,22 @@ WIDE_INTEGER = 1
 Message = dict[str, Any]
 
 
-class TextPart(msgspec.Struct, kw_only=True):
-    """One part of a message's content."""
-
-    type: str | None = None
-    """Absent in Gemini's text parts."""
-    text: str | None = None
-
-
 class ChatMessage(msgspec.Struct, kw_only=True):
     """One message. Other fields (``name``, ``tool_call_id``, …) are passed to the chat template."""
 
     role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE)]
     """Bounded because every choice may repeat the last message's role."""
-    content: str | list[TextPart | str] | dict[str, Any] | None = None
-    """Only a tool result may be an object."""
+    content: str | list[Any] | dict[str, Any] | None = None
+    """Text or parts, which the tokenizer checks; a tool result may also be an object or a list of any values."""
     tool_calls: list[dict[str, Any]] | None = None
 
     @property
     def text(self) -> str:
         """The content's text."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "".join(part.text or "" if isinstance(part, TextPart) else part for part in self.content)
+        if isinstance(self.content, list):
+            texts = (part.get("text") if isinstance(part, dict) else part for part in self.content)
+            return "".join(text for text in texts if isinstance(text, str))
+        return self.content if isinstance(self.content, str) else ""
 
 
 def check_messages(messages: object) -> list[ChatMessage]:

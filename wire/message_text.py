@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from quintet.wire.params import shown
+from quintet.wire.params import MAX_SHOWN, shown
 
 _LINE = re.compile(r"\s*x-anthropic-[\w-]+:[^\n]*(?:\n+|\Z)")
 _IN_JSON = re.compile(rb'x-anthropic-[\w-]+:(?:[^"\\]|\\[^n])*')
@@ -27,6 +27,8 @@ _PAYLOADS = frozenset({"source", "file_id", "file_data", "file_url", *_MEDIA})
 _MEDIA_PAYLOADS = _PAYLOADS | {"data", "url"}
 """Fields of such parts, one of which each has. A file or document with only a URL is data, such as a row of a listing."""
 TEXT_FIELDS = ("text", "refusal", "thinking")
+_TEXT_TYPES = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
+"""Types of parts with one of `TEXT_FIELDS`; other objects with such a field are data, such as messages of a chat service."""
 _log = logging.getLogger("quintet")
 
 
@@ -53,11 +55,13 @@ def text_only_result(content: Any, where: str, fields: Collection[str] = TEXT_FI
 
 def omitted_media(kind: str, where: str) -> str | None:
     """Return the text that replaces a part of this type; None if the type is not of media. Logs the replacement."""
-    medium = _MEDIA.get(kind)
-    if medium is None:
-        return None
+    return omitted_part(kind, where) if kind in _MEDIA else None
+
+
+def omitted_part(kind: str, where: str) -> str:
+    """Return the text that replaces a part of this type in a tool result. Logs the replacement."""
     _log.info("%s, of type %s in a tool result, was replaced by text", where, shown(kind))
-    return f"[{medium} omitted: this model reads text only]"
+    return f"[{_MEDIA.get(kind, kind)[:MAX_SHOWN]} omitted: this model reads text only]"
 
 
 def json_text(value: Any) -> str:
@@ -66,9 +70,11 @@ def json_text(value: Any) -> str:
 
 
 def _is_part(value: Any, fields: Collection[str]) -> bool:
-    if isinstance(value, dict):
-        return any(name in value for name in fields) or _is_media(value)
-    return isinstance(value, str)
+    if not isinstance(value, dict):
+        return isinstance(value, str)
+    kind = value.get("type")
+    is_text = kind is None or (isinstance(kind, str) and kind in _TEXT_TYPES)
+    return (is_text and any(name in value for name in fields)) or _is_media(value)
 
 
 def _is_media(part: dict[str, Any]) -> bool:

@@ -92,6 +92,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}
         ),
         ([{"type": "file", "url": "u"}], '[{"type":"file","url":"u"}]'),
         (["a", {"type": "profile"}], 'a\n{"type":"profile"}'),
+        ([{"type": 3, "text": "a"}], '[{"type":3,"text":"a"}]'),
+        ([{"type": "message", "text": "a", "user": "u"}], '[{"type":"message","text":"a","user":"u"}]'),
+        ([[{"type": "text", "text": "a"}]], '[[{"type":"text","text":"a"}]]'),
+        ([1, 2], "[1,2]"),
     ],
 )
 def test_the_content_of_a_tool_message_becomes_text(content: Any, text: str) -> None:
@@ -99,10 +103,28 @@ def test_the_content_of_a_tool_message_becomes_text(content: Any, text: str) -> 
     assert render(template, {"role": "tool", "tool_call_id": "c", "content": content}) == text
 
 
-@pytest.mark.parametrize("content", [[IMAGE], {"temp": 3}, [{"temp": 3}]])
+def test_calls_and_reasoning_in_the_parts_of_an_answer_are_read_or_skipped() -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}{% endfor %}"
+    parts = [
+        {"type": "reasoning", "reasoning": "hm"},
+        {"type": "reasoning_content", "reasoning_content": {"text": "x", "signature": "s"}},
+        {"type": "text", "text": "a"},
+        {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+        {"type": "tool_call", "id": "c", "name": "f", "args": {}},
+        {"type": "reasoning", "summary": []},
+    ]
+    assert render(template, {"role": "assistant", "content": parts}) == "hm|a"
+
+
+@pytest.mark.parametrize("content", [[IMAGE], {"temp": 3}, [{"temp": 3}], [[PARTS]], [3]])
 def test_other_messages_with_media_or_data_are_rejected(content: Any) -> None:
     with pytest.raises(RequestError, match="content"):
         render(DUMP, {"role": "user", "content": content})
+
+
+def test_the_error_for_an_image_has_the_words_that_agents_look_for() -> None:
+    with pytest.raises(RequestError, match="not a multimodal model: it does not support image input"):
+        render(DUMP, {"role": "user", "content": [IMAGE]})
 
 
 def test_null_content_is_none_in_tests_and_empty_in_output() -> None:
@@ -182,6 +204,11 @@ def test_calls_of_other_types_become_functions() -> None:
         {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "x"}]},
         {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, "x"]},
         {"content": "x", "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
+        {
+            "content": "x",
+            "reasoning_details": [{"type": "reasoning.text", "text": text} for text in ("h", "m")],
+        },
+        {"content": "x", "reasoning_content": "", "reasoning": "hm"},
         {"content": "x", "reasoning": "hm"},
         {"content": "x", "reasoning_content": "hm"},
         {"content": "x", "thinking": "hm"},
@@ -198,3 +225,42 @@ def test_a_final_message_in_parts_is_continued() -> None:
     message = {"role": "assistant", "content": PARTS}
     assert render(source, message, **fields) == "[A]ab"
     assert render(source, {"role": "assistant", "content": "ab"}, **fields) == "[A]ab"
+
+
+def efforts(*known: str) -> str:
+    """Return a template that rejects other reasoning efforts."""
+    return (
+        f"{{% if reasoning_effort is defined and reasoning_effort not in {list(known)} %}}"
+        "{{ raise_exception('unknown effort ' ~ reasoning_effort) }}{% endif %}"
+        "{{ reasoning_effort }}|{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("known", "sent", "used"),
+    [
+        (("low", "medium", "xhigh"), "high", "xhigh"),
+        (("low", "medium", "xhigh"), "max", "xhigh"),
+        (("low", "medium", "xhigh"), "low", "low"),
+        (("none", "high"), "medium", "high"),
+        (("none", "high"), "minimal", "none"),
+        (("high", "no_think"), "none", "no_think"),
+        (("deep",), "high", ""),
+        (("deep",), "deep", "deep"),
+    ],
+)
+def test_an_effort_that_the_template_rejects_becomes_the_nearest_one(
+    known: tuple[str, ...], sent: str, used: str
+) -> None:
+    kwargs = json.dumps({"reasoning_effort": sent}).encode()
+    message = {"role": "user", "content": "a"}
+    assert render(efforts(*known), message, template_kwargs=kwargs) == f"{used}|a"
+
+
+def test_the_error_of_a_template_names_the_effort_only_if_it_is_unknown() -> None:
+    message = {"role": "user", "content": "a"}
+    template = efforts("none", "high") + "{{ raise_exception('no messages') }}"
+    with pytest.raises(RequestError, match="no messages"):
+        render(template, message, template_kwargs=b'{"reasoning_effort":"low"}')
+    with pytest.raises(RequestError, match="unknown effort deeper"):
+        render(efforts("deep"), message, template_kwargs=b'{"reasoning_effort":"deeper"}')

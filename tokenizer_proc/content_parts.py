@@ -1,0 +1,77 @@
+"""Parts of a message's content, in every format that clients send, as text and thinking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quintet.tokenizer_proc.template_values import ContentParts, Part, text_part
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import shown
+
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+    "reasoning": "text",
+}
+"""Types of text parts, and the field with the text."""
+THINKING_PARTS = ("thinking", "reasoning")
+
+
+def normal_parts(content: Sequence[Any] | dict[str, Any], where: str, *, is_answer: bool) -> list[Part]:
+    """Return the parts as text and thinking, without those of an answer that have no text.
+
+    Raises `RequestError` that names the invalid part.
+    """
+    if isinstance(content, dict):
+        raise _invalid(f"{where} is an object; it must be a string or a list of parts.", where)
+    return [
+        _normal_part(part, f"{where}[{i}]")
+        for i, part in enumerate(content)
+        if not (is_answer and _has_no_text(part))
+    ]
+
+
+def _has_no_text(part: Any) -> bool:
+    """Return whether a part is of another type: a call, which is also in ``tool_calls``, or encrypted reasoning."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        return False
+    return kind not in TEXT_PARTS or (
+        kind in THINKING_PARTS and not isinstance(_text_of(part, kind), str | list)
+    )
+
+
+def _text_of(part: Part, kind: str) -> Any:
+    """Return a part's text; LangChain's reasoning has it in a field named as the type."""
+    return part.get(TEXT_PARTS[kind], part.get(kind))
+
+
+def _normal_part(part: Any, where: str, *, is_nested: bool = False) -> Part:
+    if isinstance(part, str):
+        return text_part(part)
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind is None and isinstance(part, dict) and isinstance(part.get("text"), str):
+        kind = "text"
+    field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        # Agents that find these words remove the images and send the conversation again.
+        raise _invalid(
+            f"{where} has type {shown(kind)}; this is not a multimodal model: it does not support image input or other "
+            f"media. Allowed types: {', '.join(TEXT_PARTS)}.",
+            where,
+        )
+    text = _text_of(part, kind)
+    if kind in THINKING_PARTS and isinstance(text, list) and not is_nested:  # Mistral's clients nest parts
+        inner = (_normal_part(item, f"{where}.{field}[{i}]", is_nested=True) for i, item in enumerate(text))
+        text = str(ContentParts(inner))
+    if not isinstance(text, str):
+        raise _invalid(f"{where}.{field} must be a string.", f"{where}.{field}")
+    return {"type": "thinking", "thinking": text} if kind in THINKING_PARTS else text_part(text)
+
+
+def _invalid(message: str, param: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID, message, param)
