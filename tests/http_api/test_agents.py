@@ -19,8 +19,8 @@ from quintet.wire.channels import Channel
 from quintet.wire.chat import decode_messages
 from quintet.wire.config import ParsersConfig
 from quintet.wire.messages import ChatPrompt, Submit
+from tests.http_api.chat_prompts import H, M, R, prompt_of
 
-H, R, M = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 NAME, ARGUMENTS = int(Channel.NAME), int(Channel.ARGUMENTS)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -41,16 +41,6 @@ Json = dict[str, Any]
 @pytest.fixture
 def parsing(serve: Callable[..., Any]) -> Any:
     return serve(parsers=ParsersConfig(tools="hermes"))
-
-
-def prompt_of(server: Any, path: str, body: Json) -> ChatPrompt:
-    """Send a request and return the prompt that the engine received."""
-    limit = {M: "max_tokens", R: "max_output_tokens", H: "max_tokens"}[path]
-    reply = server.ask("POST", path, {"model": "toy", limit: 4, **body})
-    assert reply.status == 200, reply.json
-    prompt = server.engine.wait_for(Submit)[-1].prompt
-    assert isinstance(prompt, ChatPrompt)
-    return prompt
 
 
 def functions(prompt: ChatPrompt) -> dict[str, Json]:

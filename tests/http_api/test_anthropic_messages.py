@@ -381,4 +381,4 @@ def test_an_output_schema_is_enforced(shared: Any) -> None:
         assert shared.ask("POST", M, body(**request)).status == 200
         submit = shared.engine.wait_for(Submit)[-1]
         assert json.loads(submit.spec.params.structured_outputs.json) == schema
-    assert json.loads(submit.prompt.template_kwargs) == {"reasoning_effort": "low"}
+    assert json.loads(submit.prompt.template_kwargs)["reasoning_effort"] == "low"

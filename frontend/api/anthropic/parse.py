@@ -23,6 +23,7 @@ from quintet.frontend.api.anthropic.types import (
 from quintet.frontend.api.merged_messages import MergedMessages
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
+from quintet.frontend.api.openai.chat_body import THINKING_KWARGS
 from quintet.frontend.api.openai.offered_tools import OfferedTool, SentTool, Translation, offered_tools
 from quintet.frontend.api.openai.types import FORM_FIELDS, ChatBody, RawField, ResponseFormat
 from quintet.wire.message_text import omitted_media, without_billing_header
@@ -30,8 +31,6 @@ from quintet.wire.params import shown
 
 ROLES = ("user", "assistant", "system", "developer")
 THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
-THINKING_KWARGS = ("enable_thinking", "thinking")
-"""Template variables that turn reasoning on and off."""
 CLIENT_NAMES = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",

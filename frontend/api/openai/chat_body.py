@@ -26,6 +26,9 @@ from quintet.wire.structured import StructuredOutputsParams
 _mapping_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any_decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(object)
 
+THINKING_KWARGS = ("enable_thinking", "thinking")
+"""Chat template arguments that turn reasoning on and off; templates read one of them."""
+
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -141,6 +144,9 @@ def _template_kwargs(body: ChatBody | TokenizeBody, defaults: Mapping[str, objec
     if isinstance(body, ChatBody):
         if body.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", msgspec.Raw(encode_json(body.reasoning_effort)))
+            if not any(switch in kwargs for switch in THINKING_KWARGS):
+                thinks = msgspec.Raw(encode_json(body.reasoning_effort != "none"))
+                kwargs |= dict.fromkeys(THINKING_KWARGS, thinks)
         if parse.json_of(body.documents):
             parse.decode_part(body.documents, _any_decoder, "documents")
             kwargs.setdefault("documents", msgspec.Raw(parse.json_of(body.documents)))
