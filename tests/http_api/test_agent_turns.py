@@ -1,15 +1,121 @@
-"""Turns that agents send."""
+"""Turns that agents send: files beside results, options of system messages, messages of other agents, empty input."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.http_api.chat_prompts import H, M, R, prompt_of
+from quintet.wire.chat import decode_messages
+from quintet.wire.config import ParsersConfig
+from quintet.wire.messages import Submit
+from tests.http_api.chat_prompts import H, M, R, messages_of, prompt_of
 
 HELLO = [{"role": "user", "content": "hello"}]
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aGk="}}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"path": "a.pdf"}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "PDF file read: a.pdf"}
+
+Json = dict[str, Any]
+
+
+def system(**fields: Any) -> Json:
+    return {"role": "system", **fields}
+
+
+# --- Anthropic's API ----------------------------------------------------------------------------------------------
+
+
+def test_text_replaces_a_file_beside_the_result_that_announces_it(shared: Any) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    content = [image, RESULT, PDF, {"type": "text", "text": "Go on."}]
+    turns = [*HELLO, {"role": "assistant", "content": [CALL]}, {"role": "user", "content": content}]
+    *_, result, user = messages_of(shared, M, {"messages": turns})
+    assert (result["role"], result["content"]) == ("tool", "PDF file read: a.pdf")
+    omitted = [f"[{name} omitted: this model reads text only]" for name in ("image", "document")]
+    assert user == {"role": "user", "content": "\n".join([*omitted, "Go on."])}
+
+
+def test_an_unknown_block_in_a_result_does_not_end_the_conversation(shared: Any) -> None:
+    result = {**RESULT, "content": [{"type": "browser_state", "tabs": []}, {"type": "text", "text": "Done."}]}
+    turns = [*HELLO, {"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]}]
+    message = messages_of(shared, M, {"messages": turns})[-1]
+    assert message["content"] == "[browser_state omitted: this model reads text only]\nDone."
+
+
+@pytest.mark.parametrize("fields", [{}, {"content": None}, {"content": []}, {"content": ""}])
+def test_a_system_message_may_only_set_the_effort(shared: Any, fields: Json) -> None:
+    turns = [*HELLO, system(**fields, output_config={"effort": "high"})]
+    prompt = prompt_of(shared, M, {"messages": turns, "output_config": {"effort": "low"}})
+    assert decode_messages(prompt.messages) == HELLO
+    assert json.loads(prompt.template_kwargs)["reasoning_effort"] == "high"
+
+
+def test_a_system_message_is_hidden_before_the_next_user_message(shared: Any) -> None:
+    late = system(content="Plan mode.", clear_at="next_user_message")
+    assert messages_of(shared, M, {"messages": [*HELLO, late]})[-1]["content"] == "Plan mode."
+    turns = [*HELLO, late, {"role": "assistant", "content": "Yes."}, *HELLO]
+    assert [each["role"] for each in messages_of(shared, M, {"messages": turns})] == [
+        "user",
+        "assistant",
+        "user",
+    ]
+
+
+def test_an_empty_final_assistant_message_is_no_prefill(shared: Any) -> None:
+    for content in ("", []):
+        turns = [*HELLO, {"role": "assistant", "content": content}]
+        prompt = prompt_of(shared, M, {"messages": turns})
+        assert decode_messages(prompt.messages) == HELLO and prompt.message_names == ["messages[0]"]
+        assert prompt.add_generation_prompt and not prompt.continue_final_message
+
+
+def test_tools_defined_in_a_message_are_shown_there_and_callable(serve: Callable[..., Any]) -> None:
+    server = serve(parsers=ParsersConfig(tools="hermes"))
+    tool = {"name": "later", "description": "Read a file.", "input_schema": SCHEMA}
+    added = [
+        {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": tool}},
+        {"type": "tool_addition", "tool": {"type": "mcp_toolset_reference", "server_name": "x"}},
+        {
+            "type": "tool_addition",
+            "tool": {
+                "type": "tool_definition",
+                "definition": {"type": "mcp_toolset", "mcp_server_name": "x"},
+            },
+        },
+    ]
+    body = {"messages": [*HELLO, system(content=added)], "tools": [{**tool, "name": "first"}]}
+    prompt = prompt_of(server, M, body)
+    message = decode_messages(prompt.messages)[-1]
+    definition = json.loads(message["content"].removeprefix("Tool available: "))
+    assert definition["function"] == {
+        "name": "later",
+        "description": "Read a file.",
+        "parameters": SCHEMA,
+    }
+    assert [each["function"]["name"] for each in json.loads(prompt.tools)] == ["first"]
+    prompt_of(server, M, {**body, "tool_choice": {"type": "tool", "name": "later"}})
+    form = server.engine.wait_for(Submit)[-1].spec.params.structured_outputs
+    assert form is not None and "later" in form.structural_tag
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": []}])
+@pytest.mark.parametrize("kind", ["auto", "none"])
+def test_an_optional_call_without_tools_is_no_call(shared: Any, tools: Json, kind: str) -> None:
+    assert prompt_of(shared, M, {"messages": HELLO, "tool_choice": {"type": kind}, **tools}).tools == b""
+
+
+def test_max_tokens_0_caches_the_prompt_without_an_answer(shared: Any) -> None:
+    reply = shared.ask("POST", M, {"model": "toy", "max_tokens": 0, "messages": HELLO})
+    assert reply.status == 200, reply.json
+    assert (reply.json["content"], reply.json["stop_reason"]) == ([], "max_tokens")
+    assert reply.json["usage"]["output_tokens"] == 0 and reply.json["usage"]["input_tokens"] > 0
+    assert shared.engine.wait_for(Submit)[-1].spec.params.max_tokens == 1
+    refused = shared.ask("POST", M, {"max_tokens": 0, "messages": HELLO, "stream": True})
+    assert refused.status == 400 and refused.json["error"]["message"].startswith("max_tokens is 0")
 
 
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("high", True)])

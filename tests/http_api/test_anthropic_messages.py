@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from quintet.frontend.api.anthropic.parse import messages_of
+from quintet.frontend.api.anthropic.turns import messages_of
 from quintet.frontend.api.anthropic.types import Block, Turn
 from quintet.wire.chat import decode_messages
 from quintet.wire.errors import RequestError
@@ -257,7 +257,8 @@ def assistant_turn(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
     ("fields", "words"),
     [
         ({"max_tokens": None}, "max_tokens is null"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
+        ({"compaction": {"type": "summarize"}}, "compaction was sent"),
         ({"messages": []}, "messages is []"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role is 'robot'"),
         ({"messages": block(type="image", source={})}, "messages[0].content[0]: a block of type image"),

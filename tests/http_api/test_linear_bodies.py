@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quintet.frontend.api.anthropic import parse as anthropic
+from quintet.frontend.api.anthropic import turns as anthropic
 from quintet.frontend.api.anthropic.types import Block, Turn
 from quintet.frontend.api.openai.offered_tools import SentTool, offered_tools
 from quintet.frontend.api.responses import items

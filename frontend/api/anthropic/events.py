@@ -76,10 +76,14 @@ def message_of(answer: MessagesAnswer, output: Output) -> dict[str, object]:
     """Return an unstreamed response. Raises `RequestError` for an aborted one."""
     finish, num_tokens = output.finish, len(output.token_ids)
     is_cut = finish.reason is not FinishReason.STOP
+    ending = _ending(answer, finish, num_tokens)
+    if not answer.max_tokens:  # the prompt is only cached
+        ending = {"stop_reason": "max_tokens", "stop_sequence": None}
+        return {**_head(answer), "content": [], **ending, "usage": usage_of(output.stream.started, 0)}
     return {
         **_head(answer),
         "content": list(_blocks(answer, text_spans(output.text, output.spans), is_cut=is_cut)),
-        **_ending(answer, finish, num_tokens),
+        **ending,
         "usage": {**usage_of(output.stream.started, num_tokens), **_thinking_usage(finish)},
     }
 

@@ -12,11 +12,15 @@ from quintet.frontend.api.openai.types import FormFields, RawField
 
 
 class ReferencedTool(msgspec.Struct, kw_only=True):
-    """Tool reference of a tool_addition."""
+    """Tool of a tool_addition or tool_removal."""
 
     type: str | None = None
+    """tool_reference, tool_definition, or a reference to tools of an MCP server, which is skipped."""
     name: str | None = None
     tool_name: str | None = None
+    server_name: str | None = None
+    definition: SentTool | None = None
+    """The tool itself, as in ``tools``."""
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -44,8 +48,12 @@ class Turn(msgspec.Struct, kw_only=True):
 
     role: str
     """user, assistant, system or developer."""
-    content: str | list[Block] | None
-    """Null only for an assistant's message without text."""
+    content: str | list[Block] | None = None
+    """Null only for assistant and system messages without text."""
+    output_config: OutputConfig | None = None
+    """Of a system message; its effort takes precedence over earlier ones."""
+    clear_at: str | None = None
+    """``next_user_message`` hides a system message before a later user message."""
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
@@ -90,13 +98,14 @@ class ConversationBody(FormFields, kw_only=True):
     mcp_servers: RawField = msgspec.UNSET
     container: RawField = msgspec.UNSET
     thread: RawField = msgspec.UNSET
+    compaction: RawField = msgspec.UNSET
 
 
 class MessagesBody(ConversationBody, kw_only=True):
     """POST /v1/messages."""
 
     max_tokens: int
-    """Upper bound; the context length limits too."""
+    """Upper bound; the context length limits too. 0 caches the prompt without an answer."""
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
