@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
+from quintet.wire.channels import Channel
 from quintet.wire.chat import decode_messages
 from quintet.wire.config import ParsersConfig
 from quintet.wire.messages import Submit
@@ -116,6 +118,112 @@ def test_max_tokens_0_caches_the_prompt_without_an_answer(shared: Any) -> None:
     assert shared.engine.wait_for(Submit)[-1].spec.params.max_tokens == 1
     refused = shared.ask("POST", M, {"max_tokens": 0, "messages": HELLO, "stream": True})
     assert refused.status == 400 and refused.json["error"]["message"].startswith("max_tokens is 0")
+
+
+# --- Responses API ------------------------------------------------------------------------------------------------
+
+
+def test_messages_of_other_agents_are_user_messages(shared: Any) -> None:
+    parts = [
+        {"type": "input_text", "text": "Sender: /root\nPayload:"},
+        {"type": "encrypted_content", "encrypted_content": "count"},
+    ]
+    sent = {"type": "agent_message", "author": "/root", "recipient": "/root/worker", "content": parts}
+    items = [sent, {"type": "agent_message", "content": "Now."}]
+    assert messages_of(shared, R, {"input": items}) == [
+        {"role": "user", "content": "Sender: /root\nPayload:\ncount\nNow."}
+    ]
+
+
+def test_an_output_without_a_call_is_a_user_message(shared: Any) -> None:
+    item = {
+        "type": "function_call_output",
+        "id": "fco_1",
+        "output": "<codex_delegation>Count.</codex_delegation>",
+    }
+    assert messages_of(shared, R, {"input": [item, *HELLO]}) == [
+        {"role": "user", "content": f"{item['output']}\nhello"}
+    ]
+
+
+@pytest.mark.parametrize("given", [{}, {"input": []}, {"input": None}])
+def test_input_may_be_empty_after_other_messages(shared: Any, given: Json) -> None:
+    assert messages_of(shared, R, {"instructions": "Greet.", **given}) == [
+        {"role": "system", "content": "Greet."}
+    ]
+    first = shared.ask("POST", R, {"model": "toy", "input": "x", "max_output_tokens": 2}).json
+    messages = messages_of(shared, R, {"previous_response_id": first["id"], **given})
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+
+
+def test_an_item_with_an_id_alone_is_a_reference(shared: Any) -> None:
+    first = shared.ask("POST", R, {"model": "toy", "input": "x", "max_output_tokens": 2}).json
+    items = [{"id": first["output"][0]["id"]}, *HELLO]
+    assert [each["content"] for each in messages_of(shared, R, {"input": items})] == [" t0 t1", "hello"]
+
+
+def test_stored_input_has_patches_and_calls_of_chat_messages(shared: Any) -> None:
+    operation = {"type": "update_file", "path": "a.py", "diff": "@@"}
+    function = {"name": "f", "arguments": "{}"}
+    items = [
+        *HELLO,
+        {"type": "apply_patch_call", "call_id": "c", "status": "completed", "operation": operation},
+        {"type": "apply_patch_call_output", "call_id": "c", "status": "completed"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "d", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "d", "content": "4"},
+        {"type": "agent_message", "author": "/root", "content": "Go."},
+    ]
+    whole = messages_of(shared, R, {"input": items})
+    with OpenAI(base_url=f"{shared.url}/v1", api_key="none", max_retries=0) as client:
+        first = client.responses.create(model="toy", input=items, max_output_tokens=2)  # type: ignore[arg-type]
+    followed = messages_of(shared, R, {"previous_response_id": first.id, "input": HELLO})
+    assert followed[: len(whole)] == whole
+
+
+def test_a_choice_of_programmatic_calling_is_no_choice(shared: Any) -> None:
+    tools = [{"type": "function", "name": "f"}, {"type": "programmatic_tool_calling"}]
+    choice = {"type": "programmatic_tool_calling"}
+    prompt = prompt_of(shared, R, {"input": "x", "tools": tools, "tool_choice": choice})
+    assert [each["function"]["name"] for each in json.loads(prompt.tools)] == ["f"]
+
+
+THOUGHTS = [[(int(Channel.REASONING), 0, "Räin?")], [(int(Channel.CONTENT), 0, "Yes.")]]
+
+
+def test_reasoning_returns_in_its_encrypted_content(serve: Callable[..., Any]) -> None:
+    server = serve(parsers=ParsersConfig(reasoning="qwen3"))
+    server.engine.script = THOUGHTS
+    body = {"model": "toy", "input": "x", "store": False}
+    assert "encrypted_content" not in server.ask("POST", R, body).json["output"][0]
+    body["include"] = ["reasoning.encrypted_content"]
+    whole = server.ask("POST", R, body).json["output"]
+    events = server.ask("POST", R, {**body, "stream": True}).events
+    assert events[-1]["response"]["output"][0]["encrypted_content"] == whole[0]["encrypted_content"]
+    stateless = [{**whole[0], "content": None}, whole[1]]
+    (answer, _) = messages_of(server, R, {**body, "input": [*stateless, *HELLO]})
+    assert (answer["reasoning_content"], answer["content"]) == ("Räin?", "Yes.")
+
+
+@pytest.mark.parametrize("state", ["gAAAA==", "quintet-reasoning-1.?", "quintet-reasoning-1._w=="])
+def test_encrypted_content_of_other_servers_is_ignored(shared: Any, state: str) -> None:
+    item = {
+        "type": "reasoning",
+        "summary": [{"type": "summary_text", "text": "hm"}],
+        "encrypted_content": state,
+    }
+    (answer, _) = messages_of(shared, R, {"input": [item, *HELLO]})
+    assert answer["reasoning_content"] == "hm"
+
+
+def test_a_response_repeats_the_penalties(shared: Any) -> None:
+    body = {"model": "toy", "input": "x", "max_output_tokens": 1}
+    plain = shared.ask("POST", R, body).json
+    assert (plain["presence_penalty"], plain["frequency_penalty"]) == (0, 0)
+    assert shared.ask("POST", R, {**body, "presence_penalty": 0.5}).json["presence_penalty"] == 0.5
 
 
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("high", True)])

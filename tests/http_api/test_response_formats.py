@@ -11,6 +11,7 @@ import pytest
 from quintet.frontend.api.responses.parse import chat_body, echo_of, items_of
 from quintet.frontend.api.responses.types import ResponsesBody
 from quintet.wire.messages import Submit
+from quintet.wire.params import SamplingParams
 from quintet.wire.structured import StructuredOutputsParams
 
 C, H, R, M = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -125,6 +126,6 @@ def test_a_format_nested_as_in_chat_completions_is_the_flat_one_of_responses() -
         sent = {"input": "x", "text": {"format": {"type": "json_schema", **fields}}}
         body = msgspec.json.decode(json.dumps(sent), type=ResponsesBody)
         forms.append(chat_body(body, items_of(body))[0].response_format)
-        echoes.append(json.loads(msgspec.json.encode(echo_of(body, 1.0, 1.0)["text"])))
+        echoes.append(json.loads(msgspec.json.encode(echo_of(body, SamplingParams())["text"])))
     assert forms[0] is not None and forms[0] == forms[1]
     assert echoes[0] == echoes[1]

@@ -35,6 +35,7 @@ SERVER_TOOLS = (
     "tool_search",
     "x_search",
     "advisor",
+    "programmatic_tool_calling",
 )
 """Type prefixes of server-side tools."""
 SEARCH = "tool_search"

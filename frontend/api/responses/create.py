@@ -30,6 +30,7 @@ from quintet.frontend.api.responses.output import CANCELLED, ResponsesAnswer, re
 from quintet.frontend.api.responses.parse import (
     CLIENT_NAMES,
     LOGPROBS,
+    REASONING_STATE,
     chat_body,
     conversation_of,
     echo_of,
@@ -167,10 +168,13 @@ async def _read(service: Service, http_request: HttpRequest, body: ResponsesBody
         "background": bool(body.background),
         "store": is_stored,
         **({"conversation": {"id": named}} if named else {}),
-        **echo_of(body, params.temperature, params.top_p),
+        **echo_of(body, params),
     }
     channels = channels_of(chat, read, options.response_id, config)
-    answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_stored, named, forms)
+    has_state = REASONING_STATE in (body.include or ())
+    answer = ResponsesAnswer(
+        1, 1, 1, options, channels, encode_json(head), is_stored, named, forms, has_state
+    )
     deadline_ns = parse.deadline_ns(chat, http_request)
     return CheckedRequest(body, items, read.prompt, params, parsing, answer, deadline_ns)
 

@@ -21,6 +21,7 @@ from quintet.frontend.api.openai.offered_tools import (
     offered_tools,
     sent_tools,
 )
+from quintet.frontend.api.responses.output import text_of_state
 from quintet.frontend.api.responses.types import ContentPart, InputItem
 from quintet.wire.message_text import omitted_media, text_only_result
 from quintet.wire.params import shown
@@ -99,13 +100,17 @@ def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Mes
         case None | "message":
             return [_message(item, where, names)]
         case "reasoning":
-            thoughts = item.content or item.summary or ""
+            thoughts = item.content or text_of_state(item.encrypted_content) or item.summary or ""
             content = _text(thoughts, f"{where}.content")
             return [
                 {"role": "assistant", "content": "", **({"reasoning_content": content} if content else {})}
             ]
         case "function_call" | "custom_tool_call" | "local_shell_call" | "shell_call" | "apply_patch_call":
             return [_call(item, where, names)]
+        case "function_call_output" if item.call_id is None:  # Codex: text of another task, without a call
+            return [{"role": "user", "content": _output(item, where)}]
+        case "agent_message":
+            return [{"role": "user", "content": _text(item.content or "", f"{where}.content")}]
         case (
             "function_call_output"
             | "custom_tool_call_output"
@@ -153,6 +158,11 @@ def _message(item: InputItem, where: str, names: dict[str, str]) -> Message:
             _call(call, f"{where}.tool_calls[{i}]", names)["tool_calls"][0] for i, call in enumerate(calls)
         ]
     return message
+
+
+def is_reference(item: InputItem) -> bool:
+    """True if an item refers to a stored one."""
+    return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
 
 
 def _definitions(item: InputItem, where: str) -> str:
@@ -241,6 +251,8 @@ def _text_of(part: ContentPart, where: str) -> str:
         return _given(part.text, f"{where}.text")
     if part.type == "refusal":
         return _given(part.refusal, f"{where}.refusal")
+    if part.type == "encrypted_content":
+        return _given(part.encrypted_content, f"{where}.encrypted_content")
     if part.type == "" and (part.stdout is not None or part.outcome is not None):
         return _command_text(part)
     if part.type == "" and part.text is not None:

@@ -10,6 +10,7 @@ The events depend on the text alone, except for the boundaries of deltas.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,9 @@ TEXTS = {
 """Event name prefixes of an item's text."""
 COMPLETED, INCOMPLETE, FAILED, CANCELLED = "completed", "incomplete", "failed", "cancelled"
 
+STATE_PREFIX = "quintet-reasoning-1."
+"""Prefix of ``encrypted_content``: the text in base64, for clients that return only this field."""
+
 Emit = Callable[[str, dict[str, Any]], None]
 """Receives an event: type and fields."""
 
@@ -56,6 +60,21 @@ CALL_KINDS: dict[str, CallKind] = {
     "tool_search_call": "tool_search",
 }
 """Tool kinds, by item type of their calls."""
+
+
+def reasoning_state(text: str) -> str:
+    """Return reasoning as ``encrypted_content``."""
+    return STATE_PREFIX + base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def text_of_state(state: str | None) -> str | None:
+    """Return the text of a reasoning item's ``encrypted_content``; None for another server's."""
+    if state is None or not state.startswith(STATE_PREFIX):
+        return None
+    try:
+        return base64.urlsafe_b64decode(state.removeprefix(STATE_PREFIX)).decode()
+    except ValueError:
+        return None
 
 
 class CallForm(msgspec.Struct, array_like=True, frozen=True):
@@ -148,6 +167,8 @@ class ResponsesAnswer(Answer, tag="responses"):
     """Id of its conversation, or ""."""
     calls: dict[str, CallForm] = msgspec.field(default_factory=dict)
     """By the function name that the model sees."""
+    has_reasoning_state: bool = False
+    """True if reasoning has ``encrypted_content``."""
 
 
 @dataclass(slots=True)
@@ -161,6 +182,8 @@ class Item:
     call_id: str = ""
     form: CallForm | None = None
     """Set for calls that are no plain function calls."""
+    has_state: bool = False
+    """True for reasoning with ``encrypted_content``."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
 
@@ -190,7 +213,8 @@ class Item:
             return {**item, "call_id": self.call_id, "name": self.name, "arguments": "".join(self.texts)}
         content = [] if is_empty else [self.part()]
         if self.kind == REASONING:
-            return {**item, "summary": [], "content": content}
+            state = {"encrypted_content": reasoning_state("".join(self.texts))} if self.has_state else {}
+            return {**item, "summary": [], "content": content, **({} if is_empty else state)}
         return {**item, "role": "assistant", "content": content}
 
 
@@ -200,6 +224,7 @@ class Items:
     def __init__(self, answer: ResponsesAnswer, emit: Emit) -> None:
         self._channels = answer.channels
         self._forms = answer.calls
+        self._has_state = answer.has_reasoning_state
         self._response_id = answer.options.response_id
         self._emit = emit
         self.open: Item | None = None
@@ -223,6 +248,7 @@ class Items:
         if kind == CALL:
             item.name, item.call_id = text, self._channels.call_id(0, call, text)
             item.form = self._forms.get(text)
+        item.has_state = self._has_state and kind == REASONING
         self.open = item
         added = {"output_index": index, "item": item.whole(IN_PROGRESS, is_empty=True)}
         self._emit("response.output_item.added", added)

@@ -31,12 +31,12 @@ from quintet.frontend.api.responses.types import (
     TextFormat,
     TextOptions,
 )
-from quintet.wire.params import shown
+from quintet.wire.params import SamplingParams, shown
 
-LOGPROBS = "message.output_text.logprobs"
+LOGPROBS, REASONING_STATE = "message.output_text.logprobs", "reasoning.encrypted_content"
 INCLUDABLE = (
     LOGPROBS,
-    "reasoning.encrypted_content",
+    REASONING_STATE,
     "file_search_call.results",
     "web_search_call.results",
     "web_search_call.action.sources",
@@ -90,11 +90,16 @@ _mapping = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def items_of(body: ResponsesBody) -> list[InputItem]:
-    """Return the items of the request's input; text is one user message."""
+    """Return the items of the request's input; text is one user message. It may be empty if it continues other messages."""
+    continues = bool(
+        body.instructions or body.previous_response_id is not None or parse.json_of(body.conversation)
+    )
+    if continues and not parse.json_of(body.input):
+        return []
     given = parse.decode_part(body.input, _items_decoder, "input")
     if isinstance(given, str):
         return [InputItem(type="message", role="user", content=given)]
-    if not given:
+    if not given and not continues:
         raise parse.invalid("input is []; it must be a text, or hold at least one item.", "input")
     return given
 
@@ -275,29 +280,31 @@ def _reject_unsupported(body: ResponsesBody) -> None:
             raise parse.not_implemented(name, what, advice)
 
 
-def echo_of(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, Any]:
-    """Return the request fields that the response repeats."""
+def echo_of(body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
+    """Return the request fields that the response repeats, with the values in effect."""
     text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
     form = text.format or TextFormat(type="text")
     encoded = parse.json_of(body.tools)
     tools: list[dict[str, Any]] = msgspec.json.decode(encoded) if encoded else []
     return {
+        "frequency_penalty": params.frequency_penalty,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": params.presence_penalty,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "temperature": temperature,
+        "temperature": params.temperature,
         "text": {"format": _sent(form), "verbosity": text.verbosity or "medium"},
         "tool_choice": _chosen(body.tool_choice),
         "tools": [{**(NO_FIELDS if tool.get("type") == "function" else {}), **tool} for tool in tools],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": top_p,
+        "top_p": params.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }

@@ -13,6 +13,7 @@ from quintet.frontend.api.answer import AnswerWriter
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.responses.events import ResponsesWriter
+from quintet.frontend.api.responses.items import is_reference
 from quintet.frontend.api.responses.output import COMPLETED, INCOMPLETE, ResponsesAnswer, response_json
 from quintet.frontend.api.responses.types import ContentPart, InputItem
 from quintet.frontend.response_store import CONVERSATION, ConversationTurn, Record, ResponseStore
@@ -33,16 +34,20 @@ PREFIXES = {
 STORED_FIELDS = (
     "role",
     "content",
+    "tool_calls",
+    "tool_call_id",
     "call_id",
     "name",
     "namespace",
     "arguments",
     "input",
     "action",
+    "operation",
     "tools",
     "execution",
     "output",
     "summary",
+    "encrypted_content",
 )
 """Stored fields of an item, in addition to id, type and status."""
 _log = logging.getLogger("quintet")
@@ -125,8 +130,8 @@ def _stored_item(item: InputItem, name: str) -> dict[str, Any]:
     for field in STORED_FIELDS:
         value = getattr(item, field)
         if value is not None and value is not msgspec.UNSET:
-            is_content = isinstance(value, list) and field != "output"  # an output is kept as sent
-            stored[field] = _parts(value) if is_content else value
+            is_parts = isinstance(value, list) and field in ("content", "summary")
+            stored[field] = _parts(value) if is_parts else value
     if kind == "message" and isinstance(item.content, str):
         part = "output_text" if item.role == "assistant" else "input_text"
         stored["content"] = _parts([ContentPart(type=part, text=item.content)])
@@ -210,10 +215,10 @@ async def resolved(
     store: ResponseStore, items: Sequence[InputItem], former: Sequence[InputItem]
 ) -> list[InputItem]:
     """Replace item references by the items. ``former``: items of the conversation so far."""
-    known = {item.id: item for item in (*former, *items) if item.type != "item_reference"}
+    known = {item.id: item for item in (*former, *items) if not is_reference(item)}
     found: list[InputItem] = []
     for index, item in enumerate(items):
-        if item.type != "item_reference":
+        if not is_reference(item):
             found.append(item)
             continue
         match = ITEM_ID.fullmatch(item.id or "")

@@ -20,6 +20,8 @@ class ContentPart(msgspec.Struct, kw_only=True):
     output."""
     text: str | None = None
     refusal: str | None = None
+    encrypted_content: str | None = None
+    """Text of an agent_message: Codex sends the argument of a call so, which this server does not encrypt."""
     stdout: str | None = None
     """With ``stderr`` and ``outcome``: output of one command in a shell_call_output; such a part has no type."""
     stderr: str | None = None
@@ -54,7 +56,7 @@ class InputItem(msgspec.Struct, kw_only=True):
     type: str | None = None
     """message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, local_shell_call,
     local_shell_call_output, shell_call, shell_call_output, apply_patch_call, apply_patch_call_output, tool_search_call,
-    tool_search_output, additional_tools, mcp_call, reasoning or item_reference.
+    tool_search_output, additional_tools, agent_message, mcp_call, reasoning or item_reference.
     Items of other types are skipped."""
     id: str | None = None
     role: str | None = None
@@ -82,6 +84,8 @@ class InputItem(msgspec.Struct, kw_only=True):
     output: str | list[Any] | dict[str, Any] | None = None
     """Text, a list of `ContentPart` and texts, or other data, which becomes JSON text."""
     summary: list[ContentPart] | None = None
+    encrypted_content: str | None = None
+    """Text of reasoning without content, as this server sent it."""
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
@@ -180,7 +184,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
 
     model: str | None = None
     input: RawField = msgspec.UNSET
-    """Text, or a list of `InputItem`."""
+    """Text, or a list of `InputItem`. May be empty after instructions or a conversation."""
     instructions: str | None = None
     max_output_tokens: int | None = None
     """Upper bound; the context length limits too."""
