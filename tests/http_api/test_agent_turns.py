@@ -246,3 +246,8 @@ def test_disabled_thinking_takes_precedence_over_an_effort(shared: Any) -> None:
     body = {"messages": HELLO, "thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}
     used = json.loads(prompt_of(shared, M, body).template_kwargs)
     assert used == {"reasoning_effort": "high", "enable_thinking": False, "thinking": False}
+
+
+def test_codex_reads_the_list_of_models(shared: Any) -> None:
+    plain = shared.ask("GET", "/v1/models").json
+    assert shared.ask("GET", "/v1/models?client_version=0.153.4").json == {**plain, "models": []}
