@@ -15,21 +15,26 @@ _TEXT_PART = "model.language_model."
 def spellings(name: str, prefix: str) -> tuple[str, ...]:
     """Return the names that a checkpoint may use for an expected tensor, the expected one first.
 
-    Either with or without the prefix, or as the text part of a multimodal model.
+    Either with or without the prefix, or as the text part of a multimodal model, or without its prefix.
     """
     found = [name]
     if prefix:
         found.append(name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
-    if name.startswith(_MODEL) and not name.startswith(_TEXT_PART):
+    if name.startswith(_TEXT_PART):
+        found.append(_MODEL + name.removeprefix(_TEXT_PART))
+    elif name.startswith(_MODEL):
         found.append(_TEXT_PART + name.removeprefix(_MODEL))
     return tuple(found)
 
 
 def expected_spellings(name: str, prefix: str) -> tuple[str, ...]:
     """Return the names that a model may expect for a checkpoint's tensor: the inverse of `spellings`."""
-    bare = name.removeprefix(prefix)
-    found = (name, bare, prefix + name)
-    return (*found, _MODEL + name.removeprefix(_TEXT_PART)) if name.startswith(_TEXT_PART) else found
+    found = [name, name.removeprefix(prefix), prefix + name]
+    if name.startswith(_TEXT_PART):
+        found.append(_MODEL + name.removeprefix(_TEXT_PART))
+    elif name.startswith(_MODEL):
+        found.append(_TEXT_PART + name.removeprefix(_MODEL))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

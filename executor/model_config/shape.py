@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quintet.executor.model_config.experts import ExpertsLayout
+from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
 from quintet.executor.model_config.hf_config import HfConfig, Key
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import MAX_POSITIONS, POSITIONS, RopeSpec, rope_spec
@@ -49,6 +49,8 @@ WIDTH = "intermediate_size"
 RMS_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 SEPARATE_MATRICES = "matrices_apart"
 """Key of configs converted from GGUF: matrices are separate."""
+STACKED_EXPERTS = "stacked_experts"
+"""Key of configs whose checkpoint has one tensor of all experts, where the family has a tensor for each expert."""
 LAYER_EPS = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation", "activation")
 
@@ -265,9 +267,13 @@ def layer_kinds(hf_config: HfConfig, usual: list[str]) -> list[str]:
 
 
 def layer_types(hf_config: HfConfig, known: Sequence[str]) -> list[str]:
-    """Return each layer's kind from the config's list. Raises `ConfigError` for kinds not in ``known``."""
-    kinds, count = hf_config.values.get("layer_types"), num_layers(hf_config)
-    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in known for kind in kinds):
+    """Return each layer's kind from the config's list. Raises `ConfigError` for kinds not in ``known``.
+
+    Entries after the last layer are ignored: multi-token prediction layers, or layers that an override removed.
+    """
+    listed, count = hf_config.values.get("layer_types"), num_layers(hf_config)
+    kinds = listed[:count] if isinstance(listed, list) else []
+    if len(kinds) < count or not all(kind in known for kind in kinds):
         raise hf_config.wrong("layer_types", f"a list of {count} words, each {' or '.join(known)}")
     return kinds
 
@@ -282,9 +288,9 @@ def rotated_layers(hf_config: HfConfig) -> list[bool]:
     if flags is None or flags == []:
         interval = hf_config.whole("no_rope_layer_interval", 1, MAX_LAYERS, 4)
         return [(layer + 1) % interval != 0 for layer in range(count)]
-    if not isinstance(flags, list) or len(flags) != count or not all(flag in (0, 1) for flag in flags):
+    if not isinstance(flags, list) or len(flags) < count or not all(flag in (0, 1) for flag in flags):
         raise hf_config.wrong("no_rope_layers", f"a list of {count} numbers, each 0 (not rotated) or 1")
-    return [bool(flag) for flag in flags]
+    return [bool(flag) for flag in flags[:count]]
 
 
 def layered_windows(hf_config: HfConfig) -> tuple[int | None, ...]:
@@ -343,7 +349,15 @@ def decoder(
     count, names = hf_config.whole(PREDICTORS, 0, MAX_LAYERS, predictors), switches.get("names", Names())
     unread = (names.in_layer(num_layers(hf_config) + i, "*") for i in range(max(predictors, count)))
     spec = DecoderSpec(**(usual | switches | {"names": replace(names, ignored=(*names.ignored, *unread))}))
+    if hf_config.flag(STACKED_EXPERTS, False):
+        spec = replace(spec, layers=tuple(map(_with_stacked_experts, spec.layers)))
     return _apart(spec) if hf_config.flag(SEPARATE_MATRICES, False) else spec
+
+
+def _with_stacked_experts(layer: LayerSpec) -> LayerSpec:
+    mlp = layer.mlp
+    is_separate = isinstance(mlp, ExpertsSpec) and mlp.layout is ExpertsLayout.SEPARATE
+    return replace(layer, mlp=replace(mlp, layout=ExpertsLayout.STACKED)) if is_separate else layer
 
 
 def _apart(spec: DecoderSpec) -> DecoderSpec:

@@ -10,6 +10,8 @@ from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.spec import DecoderSpec
 
+TIES = "tie_word_embeddings"
+
 
 def text_of(read: Callable[[HfConfig], DecoderSpec], inner: str = "") -> Callable[[HfConfig], DecoderSpec]:
     """Return a reader of the ``text_config`` in a multimodal config.
@@ -18,10 +20,7 @@ def text_of(read: Callable[[HfConfig], DecoderSpec], inner: str = "") -> Callabl
     """
 
     def reader(hf_config: HfConfig) -> DecoderSpec:
-        text = hf_config.section("text_config")
-        tied = hf_config if hf_config.has("tie_word_embeddings") else text
-        values = dict(text.values) | {"tie_word_embeddings": tied.values.get("tie_word_embeddings")}
-        spec = read(HfConfig(values, text.path, text.inside))
+        spec = read(_text_config(hf_config))
         ignored = (
             *spec.names.ignored,
             "*vision_tower.*",
@@ -41,10 +40,21 @@ def text_of(read: Callable[[HfConfig], DecoderSpec], inner: str = "") -> Callabl
     return reader
 
 
+def _text_config(hf_config: HfConfig) -> HfConfig:
+    """Return the text model's config, with the ties of the whole model if they are stated.
+
+    A text model that was saved alone under the whole model's name has its values at the top level.
+    """
+    if not hf_config.has("text_config"):
+        return hf_config
+    text = hf_config.section("text_config")
+    tied = hf_config if hf_config.has(TIES) else text
+    return HfConfig({**text.values, TIES: tied.values.get(TIES)}, text.path, text.inside)
+
+
 def qwen2_vl(hf_config: HfConfig) -> DecoderSpec:
-    """Qwen2-VL and 2.5-VL: the text model's values may be at the top level of the config."""
-    text = hf_config.section("text_config") if hf_config.has("text_config") else hf_config
-    spec = llama.qwen2(text)
+    """Qwen2-VL and 2.5-VL."""
+    spec = llama.qwen2(_text_config(hf_config))
     return replace(spec, names=replace(spec.names, ignored=("*visual.*",)))
 
 

@@ -285,9 +285,9 @@ def dense_then(hf_config: HfConfig, experts: ExpertsSpec, default: int) -> list[
     if kinds is None:
         dense = hf_config.whole("first_k_dense_replace", 0, MAX_LAYERS, default)
         kinds = ["dense" if layer < dense else "sparse" for layer in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or not all(k in ("dense", "sparse") for k in kinds):
+    if not isinstance(kinds, list) or len(kinds) < count or not all(k in ("dense", "sparse") for k in kinds):
         raise hf_config.wrong("mlp_layer_types", f"a list of {count} words, each dense or sparse")
-    return [experts if kind == "sparse" else gated(hf_config) for kind in kinds]
+    return [experts if kind == "sparse" else gated(hf_config) for kind in kinds[:count]]
 
 
 def sparse(hf_config: HfConfig, experts: ExpertsSpec) -> list[FeedForwardSpec]:
