@@ -18,6 +18,7 @@ from quintet.deploy.config.model.implementation import (
     is_known,
 )
 from quintet.deploy.config.model.output_layer import correct_ties, read_entries
+from quintet.deploy.config.model.overrides import overridden, with_one_rope
 from quintet.deploy.config.model.stop_tokens import configured_ids
 from quintet.executor.checkpoints.quant.formats.kv_cache import KvFormat, wish_of
 from quintet.executor.checkpoints.quant.formats.registry import recognise
@@ -99,7 +100,7 @@ class Overrides:
     hf_config: Json = field(default_factory=dict)
     """Overrides of ``config.json``, merged recursively."""
     generation: Json = field(default_factory=dict)
-    """Overrides of sampling defaults."""
+    """Overrides of sampling defaults, and further end-of-sequence ids."""
 
 
 def read_facts(
@@ -132,12 +133,12 @@ def read_facts(
     stored = recognise(hf_config)
     spec: ModelSpec = unknown(hf_config) if family is None else family.read(hf_config)
     notes = _check_generation_overrides(overrides.generation)
-    corrected = None if family is None or not with_weights else correct_ties(folder, config, spec)
-    if family is not None and corrected is not None:
-        config, text = _changed(corrected.config)
-        hf_config = HfConfig(config, str(path))
-        spec = family.read(hf_config)
-        notes.append(corrected.note)
+    if family is not None and with_weights:
+        config, more_notes = _as_stored(folder, config, spec)
+        if config != hf_config.values:
+            text, hf_config = json.dumps(config), HfConfig(config, str(path))
+            spec = family.read(hf_config)
+        notes += more_notes
     return ModelFacts(
         path=folder,
         hf_config=text,
@@ -155,23 +156,54 @@ def read_facts(
         expert_depths=_expert_depths(spec),
         max_model_len=spec.reach,
         fixed_rope_len=spec.fixed_rope_len,
-        eos_token_ids=configured_ids(generation, config, config.get("text_config")),
+        eos_token_ids=configured_ids(
+            overrides.generation, defaults, generation, config, config.get("text_config")
+        ),
         generation_defaults=_sampling_defaults(defaults | overrides.generation),
         notes=tuple(notes),
     )
 
 
+def _as_stored(folder: Path, config: Json, spec: ModelSpec) -> tuple[Json, list[str]]:
+    """Return a config with the ties that the checkpoint has, and notes on them."""
+    corrected = correct_ties(folder, config, spec)
+    return (config, []) if corrected is None else (corrected.config, [corrected.note])
+
+
 def _read_hf_config(folder: Path, changes: Json) -> tuple[Json, str]:
     """Return ``config.json`` as values and as text, with quantization files and overrides merged in."""
     path = hf_config_path(folder)
+    if not path.exists():
+        _check_kind(folder)
     text = _hf_config_of_gguf(path) if is_gguf(folder) else with_quantization(folder, read_text(path))
-    config = parse_json(text, path)
-    if changes:
-        config, text = _changed(_overridden(config, changes))
+    stored = parse_json(text, path)
+    config = overridden(with_one_rope(stored), changes)
+    if config != stored:
+        text = json.dumps(config)
     architectures = [_architecture(config, path)]
     if config.get("architectures") != architectures:
-        config, text = _changed(config | {"architectures": architectures})
+        config = config | {"architectures": architectures}
+        text = json.dumps(config)
     return config, text
+
+
+def _check_kind(folder: Path) -> None:
+    """Raise `ConfigError` for a folder without ``config.json`` that holds GGUF files, an adapter or Mistral's format."""
+    files = [path for path in sorted(folder.glob("*.gguf")) if not path.name.startswith("mmproj")]
+    if files:
+        raise ConfigError(f"{folder} has no config.json, but GGUF files: give one, for example {files[0]}")
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        base = read_json(adapter).get("base_model_name_or_path")
+        raise ConfigError(
+            f"{folder} is an adapter of {shown(base)}, not a model: merge it into that model, for example with PEFT's"
+            " merge_and_unload, and serve the result"
+        )
+    if (folder / "params.json").exists():
+        raise ConfigError(
+            f"{folder} has a model in Mistral's own format (params.json): use the files with config.json, which transformers"
+            " reads"
+        )
 
 
 def with_quantization(folder: Path, text: str) -> str:
@@ -181,7 +213,7 @@ def with_quantization(folder: Path, text: str) -> str:
         if not (folder / name).is_file():
             continue
         config = parse_json(text, path)
-        if "quantization_config" in config:
+        if config.get("quantization_config"):
             return text
         section = read_json(folder / name)
         defaults = {"quant_method": "squeezellm" if "wbits" in section else method}
@@ -217,27 +249,6 @@ def _architecture(config: Json, path: Path) -> str:
 def _is_wrapper(name: object, architecture: str) -> bool:
     """Return whether a class is a training wrapper of a known architecture: ``FSDPLlamaForCausalLM``."""
     return isinstance(name, str) and name.endswith(architecture) and is_known(architecture)
-
-
-def _overridden(config: Json, changes: Json) -> Json:
-    """Return a config with overrides merged in. Older RoPE keys override ``rope_parameters`` if present."""
-    changed = dict(config)
-    for key, value in changes.items():
-        current, rope = changed.get(key), changed.get("rope_parameters")
-        if key == "rope_scaling" and isinstance(rope, dict) and isinstance(value, dict):
-            changed["rope_parameters"] = {**rope, **value}
-        elif key == "rope_theta" and isinstance(rope, dict):
-            changed["rope_parameters"] = {**rope, key: value}
-        elif isinstance(current, dict) and isinstance(value, dict):
-            changed[key] = _overridden(current, value)
-        else:
-            changed[key] = value
-    return changed
-
-
-def _changed(config: Json) -> tuple[Json, str]:
-    """Return a config and its JSON text."""
-    return config, json.dumps(config)
 
 
 _DTYPES: dict[str, Dtype] = {
@@ -318,7 +329,7 @@ def _check_generation_overrides(generation: Json) -> list[str]:
     for name, value in generation.items():
         if name in _SAMPLING_DEFAULTS and (not isinstance(value, int | float) or isinstance(value, bool)):
             raise ConfigError(f"--override-generation-config: {name} is {value!r}; it must be a number")
-    unknown = sorted(generation.keys() - _SAMPLING_DEFAULTS.keys() - {"do_sample"})
+    unknown = sorted(generation.keys() - _SAMPLING_DEFAULTS.keys() - {"do_sample", "eos_token_id"})
     known = ", ".join(_SAMPLING_DEFAULTS)
     return (
         [f"--override-generation-config: {', '.join(unknown)} ignored; sampling defaults are {known}"]

@@ -14,7 +14,7 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import Json, is_gguf
 
 _UNTIED_NOTE = "config.json ties word embeddings, but the checkpoint contains a different output layer (lm_head), which is used"
-_TIED_NOTE = "config.json ties word embeddings only in text_config, and the checkpoint has no output layer: they are tied"
+_TIED_NOTE = "config.json does not tie word embeddings, but the checkpoint has no output layer (lm_head): they are tied"
 _CHUNK_BYTES = 1 << 20
 _TIES = ("tie_word_embeddings", "tie_embedding")
 """Config keys of tied embeddings."""
@@ -40,19 +40,18 @@ def correct_ties(folder: Path, config: Json, spec: ModelSpec) -> CorrectedTies |
     """Return a config with the checkpoint's ties; None if they already agree. Raises `ConfigError`.
 
     Fine-tunes often keep the base model's ``config.json`` with tied embeddings. transformers uses the separate output layer,
-    and so does Quintet. Multimodal configs may contradict themselves: the text model's ties count if no output layer is
-    stored.
+    and so does Quintet. A checkpoint without an output layer is tied, as in vLLM: multimodal configs may state ties only for
+    the text model, and fine-tunes may omit them.
 
     None for GGUF files (config derived from tensors) and for pickled files (no header).
     """
     if not isinstance(spec, DecoderSpec) or is_gguf(folder):
         return None
-    text = config.get("text_config")
-    if spec.tied and _has_own_head(folder, spec.names):
+    if not spec.tied:
+        has_head = _has_head(folder, spec.names)
+        return None if has_head else CorrectedTies(_with_ties(config, is_tied=True), _TIED_NOTE)
+    if _has_own_head(folder, spec.names):
         return CorrectedTies(_with_ties(config, is_tied=False), _UNTIED_NOTE)
-    is_contradictory = not spec.tied and isinstance(text, dict) and text.get(_TIES[0]) is True
-    if is_contradictory and not _has_head(folder, spec.names):
-        return CorrectedTies(_with_ties(config, is_tied=True), _TIED_NOTE)
     return None
 
 
@@ -76,11 +75,14 @@ def _has_own_head(folder: Path, names: Names) -> bool:
 
 
 def _has_head(folder: Path, names: Names) -> bool:
-    """Return whether a checkpoint has an output layer, quantized or not; true for pickled files."""
+    """Return whether a checkpoint has an output layer, quantized or not; true for pickled files.
+
+    Starts with the last file, which usually has it.
+    """
     heads = tuple(f"{each}." for each in spellings(names.head, names.prefix))
     return any(
         path.suffix in PICKLED or any(name.startswith(heads) for name in read_entries(path))
-        for path in checkpoint_files(folder)
+        for path in reversed(checkpoint_files(folder))
     )
 
 

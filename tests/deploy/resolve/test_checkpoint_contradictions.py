@@ -12,7 +12,7 @@ from tests.deploy.config.model_folder import write_model
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.model.hf_config import read_facts
+from quintet.deploy.config.model.hf_config import Overrides, read_facts
 from quintet.deploy.config.model.stop_tokens import configured_ids, end_token_ids
 from quintet.executor.model_config.registry import FAMILIES, architecture_of
 from quintet.wire.errors import ConfigError
@@ -209,6 +209,20 @@ TEXT = {
 }
 
 
+@pytest.mark.parametrize("head", [None, "lm_head__weight", "lm_head__qweight"])
+def test_checkpoint_without_an_output_layer_is_tied(tmp_path: Path, head: str | None) -> None:
+    """A fine-tune with ``tie_word_embeddings: false``, or a multimodal config with ties only at the top."""
+    folder = write_model(tmp_path, tie_word_embeddings=False)
+    write_tensors(folder / "model-1.safetensors", model__embed_tokens__weight=("BF16", [100, 64], NUMBERS))
+    write_tensors(
+        folder / "model-2.safetensors", **({head: ("BF16", [100, 64], NUMBERS)} if head is not None else {})
+    )
+    facts = read_facts(folder, with_weights=True)
+    assert json.loads(facts.hf_config)["tie_word_embeddings"] is (head is None)
+    assert [note for note in facts.notes if "they are tied" in note] == list(facts.notes)
+    assert len(facts.notes) == (head is None)
+
+
 @pytest.mark.parametrize("has_head", [False, True])
 def test_contradictory_ties_follow_the_checkpoint(tmp_path: Path, has_head: bool) -> None:
     names = {"architectures": ["Mistral3ForConditionalGeneration"], "tie_word_embeddings": False}
@@ -219,6 +233,117 @@ def test_contradictory_ties_follow_the_checkpoint(tmp_path: Path, has_head: bool
     facts = read_facts(folder, with_weights=True)
     assert json.loads(facts.hf_config)["tie_word_embeddings"] is not has_head
     assert len(facts.notes) == (not has_head)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen2VLForConditionalGeneration", "Mistral3ForConditionalGeneration"]
+)
+def test_ties_of_the_whole_model_count(tmp_path: Path, architecture: str) -> None:
+    text = {key: value for key, value in TEXT.items() if key != "tie_word_embeddings"}
+    tied, untied = (
+        read_facts(
+            write_model(
+                tmp_path / str(ties), architectures=[architecture], tie_word_embeddings=ties, text_config=text
+            )
+        ).num_parameters
+        for ties in (True, False)
+    )
+    assert tied is not None and untied is not None and untied - tied == 100 * 64
+
+
+# quantization
+
+
+@pytest.mark.parametrize(("section", "name"), [({}, None), ({"load_in_4bit": True}, "bitsandbytes")], ids=str)
+def test_quantization_section_without_a_method(
+    tmp_path: Path, section: dict[str, Any], name: str | None
+) -> None:
+    stored = read_facts(write_model(tmp_path, quantization_config=section)).stored
+    assert (None if stored is None else stored.name) == name
+
+
+def test_an_empty_quantization_section_does_not_hide_a_separate_file(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, quantization_config={})
+    (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 64}')
+    stored = read_facts(folder).stored
+    assert stored is not None and stored.name == "gptq"
+
+
+def test_quantization_of_mlx_is_named(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, quantization_config={"group_size": 64, "bits": 4, "mode": "affine"})
+    with pytest.raises(ConfigError, match=r"unsupported quant_method 'mlx'.*use a GGUF file"):
+        read_facts(folder)
+
+
+# RoPE settings
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_rope_scaling_beside_rope_parameters_counts(tmp_path: Path, kind: str, is_part: bool) -> None:
+    ropes = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rope_scaling": {kind: "yarn", **YARN},
+    }
+    names = {"architectures": ["Mistral3ForConditionalGeneration"]}
+    changes = names | {"text_config": TEXT | ropes} if is_part else ropes
+    facts = read_facts(write_model(tmp_path, **changes))
+    assert facts.max_model_len == 2048
+    config = json.loads(facts.hf_config)
+    config = config["text_config"] if is_part else config
+    assert (config["rope_parameters"]["rope_theta"], config["rope_scaling"]) == (1e6, None)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        {"rope_scaling": {"type": "yarn", **YARN}},
+        {"rope_parameters": {"type": "yarn", **YARN}},
+        {"rope_parameters": {"rope_type": "yarn", **YARN}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_the_older_key_of_the_rope_type_overrides(tmp_path: Path, override: dict[str, Any], key: str) -> None:
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    folder = write_model(tmp_path, **{key: {"rope_type": "llama3", **llama3}})
+    assert read_facts(folder, overrides=Overrides(override)).max_model_len == 2048
+
+
+def test_rope_overrides_apply_to_full_attention(tmp_path: Path) -> None:
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "sliding_window": 8}
+    folder = write_model(tmp_path, **gemma, rope_parameters=ropes)
+    overrides = Overrides({"rope_scaling": {"factor": 2.0}, "rope_theta": 5e5})
+    found = json.loads(read_facts(folder, overrides=overrides).hf_config)["rope_parameters"]
+    assert found["full_attention"] == {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    assert found["sliding_attention"] == ropes["sliding_attention"]
+
+
+# lists of layers
+
+
+@pytest.mark.parametrize(
+    ("architecture", "lists"),
+    [
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "layer_types": ["full_attention"] * 3}),
+        ("Gemma2ForCausalLM", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}),
+        ("Gemma2ForCausalLM", {"layer_types": ["full_attention"] * 2 + ["mtp"]}),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0, 1]}),
+    ],
+    ids=str,
+)
+def test_lists_may_have_entries_after_the_last_layer(
+    tmp_path: Path, architecture: str, lists: dict[str, Any]
+) -> None:
+    """Entries of multi-token prediction layers, or of layers that ``--hf-overrides`` removes."""
+    folder = write_model(tmp_path, architectures=[architecture], head_dim=16, **lists)
+    assert len(read_facts(folder).kv_needs) == 2
 
 
 # architectures

@@ -39,3 +39,12 @@ def test_a_missing_folder_of_generation_defaults_is_named(tmp_path: Path) -> Non
         ConfigError, match=r"^--generation-config .*does not exist; give auto, none, or a folder"
     ):
         resolve_flags(tmp_path, generation_config=str(tmp_path / "none"))
+
+
+def test_end_tokens_of_the_flags_are_added_to_those_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    flags = {"override_generation_config": {"eos_token_id": 8}, "generation_config": str(tmp_path / "other")}
+    resolution = resolve_flags(tmp_path, **flags)
+    assert sorted(resolution.config.model.eos_token_ids) == [2, 7, 8]
+    assert not [note for note in resolution.notes if "eos_token_id" in note]

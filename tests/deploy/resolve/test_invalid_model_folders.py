@@ -57,3 +57,18 @@ def test_invalid_value_is_rejected_in_one_line_or_ignored(tmp_path: Path, file: 
         else:
             msgspec.json.encode(config)
             assert all(type(token_id) is int for token_id in config.model.eos_token_ids), odd
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("q4.gguf", r"has no config\.json, but GGUF files: give one, for example .*q4\.gguf"),
+        ("adapter_config.json", r"is an adapter of 'owner/base', not a model: merge it"),
+        ("params.json", r"in Mistral's own format \(params\.json\)"),
+        ("other.json", r"config\.json does not exist; a model folder has"),
+    ],
+)
+def test_a_folder_without_a_config_is_explained(tmp_path: Path, file: str, words: str) -> None:
+    (tmp_path / file).write_text('{"base_model_name_or_path": "owner/base"}')
+    with pytest.raises(ConfigError, match=words):
+        resolve(Options(model=str(tmp_path), executor="mock"), RUN_DIR)
