@@ -13,6 +13,7 @@ import msgspec
 
 from quintet.deploy.config import rules
 from quintet.deploy.config.flags import Options
+from quintet.deploy.config.model.expert_layout import has_stacked_experts, with_expert_layout
 from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.model.weights import (
@@ -168,7 +169,11 @@ def _mtp_head(options: Options, target: ModelFacts) -> Head:
         )
     path = hf_config_path(target.path)
     hf_config = parse_json(target.hf_config, path) | {mtp.SERVED: target.architecture}
+    hf_config = with_expert_layout(hf_config, is_stacked=False)
     spec = mtp.read_mtp(HfConfig(hf_config, str(path)))
+    if options.load_format == "auto" and has_stacked_experts(target.path, spec):
+        hf_config = with_expert_layout(hf_config, is_stacked=True)
+        spec = mtp.read_mtp(HfConfig(hf_config, str(path)))
     weights = None
     if options.load_format == "auto":
         weights = _read_tensors(spec, read_weight_facts(target.path))

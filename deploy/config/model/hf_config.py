@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quintet.deploy.config.model.expert_layout import has_stacked_experts, with_expert_layout
 from quintet.deploy.config.model.implementation import (
     check_transformers_hf_config,
     choose_implementation,
@@ -165,9 +166,12 @@ def read_facts(
 
 
 def _as_stored(folder: Path, config: Json, spec: ModelSpec) -> tuple[Json, list[str]]:
-    """Return a config with the ties that the checkpoint has, and notes on them."""
+    """Return a config with the ties and the layout of experts that the checkpoint has, and notes on the ties."""
     corrected = correct_ties(folder, config, spec)
-    return (config, []) if corrected is None else (corrected.config, [corrected.note])
+    config = config if corrected is None else corrected.config
+    if has_stacked_experts(folder, spec):
+        config = with_expert_layout(config, is_stacked=True)
+    return config, [] if corrected is None else [corrected.note]
 
 
 def _read_hf_config(folder: Path, changes: Json) -> tuple[Json, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,18 @@ def test_tensors_of_the_layer_are_its_memory(tmp_path: Path) -> None:
     plain = draft_of(tmp_path).weight_bytes
     num_layer = 64 * 128 + 64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 128
     assert after - plain == 2 * (64 * 128 + 1000 * 64 - num_layer) and before < plain
+
+
+def test_experts_of_the_layer_have_a_layout_of_their_own(tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    write_model(tmp_path / "target", **QWEN, **sizes, shared_expert_intermediate_size=8)
+    experts = {"model.layers.0.mlp.experts.0.gate_proj.weight": [8, 64]}
+    layer = {"mtp.fc.weight": [64, 128], "mtp.layers.0.mlp.experts.gate_up_proj": [4, 16, 64]}
+    write_weights(tmp_path / "target" / "model.safetensors", experts | layer)
+    config = config_of(tmp_path, speculative_config=FLAG, load_format="auto")
+    found = speculative_of(config).draft
+    assert found is not None and json.loads(found.model.hf_config)["stacked_experts"] is True
+    assert not json.loads(config.model.hf_config).get("stacked_experts")
 
 
 @pytest.mark.parametrize(
