@@ -110,7 +110,9 @@ async def models(service: Service, http_request: HttpRequest) -> None:
     data = [_model(service, name) for name in names]
     pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
     is_codex = http_request.query_param("client_version") is not None
-    catalogue = {"models": []} if is_codex else {}  # in its own format; the field is required
+    catalogue: dict[str, list[str]] = (
+        {"models": []} if is_codex else {}
+    )  # in its own format; the field is required
     await http_request.respond_json({"object": "list", "data": data, **pages, **catalogue})
 
 

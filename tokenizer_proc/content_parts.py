@@ -57,7 +57,7 @@ def _normal_part(part: Any, where: str, *, is_nested: bool = False) -> Part:
     if kind is None and isinstance(part, dict) and isinstance(part.get("text"), str):
         kind = "text"
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-    if field is None:
+    if kind is None or field is None:
         # Agents that find these words remove the images and send the conversation again.
         raise _invalid(
             f"{where} has type {shown(kind)}; this is not a multimodal model: it does not support image input or other "

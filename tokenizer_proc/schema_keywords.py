@@ -118,9 +118,8 @@ def _usual_numbers(schema: Schema) -> None:
     """Write whole counts as integers, and narrow bounds that the library does not support (``int64``, ``double``)."""
     for key in COUNTS:
         count = schema.get(key)
-        if isinstance(count, str) and count.isdecimal() and len(count) < 10:  # Gemini's 64-bit integers
-            schema[key] = int(count)
-        elif isinstance(count, float) and count.is_integer():
+        is_text = isinstance(count, str) and count.isdecimal() and len(count) < 10  # Gemini's 64-bit integers
+        if count is not None and (is_text or (isinstance(count, float) and count.is_integer())):
             schema[key] = int(count)
     most = MAX_NUMBER if _has_type(schema, "number") else MAX_INTEGER
     for keys, sign in ((("minimum", "exclusiveMinimum"), -1), (("maximum", "exclusiveMaximum"), 1)):

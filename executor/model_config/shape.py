@@ -50,7 +50,7 @@ RMS_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 SEPARATE_MATRICES = "matrices_apart"
 """Key of configs converted from GGUF: matrices are separate."""
 STACKED_EXPERTS = "stacked_experts"
-"""Key of configs whose checkpoint has one tensor of all experts, where the family has a tensor for each expert."""
+"""Key of configs of checkpoints with one tensor of all experts, where the family has a tensor for each expert."""
 LAYER_EPS = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation", "activation")
 
@@ -356,8 +356,9 @@ def decoder(
 
 def _with_stacked_experts(layer: LayerSpec) -> LayerSpec:
     mlp = layer.mlp
-    is_separate = isinstance(mlp, ExpertsSpec) and mlp.layout is ExpertsLayout.SEPARATE
-    return replace(layer, mlp=replace(mlp, layout=ExpertsLayout.STACKED)) if is_separate else layer
+    if not isinstance(mlp, ExpertsSpec) or mlp.layout is not ExpertsLayout.SEPARATE:
+        return layer
+    return replace(layer, mlp=replace(mlp, layout=ExpertsLayout.STACKED))
 
 
 def _apart(spec: DecoderSpec) -> DecoderSpec:

@@ -33,12 +33,12 @@ def system(**fields: Any) -> Json:
 
 def test_text_replaces_a_file_beside_the_result_that_announces_it(shared: Any) -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
-    content = [image, RESULT, PDF, {"type": "text", "text": "Go on."}]
+    content = [image, RESULT, PDF, {"type": "text", "text": "Continue."}]
     turns = [*HELLO, {"role": "assistant", "content": [CALL]}, {"role": "user", "content": content}]
     *_, result, user = messages_of(shared, M, {"messages": turns})
     assert (result["role"], result["content"]) == ("tool", "PDF file read: a.pdf")
     omitted = [f"[{name} omitted: this model reads text only]" for name in ("image", "document")]
-    assert user == {"role": "user", "content": "\n".join([*omitted, "Go on."])}
+    assert user == {"role": "user", "content": "\n".join([*omitted, "Continue."])}
 
 
 def test_an_unknown_block_in_a_result_does_not_end_the_conversation(shared: Any) -> None:

@@ -72,15 +72,12 @@ def read_served_facts(target: ModelFacts) -> WeightFacts:
 
 
 def _of_parts(parts: GgufParts) -> WeightFacts:
-    from quintet.executor.checkpoints.gguf.common_values import is_in_later_layer, num_layers
-    from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
+    from quintet.executor.checkpoints.gguf.hf_config import loaded_tensors
 
-    count = num_layers(GgufMetadata.of(parts))
     return facts_of(
         {
             name: Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
-            for name, tensor in parts.tensors()
-            if not is_in_later_layer(name, count)
+            for name, tensor in loaded_tensors(parts)
         }
     )
 

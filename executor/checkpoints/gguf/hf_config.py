@@ -8,11 +8,12 @@ The readers of `quintet.executor.model_config` check the values as for any other
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from quintet.executor.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
-from quintet.executor.checkpoints.gguf.common_values import KEYS
+from quintet.executor.checkpoints.gguf.common_values import KEYS, is_in_later_layer, num_layers
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
+from quintet.executor.checkpoints.gguf.header import Tensor
 from quintet.executor.checkpoints.gguf.parts import GgufParts
 from quintet.executor.model_config.hf_config import FILE_KEYS
 from quintet.executor.model_config.shape import SEPARATE_MATRICES
@@ -90,6 +91,12 @@ def hf_config_of_gguf(parts: GgufParts) -> str:
     if types:
         values["quantization_config"] = {"quant_method": "gguf", "types": types}
     return json.dumps({key: value for key, value in values.items() if value is not None or key in _NULLS})
+
+
+def loaded_tensors(parts: GgufParts) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the served model: without layers for next-token prediction."""
+    count = num_layers(GgufMetadata.of(parts))
+    return ((name, tensor) for name, tensor in parts.tensors() if not is_in_later_layer(name, count))
 
 
 def architecture_of(metadata: GgufMetadata) -> Architecture:

@@ -15,8 +15,11 @@ from quintet.wire.model_files import is_gguf
 READ_FORMATS = ("BF16", "F16", "F32", "F64")
 """Number formats of unquantized checkpoints, as in safetensors headers; others need a quantization_config."""
 
-IGNORED = ("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias")
-"""Computed buffers that old versions of transformers saved."""
+IGNORED = (
+    *("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached"),
+    *("*.attn.bias", "*.attn.masked_bias"),
+)
+"""Computed buffers that old versions of transformers, and other trainers, saved."""
 
 _QUANTIZED = ": a quantized checkpoint needs a quantization_config in config.json"
 
