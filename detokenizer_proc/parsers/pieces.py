@@ -37,10 +37,10 @@ class Parser(Protocol):
 
 def joined(pieces: Iterable[ChannelText]) -> list[ChannelText]:
     """Merge adjacent pieces of the same channel and call."""
-    found: list[ChannelText] = []
-    for piece in pieces:
-        if found and found[-1][:2] == piece[:2] and piece.channel is not Channel.NAME:
-            found[-1] = ChannelText(piece.channel, piece.call, found[-1].text + piece.text)
+    found: list[tuple[Channel, int, list[str]]] = []
+    for channel, call, text in pieces:
+        if found and found[-1][:2] == (channel, call) and channel is not Channel.NAME:
+            found[-1][2].append(text)
         else:
-            found.append(piece)
-    return found
+            found.append((channel, call, [text]))
+    return [ChannelText(channel, call, "".join(texts)) for channel, call, texts in found]

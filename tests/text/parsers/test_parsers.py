@@ -125,10 +125,9 @@ def parse_truncated(name: str, text: str, schemas: bytes = b"") -> list[ChannelT
 
 
 MAX_UNSURE = {
-    **dict.fromkeys(
-        ("llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "phi4_mini_json", "xlam"), 40
-    ),
+    **dict.fromkeys(("llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "phi4_mini_json"), 40),
     "openai": 30,
+    "xlam": 50,
 }
 """Characters of a truncated call that may be content: part of a mark, or the name in a bare call."""
 
@@ -257,14 +256,7 @@ TYPED = "<tool_call>\n<function=f>\n<parameter=x>\n"
         ("", "qwen3_coder", ARRAY, [TYPED, "['w1w ", *["\\n"] * 200_000, "']"]),
         ("", "qwen3_coder", ARRAY, [TYPED, "[w1w", *["'a"] * 60_000, "]"]),
         ("", "qwen3_coder", ARRAY, [TYPED, "['w1w',", *["'a',"] * 100_000, "]"]),
-        ("", "hermes", {}, ['<tool_call>{"name": "w1w"}</tool_call>' * 10_000]),
-        (
-            "qwen3",
-            "qwen3_coder",
-            {},
-            ["<tool_call><function=w1w><parameter=a>x</parameter></function>" * 10_000],
-        ),
-        ("", "pythonic", {}, ["[f(x=w1w)]\n" * 10_000]),
+        ("", "pythonic", {}, ["😀\n" * 100_000 + "w1w"]),
     ],
 )
 def test_work_is_linear(
