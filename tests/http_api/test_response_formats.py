@@ -20,6 +20,12 @@ AS_TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 CLOSED = StructuredOutputsParams(json=AS_TEXT, disable_additional_properties=True)
 ANY_OBJECT = StructuredOutputsParams(json_object=True)
 REGEX, GBNF = StructuredOutputsParams(regex="a+"), StructuredOutputsParams(grammar='root ::= "a"')
+TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
+TAG_TEXT = json.dumps(TAG, separators=(",", ":"))
+OPEN_SCHEMA = {"additionalProperties": {"type": "string"}}
+OPEN = StructuredOutputsParams(
+    json=json.dumps(OPEN_SCHEMA, separators=(",", ":")), disable_additional_properties=True
+)
 BODIES: dict[str, dict[str, Any]] = {
     C: {"prompt": "x"},
     H: {"messages": [{"role": "user", "content": "x"}]},
@@ -35,7 +41,9 @@ FORMATS: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [
     ({"type": "json_object", "json_schema": {"name": "x", "schema": SCHEMA}}, CLOSED),
     ({"type": "json", "value": SCHEMA}, CLOSED),
     ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}, CLOSED),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": "true"}}, CLOSED),
     ({"type": "json_schema", "json_schema": SCHEMA}, CLOSED),
+    ({"type": "json_object", "schema": OPEN_SCHEMA}, OPEN),
     ({"type": "json_schema", "schema": SCHEMA}, CLOSED),
     ({"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}, CLOSED),
     ({"type": "regex", "value": "a+"}, REGEX),
@@ -56,6 +64,9 @@ TOP_LEVEL: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [
     ({"ebnf": 'root ::= "a"'}, GBNF),
     ({"grammar_string": 'root ::= "a"'}, GBNF),
     ({"guided_json": SCHEMA}, StructuredOutputsParams(json=AS_TEXT)),
+    ({"guided_grammar": "", "grammar_string": "", "regex_pattern": "", "json_schema": ""}, None),
+    ({"structural_tag": TAG}, StructuredOutputsParams(structural_tag=TAG_TEXT)),
+    ({"structural_tag": TAG_TEXT}, StructuredOutputsParams(structural_tag=TAG_TEXT)),
 ]
 
 
@@ -98,6 +109,7 @@ def test_the_format_of_the_responses_api_may_be_an_object_with_a_schema(shared: 
         (H, {"response_format": {"type": "json_schema", "schema": SCHEMA, "value": SCHEMA}}, "schema and value"),
         (H, {"response_format": {"type": "regex"}}, "response_format.regex is missing"),
         (H, {"response_format": {"type": "json_schema", "schema": "{"}}, "not valid JSON"),
+        (H, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True}}}, "required field schema"),
         (H, {"response_format": {"type": "xml"}}, "must be one of text, json_object"),
         (H, {"grammar": {"type": "poem", "value": 1}}, "grammar.type is 'poem'"),
         (H, {"grammar": 5}, "grammar is invalid"),

@@ -32,6 +32,7 @@ GUIDED = {
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "structural_tag": "structural_tag",
     "regex": "regex",
     "regex_pattern": "regex",
     "ebnf": "grammar",
@@ -53,7 +54,9 @@ SCHEMA_WORDS = frozenset(
         "definitions",
     }
 )
-"""Keys that distinguish a schema from an object with a schema in ``schema``."""
+"""Keys of a schema, which may also have a key of `NAMING_WORDS`."""
+NAMING_WORDS = frozenset({"schema", "name", "strict"})
+"""Keys of an object with a schema in ``schema``, and not of a schema."""
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
@@ -113,13 +116,13 @@ def _requested(body: FormFields) -> dict[str, StructuredOutputsParams]:
         )
     for name, kind in GUIDED.items():
         raw = getattr(body, name)
-        if _was_sent(raw):
+        if _has_content(raw):
             value = _decoded(raw, Any, name)
             pattern = body.guided_whitespace_pattern
             requested[name] = StructuredOutputsParams(**{kind: value}, whitespace_pattern=pattern)
-    if _was_sent(body.json_schema):
+    if _has_content(body.json_schema):
         requested["json_schema"] = _of_schema(body.json_schema, "json_schema")
-    if _was_sent(body.grammar) and (form := _of_grammar(body.grammar)) is not None:
+    if _has_content(body.grammar) and (form := _of_grammar(body.grammar)) is not None:
         requested["grammar"] = form
     if len(requested) > 1:
         raise _bad(
@@ -133,7 +136,7 @@ def _of_grammar(raw: RawField) -> StructuredOutputsParams | None:
     """Parse ``grammar``: a grammar as in llama.cpp, or TGI's object with a type."""
     given = _decoded(raw, str | dict[str, msgspec.Raw], "grammar")
     if isinstance(given, str):
-        return StructuredOutputsParams(grammar=given) if given else None
+        return StructuredOutputsParams(grammar=given)
     return _of_format(_decoded(raw, ResponseFormat, "grammar"), "grammar")
 
 
@@ -175,13 +178,18 @@ def _of_schema(raw: RawField, name: str) -> StructuredOutputsParams:
     given = _decoded(raw, dict[str, Any] | bool | str, name)
     if isinstance(given, str):
         given = _decoded(msgspec.Raw(given.encode()), dict[str, Any] | bool, name)
-    if isinstance(given, dict) and given and not given.keys() & SCHEMA_WORDS:
+    if isinstance(given, dict) and given.keys() & NAMING_WORDS and not given.keys() & SCHEMA_WORDS:
         given = _convert(given, JsonSchemaFormat, name).schema
     return StructuredOutputsParams(json=given, disable_additional_properties=True)
 
 
 def _was_sent(raw: RawField) -> bool:
     return raw is not msgspec.UNSET and bytes(raw) != b"null"
+
+
+def _has_content(raw: RawField) -> bool:
+    """Return whether a field beside the messages was sent. Web interfaces send an empty text for none."""
+    return raw is not msgspec.UNSET and bytes(raw) not in {b"null", b'""'}
 
 
 def _decoded(raw: RawField, kind: Any, name: str) -> Any:
@@ -195,7 +203,7 @@ def _decoded(raw: RawField, kind: Any, name: str) -> Any:
 
 def _convert(value: dict[str, Any], kind: type[JsonSchemaFormat], name: str) -> JsonSchemaFormat:
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
         raise _invalid_value(error, name) from None
 

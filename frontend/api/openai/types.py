@@ -65,6 +65,8 @@ class FormFields(msgspec.Struct, kw_only=True):
     guided_choice: RawField = msgspec.UNSET
     guided_grammar: RawField = msgspec.UNSET
     guided_whitespace_pattern: str | None = None
+    structural_tag: RawField = msgspec.UNSET
+    """A structural tag, as object or text (older vLLM)."""
     json_schema: RawField = msgspec.UNSET
     """A schema, as object or text (llama.cpp, SGLang)."""
     regex: RawField = msgspec.UNSET
