@@ -43,6 +43,7 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to
 
 from quintet.deploy.router.server_choice import GatewayRequest, Picker, RequestHead
 from quintet.deploy.router.upstream import RELAY
+from quintet.frontend.http.auth import KEY_HEADERS
 from quintet.frontend.http.error_shape import headers_of, status_of
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
@@ -197,7 +198,7 @@ class PickerStream:
         mutation = HeaderMutation(set_headers=[_set(ENDPOINT, endpoint.encode())], remove_headers=_OURS)
         if key := self._picker.policy.servers_key:
             mutation.set_headers.append(_set("authorization", f"Bearer {key}".encode("latin-1")))
-            mutation.remove_headers.append("x-api-key")
+            mutation.remove_headers.extend(KEY_HEADERS)
         common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
         metadata = Struct()
         metadata.update({NAMESPACE: {ENDPOINT: endpoint}})

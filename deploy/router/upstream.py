@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from quintet.deploy.http_client.connection import Target
+from quintet.frontend.http.auth import KEY_HEADERS
 from quintet.frontend.http.http_request import Header
 
 HOP_BY_HOP = frozenset(
@@ -58,7 +59,7 @@ class Outgoing:
         ]
         left_out = NOT_SENT | _named(self.headers)
         if self.key:
-            left_out |= {b"authorization", b"x-api-key"}
+            left_out |= {b"authorization", *(name.encode() for name in KEY_HEADERS)}
         lines += [b"%b: %b" % header for header in self.headers if header[0] not in left_out]
         if self.key:
             lines.append(f"authorization: Bearer {self.key}".encode("latin-1"))

@@ -32,6 +32,10 @@ OPERATORS_PATH = "/kv"
 """Root of the paths for operators."""
 
 
+KEY_HEADERS = ("x-api-key", "api-key")
+"""Headers with a key instead of Authorization: those of Anthropic's and Azure's clients."""
+
+
 def is_operators(path: str) -> bool:
     """Test whether a path needs the operator's key."""
     return path == OPERATORS_PATH or path.startswith(OPERATORS_PATH + "/")
@@ -70,41 +74,47 @@ class Keys:
 
     def admit(self, path: str, header: Callable[[str], str | None]) -> bytes:
         """Check a path and its headers, given by lower-case name, as `check` does."""
-        given = _key_of(header)
+        given = _keys_of(header)
         if self._operators is not None and is_operators(path):
-            return _admit_operator(given, self._operators())
+            return _admit_operator(given, [key.encode() for key in self._operators()])
         if not self._keys or self._is_open(path):
-            return given or b""
-        if given is None:
+            return given[0] if given else b""
+        if not given:
             raise RequestError(
                 ErrorCode.UNAUTHORIZED,
                 "No API key was sent; send `Authorization: Bearer <key>` or `x-api-key: <key>`.",
             )
-        matches = [hmac.compare_digest(given, key) for key in self._keys]
-        if not any(matches):
+        matches = _matching(given, self._keys)
+        if not matches:
             raise RequestError(ErrorCode.UNAUTHORIZED, "The API key is invalid.")
-        return given
+        return matches[0]
 
 
-def _admit_operator(given: bytes | None, keys: Sequence[str]) -> bytes:
-    """Return the given key if it is an operator key. Raises `RequestError`."""
-    matches = [hmac.compare_digest(given or b"", key.encode()) for key in keys]
-    if not any(matches):
+def _matching(given: Sequence[bytes], keys: Sequence[bytes]) -> list[bytes]:
+    """Return the given keys that are valid. Every pair is compared, so the time depends only on lengths."""
+    pairs = [(each, hmac.compare_digest(each, key)) for each in given for key in keys]
+    return [each for each, is_equal in pairs if is_equal]
+
+
+def _admit_operator(given: Sequence[bytes], keys: Sequence[bytes]) -> bytes:
+    """Return the given key that is an operator key. Raises `RequestError`."""
+    matches = _matching(given, keys)
+    if not matches:
         raise RequestError(
             ErrorCode.UNAUTHORIZED,
             "This path requires the operator key: send `Authorization: Bearer <key>` with the key of --admin-key, or use "
             "`quintet admin kv` on the server's machine.",
         )
-    return given or b""
+    return matches[0]
 
 
-def _key_of(header: Callable[[str], str | None]) -> bytes | None:
+def _keys_of(header: Callable[[str], str | None]) -> list[bytes]:
+    """Return the keys of a request. Clients behind a gateway may send several, of which one is for this server."""
     authorization = header("authorization") or ""
     scheme, _, credentials = authorization.partition(" ")
-    if scheme.lower() == "bearer" and credentials.strip():
-        return credentials.strip().encode("latin-1", "replace")
-    key = header("x-api-key")
-    return None if key is None else key.encode("latin-1", "replace")
+    bearer = credentials.strip() if scheme.lower() == "bearer" else ""
+    given = [bearer or None, *(header(name) for name in KEY_HEADERS)]
+    return [key.encode("latin-1", "replace") for key in given if key is not None]
 
 
 def with_cors(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
@@ -120,6 +130,7 @@ def with_cors(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
         allow_methods=config.allowed_methods or ("*",),
         allow_headers=config.allowed_headers or ("*",),
         allow_credentials=config.allow_credentials,
+        allow_private_network=True,  # otherwise Chrome's preflight of a page on the Internet for a local server fails
         expose_headers=("X-Request-Id", "Request-Id", "X-Stream-Id"),
     )
 

@@ -45,6 +45,9 @@ def test_every_route_but_liveness_needs_a_key(serve: Callable[..., Any]) -> None
         {"authorization": "Bearer first"},
         {"authorization": "bearer second"},
         {"x-api-key": "second"},
+        {"api-key": "second"},
+        {"authorization": "Bearer of-a-gateway", "x-api-key": "first"},
+        {"authorization": "Bearer first", "x-api-key": "of-a-gateway"},
     ):
         assert server.ask("POST", "/v1/completions", COMPLETION, headers).status == 200
         assert server.ask("GET", "/nowhere", headers=headers).status == 404
@@ -81,6 +84,9 @@ def test_preflight_allows_the_headers_of_clients(serve: Callable[..., Any]) -> N
     assert preflight.status == 200
     assert preflight.headers["access-control-allow-headers"] == wanted
     assert "POST" in preflight.headers["access-control-allow-methods"]
+    private = {**asking, "origin": "https://app.example", "access-control-request-private-network": "true"}
+    local = server.ask("OPTIONS", "/v1/completions", headers=private)
+    assert local.status == 200 and local.headers["access-control-allow-private-network"] == "true"
     evil = server.ask("OPTIONS", "/v1/completions", headers={**asking, "origin": "https://evil.example"})
     assert evil.status == 400 and "access-control-allow-origin" not in evil.headers
     closed = serve(api_keys=["k"])
