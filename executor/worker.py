@@ -26,7 +26,6 @@ from quintet.executor.runner import Runner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
-from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import Rows, SlotTables, TablesDiffer, check_tables
 from quintet.executor.speculation.draft_states import DraftStates
 from quintet.executor.speculation.drafters import DRAFTERS, Drafter
@@ -35,7 +34,7 @@ from quintet.executor.speculation.verify import Speculation
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
 
-MakeDrafter = Callable[[SlotTables, Settings], Drafter]
+MakeDrafter = Callable[[SlotTables, Sampler], Drafter]
 
 STEPS_PER_IDLE_TASK = 4
 """Under load, one idle task runs every so many steps. Measured: a step is 10% shorter with the weights on huge pages."""
@@ -99,7 +98,7 @@ class Worker:
         if speculative is None:
             return None
         if make_drafter is not None:
-            drafter = make_drafter(self.tables, self._sampler.settings)
+            drafter = make_drafter(self.tables, self._sampler)
         else:
             drafter = DRAFTERS[speculative.method](speculative, self.tables)
         states = None

@@ -71,7 +71,7 @@ class Sampler:
         """Sampling settings of every slot."""
         self._logprobs = Logprobs(max_num_seqs, vocab_size, ops)
         self._shaping = [(1 << i, make(max_num_seqs, vocab_size)) for i, make in enumerate(shaping)]
-        self._shapes = (1 << len(self._shaping)) - 1
+        self._processors = (1 << len(self._shaping)) - 1
         self._reports = 1 << len(self._shaping)
         self._reports_prompt = self._reports << 1
         self._has_grammar = self._reports << 2
@@ -79,7 +79,7 @@ class Sampler:
         self._budget_due = self._reports << 4
         """Set in a step in which a reasoning budget may force a token."""
         self._thinking = ThinkingBudgets(max_num_seqs)
-        self._shapes |= self._budget_due
+        self._shapes = self._processors | self._budget_due
         self._needs_logits = self._shapes | self._reports
         self._grammars = grammars
         self._features = np.zeros(max_num_seqs, np.int64)
@@ -145,17 +145,17 @@ class Sampler:
         return self._grammars.begin(slots, rows.draw_positions, which, self._host_token_ids)
 
     def draw(
-        self, rows: Rows, logits: torch.Tensor, masks: Masks | None = None
+        self, rows: Rows, logits: torch.Tensor, masks: Masks | None = None, *, is_draft: bool = False
     ) -> tuple[torch.Tensor, list[TokenLogprobs]]:
         """Draw for every sampling row of ``rows`` from ``logits [S, vocab]`` of any dtype. Does not change the logits.
 
         masks: the allowed tokens of rows with structured outputs. Returns the tokens, int32[S], and the requested
-        log-probabilities.
+        log-probabilities. is_draft: ignore reasoning budgets and log-probabilities.
         """
         sampling = rows.sampling
         slots = rows.slots[sampling]
         positions = rows.draw_positions
-        features = self._features_now(rows)
+        features = self._features[slots] & self._processors if is_draft else self._features_now(rows)
         step_features = int(np.bitwise_or.reduce(features))
         if step_features & self._shapes:
             drawn = self._draw_shaped(slots, positions, logits, features, step_features, masks)
@@ -170,6 +170,10 @@ class Sampler:
             return drawn, []
         which = np.flatnonzero(features & self._reports)
         return drawn, self._logprobs.of_drawn(logits, drawn, slots, which, sampling)
+
+    def shapes(self, rows: Rows) -> bool:
+        """Return whether a row that draws has a logits processor."""
+        return bool((self._features[rows.slots[rows.sampling]] & self._processors).any())
 
     def prompt_logprobs(self, rows: Rows, runner: LogitsSource) -> list[PromptLogprobs]:
         """Return log-probabilities of the prompt tokens of the step that ``runner`` has just computed."""

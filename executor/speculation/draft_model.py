@@ -1,7 +1,8 @@
 """Drafts of a smaller model, which computes one token of all rows at a time.
 
 The model reads the tokens, blocks and sampling settings of the slots. Its draw at a position uses the random number of
-the served model's draw there. So the two draws are likely to be equal, at every temperature.
+the served model's draw there (`quintet.executor.speculation.draft_draws`). So the two draws are likely to be equal, at every
+temperature.
 
 A block id names the same tokens in the KV memories of both models. Prefix hits and forks need no work here: a number per
 block says how many of its tokens the draft model has computed. Keys and values that are missing are computed before drafts are
@@ -24,9 +25,10 @@ from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int, ranges
 from quintet.executor.runner import Runner
-from quintet.executor.sampling.settings import Settings
+from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.sequences import plan_of_rows
 from quintet.executor.slots import Rows, SlotTables
+from quintet.executor.speculation.draft_draws import compute_and_draw
 from quintet.executor.speculation.drafters import DraftRows
 from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.lengths import StepTime
@@ -58,10 +60,10 @@ class DraftModel:
         max_tokens: int,
         vocab_size: int,
         tables: SlotTables,
-        settings: Settings,
+        sampler: Sampler,
     ) -> None:
-        """tables, settings: of the served model. max_tokens: limit of ``runner``. vocab_size: of the served model."""
-        self._runner, self._settings = runner, settings
+        """tables, sampler: of the served model. max_tokens: limit of ``runner``. vocab_size: of the served model."""
+        self._runner, self._sampler = runner, sampler
         self._tables = tables.of_group(config.group, config.model.kv)
         self._group, self._block_size = config.group, config.model.kv.block_size
         self._token_ids: Tokens = tables.token_ids.numpy()
@@ -207,6 +209,6 @@ class DraftModel:
             return
         began_s = time.perf_counter()
         rows = Rows(plan_of_rows(slots[used], starts[used], counts[used], draws[used]))
-        drawn = self._runner.forward_and_draw(rows, self._tables, self._settings, None)
-        assert drawn is not None, "the runner of a draft model draws"
+        has_same_ids = self._vocab_size == self._target_vocab_size
+        compute_and_draw(self._runner, rows, self._tables, self._sampler, has_same_ids=has_same_ids)
         self._time.note(int(counts.sum()), time.perf_counter() - began_s)

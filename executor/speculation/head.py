@@ -30,9 +30,10 @@ from quintet.executor.model_config.draft_heads import MAX_PENDING, NUM_FEATURES
 from quintet.executor.models.eagle import EagleHead
 from quintet.executor.models.mtp import MtpHead
 from quintet.executor.ragged import Int, ranges
-from quintet.executor.sampling.settings import Settings
+from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.sequences import plan_of_rows
 from quintet.executor.slots import Rows, SlotTables
+from quintet.executor.speculation.draft_draws import compute_and_draw
 from quintet.executor.speculation.drafters import DraftRows
 from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.lengths import StepTime
@@ -55,13 +56,13 @@ class HeadDrafter:
         target: Stage,
         num_blocks: int,
         tables: SlotTables,
-        settings: Settings,
+        sampler: Sampler,
     ) -> None:
-        """runner, stage: of the head. target: of the served model, as ``tables`` and ``settings``."""
+        """runner, stage: of the head. target: of the served model, as ``tables`` and ``sampler``."""
         assert stage.received_hidden is not None, "a head reads features"
         self._head, self._runner, self._stage, self._target = head, runner, stage, target
         self._input = stage.received_hidden
-        self._settings, self._tables = settings, tables.of_group(config.group, config.model.kv)
+        self._sampler, self._tables = sampler, tables.of_group(config.group, config.model.kv)
         self._token_ids: Tokens = tables.token_ids.numpy()
         self._block_table, self._block_size = self._tables.block_table[0], config.model.kv.block_size
         num_slots, width = len(self._token_ids), self._input.shape[1]
@@ -266,11 +267,10 @@ class HeadDrafter:
         self._input[: len(features)] = features
         slots, starts, counts = slots[used], starts[used], counts[used]
         rows = Rows(plan_of_rows(slots, starts, counts, np.ones(len(slots), np.bool_)))
-        drawn = np.frombuffer(
-            self._runner.forward_and_draw(rows, self._tables, self._settings, None), np.int32
-        )
+        has_same_ids = self._token_map is None
+        drawn = compute_and_draw(self._runner, rows, self._tables, self._sampler, has_same_ids=has_same_ids)
         if self._token_map is not None:
-            self._token_ids[slots, starts + counts] = self._token_map[drawn]
+            self._token_ids[slots, starts + counts] = self._token_map[np.frombuffer(drawn, np.int32)]
         hidden = self._stage.hidden.index_select(0, torch.from_numpy(np.cumsum(counts) - 1))
         self._time.note(int(counts.sum()), time.perf_counter() - began_s)
         return hidden

@@ -4,8 +4,8 @@
     features                    f8
     head 0, head 1, …           f8              draw d10, d11, …
 
-A head draws with the request's sampling settings and the random number of the position, as other heads do. It does not see the
-drafts before its own.
+A head draws with the request's sampling parameters and the random number of the position, as other heads do. Of the drafts before
+its own, it sees only what penalties read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.models.medusa import MedusaHeads
 from quintet.executor.ragged import Int
-from quintet.executor.sampling.settings import Settings
+from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.sequences import plan_of_rows
 from quintet.executor.slots import Rows, SlotTables
+from quintet.executor.speculation.draft_draws import compute_and_draw
 from quintet.executor.speculation.drafters import DraftRows
 from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.lengths import StepTime
@@ -45,10 +46,10 @@ class MedusaDrafter:
         config: EngineConfig,
         target: Stage,
         tables: SlotTables,
-        settings: Settings,
+        sampler: Sampler,
     ) -> None:
-        """stages: of the heads, with this configuration. target: of the served model, as ``tables`` and ``settings``."""
-        self._model, self._target, self._tables, self._settings = model, target, tables, settings
+        """stages: of the heads, with this configuration. target: of the served model, as ``tables`` and ``sampler``."""
+        self._model, self._target, self._tables, self._sampler = model, target, tables, sampler
         self._heads = [(_input_of(stage), ProgramRunner(stage, config)) for stage in stages]
         self._token_ids: Tokens = tables.token_ids.numpy()
         like = self._heads[0][0]
@@ -101,7 +102,7 @@ class MedusaDrafter:
         features[: len(slots)] = self._features[torch.from_numpy(slots)]
         ones = np.ones_like(slots)
         rows = Rows(plan_of_rows(slots, positions - 1, ones, ones.astype(np.bool_)))
-        runner.forward_and_draw(rows, self._tables, self._settings, None)
+        compute_and_draw(runner, rows, self._tables, self._sampler, has_same_ids=True)
         self._time.note(len(slots), time.perf_counter() - began_s)
 
 

@@ -138,7 +138,7 @@ class PipelineWorker:
         self._speculation = None
         if limits.speculative is not None:
             if make_drafter is not None:
-                drafter = make_drafter(self.tables, self._sampler.settings)
+                drafter = make_drafter(self.tables, self._sampler)
             else:
                 drafter = DRAFTERS[limits.speculative.method](limits.speculative, self.tables)
             self._speculation = Speculation(

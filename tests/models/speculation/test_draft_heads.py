@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.speculation.draft_heads import (
@@ -59,6 +60,24 @@ def test_drafts_are_those_of_the_reference(
     assert len(proposals) > 40
     for tokens, drafts in (*proposals[:20:4], *proposals[20::7], proposals[-1]):
         assert drafts == head.drafts(served.reference, tokens, len(drafts))
+
+
+@compiled
+@pytest.mark.parametrize("name", ["eagle", "medusa", "eagle3, plain"])
+def test_logits_processors_apply_to_drafts(
+    name: str, tmp_path_factory: pytest.TempPathFactory, serve: Callable[..., Any]
+) -> None:
+    """Two tokens have a bias, and a penalty for each occurrence alternates them."""
+    served = serve(FAMILIES["qwen3"](), max_model_len=96)
+    config = with_head(served.config, tmp_path_factory.mktemp("head"), HEADS[name]())
+    worker = drafting_worker(config)
+    found = record_drafts(worker)
+    driver = CoreAndWorker(config, worker)
+    params = msgspec.structs.replace(GREEDY, logit_bias={7: 100.0, 9: 99.0}, frequency_penalty=2.0)
+    driver.admit(1, prompts_of((8,))[0], params)
+    driver.run()
+    drafts = [token for _, proposed in found for token in proposed]
+    assert len(drafts) > 10 and set(drafts) == {7, 9}
 
 
 @pytest.mark.drawn(3)

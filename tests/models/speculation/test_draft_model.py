@@ -106,9 +106,9 @@ def test_outputs_are_those_without_drafts(
 
 
 @pytest.mark.parametrize("serve", [BLOCK_SIZE], ids=["compiled"], indirect=True)
-@pytest.mark.parametrize("name", ["greedy", "sampled", "choices"])
+@pytest.mark.parametrize("name", ["greedy", "sampled", "choices", "penalties", "biased"])
 def test_every_draft_of_the_served_model_itself_is_accepted(name: str, serve: Callable[..., Any]) -> None:
-    """A wrong key or value, or a draw with another random number, would reject some."""
+    """A wrong key or value, or a draw with another random number or other logits processors, would reject some."""
     served = serve(FAMILIES["qwen3"](), max_model_len=96)
     config = with_draft(served.config, served.config)
     swapping = msgspec.structs.replace(config.cache, swap_bytes=40 * config.model.kv.bytes_per_block)
