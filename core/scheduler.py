@@ -168,10 +168,7 @@ def _allowance(state: SchedulerState, request: Request, wanted: int, budget: int
 
 
 def _admit_waiting(state: SchedulerState, step: StepBuilder, budget: int, now_ns: int) -> int:
-    """Admit waiting requests by rank until slots, blocks or budget run out; return the number that was passed over.
-
-    Requests that would make the plan too large for a frame wait for the next step.
-    """
+    """Admit waiting requests by rank until slots, blocks, budget or frame run out; return the number that was passed over."""
     waiting, running = state.waiting, state.running
     max_running = state.limits.max_running
     position = 0
