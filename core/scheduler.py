@@ -170,9 +170,8 @@ def _allowance(state: SchedulerState, request: Request, wanted: int, budget: int
 def _admit_waiting(state: SchedulerState, step: StepBuilder, budget: int, now_ns: int) -> int:
     """Admit waiting requests by rank until slots, blocks, budget or frame run out; return the number that was passed over."""
     waiting, running = state.waiting, state.running
-    max_running = state.limits.max_running
     position = 0
-    while budget > 0 and position < len(waiting) and len(running) < max_running:
+    while budget > 0 and position < len(waiting) and len(running) < state.limits.max_running:
         request = waiting[position]
         if not _may_enter(state, request):
             position += 1

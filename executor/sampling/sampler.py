@@ -208,19 +208,12 @@ class Sampler:
         drawn = draw(wide, settings, shaped_slots, positions[shaped], None, own_masks)
         if len(shaped) == len(slots):
             return drawn
-        others = np.ones(len(slots), np.bool_)
-        others[shaped] = False
-        plain = np.flatnonzero(others)
+        plain = np.delete(np.arange(len(slots)), shaped)
+        own_masks = None if masks is None else masks.take(plain)
+        of_plain = draw(logits, settings, slots[plain], positions[plain], plain, own_masks)
         all_tokens = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
         all_tokens[to_device(shaped, logits.device)] = drawn
-        all_tokens[to_device(plain, logits.device)] = draw(
-            logits,
-            settings,
-            slots[plain],
-            positions[plain],
-            plain,
-            None if masks is None else masks.take(plain),
-        )
+        all_tokens[to_device(plain, logits.device)] = of_plain
         return all_tokens
 
     def _copy(self, logits: torch.Tensor, which: Int) -> torch.Tensor:
