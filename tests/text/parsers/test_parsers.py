@@ -256,6 +256,14 @@ TYPED = "<tool_call>\n<function=f>\n<parameter=x>\n"
         ("", "qwen3_coder", ARRAY, [TYPED, "['w1w ", *["\\n"] * 200_000, "']"]),
         ("", "qwen3_coder", ARRAY, [TYPED, "[w1w", *["'a"] * 60_000, "]"]),
         ("", "qwen3_coder", ARRAY, [TYPED, "['w1w',", *["'a',"] * 100_000, "]"]),
+        ("", "hermes", {}, ['<tool_call>{"name": "w1w"}</tool_call>' * 10_000]),
+        (
+            "qwen3",
+            "qwen3_coder",
+            {},
+            ["<tool_call><function=w1w><parameter=a>x</parameter></function>" * 10_000],
+        ),
+        ("", "pythonic", {}, ["[f(x=w1w)]\n" * 10_000]),
         ("", "pythonic", {}, ["😀\n" * 100_000 + "w1w"]),
     ],
 )
