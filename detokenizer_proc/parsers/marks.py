@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 
 class Marks:
     """A set of marks, none a substring of another: so the mark that begins first also ends first, for any chunking."""
 
     def __init__(self, *marks: str) -> None:
-        for mark in marks:
-            inner = [other for other in marks if other != mark and other in mark]
-            assert mark and not inner, f"{inner} in {mark!r}"
         self.marks = frozenset(marks)
-        self._found = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
-        self._first = re.compile(
-            "[" + re.escape("".join({mark[0] for mark in marks})) + "]" if marks else r"(?!)"
-        )
+        self._found, self._first = _patterns(marks)
         self._longest = max(map(len, marks), default=0)
 
     def split(self, text: str) -> tuple[str, str, str]:
@@ -55,3 +50,15 @@ class Marks:
         if match is not None:
             return match[0]
         return "" if any(mark.startswith(text) for mark in self.marks) else None
+
+
+@lru_cache(maxsize=1024)
+def _patterns(marks: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return the pattern of the marks and that of their first characters. Parsers are created for each request and call."""
+    for mark in marks:
+        inner = [other for other in marks if other != mark and other in mark]
+        assert mark and not inner, f"{inner} in {mark!r}"
+    if not marks:
+        return re.compile(r"(?!)"), re.compile(r"(?!)")
+    first = "".join(sorted({mark[0] for mark in marks}))
+    return re.compile("|".join(map(re.escape, marks))), re.compile(f"[{re.escape(first)}]")
