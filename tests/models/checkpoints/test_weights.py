@@ -139,10 +139,9 @@ def test_invalid_tensor_of_a_shard_error_names_it_in_one_line(
 
 def test_buffers_of_old_checkpoints_are_ignored(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
-    rewrite(
-        tmp_path,
-        lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
-    )
+    names = ("inv_freq", "cos_cached", "sin_cached")
+    buffers = {f"model.layers.0.self_attn.rotary_emb.{name}": torch.ones(8) for name in names}
+    rewrite(tmp_path, lambda tensors: tensors.update(buffers))
     make_worker(served.config)
 
 
