@@ -1,7 +1,7 @@
 """Specifications of mixers with a state of fixed size: Mamba 1 and 2, short convolutions, the gated delta rule.
 
 A layer's state is its convolution's, in the model's dtype, then its scan's, in float32. Each part is aligned to a
-cache line. Imports no torch: `quintet.executor.models.blocks` builds the mixers.
+cache line. Imports no torch: `quintet.executor.models.sublayers` builds the mixers.
 
 `KvNeed` is the memory of a layer without such a state, per token.
 """

@@ -1,1 +1,1 @@
-"""Models: one file per kind of block, one registry entry per architecture."""
+"""Models: one file per kind of sublayer, one registry entry per architecture."""

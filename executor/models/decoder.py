@@ -2,7 +2,7 @@
 
     tokens ─ embedding ─ (in) ─ (+ positions) ─ (norm) ─ layer ─ … ─ layer ─ norm ─ (out) ─ head ─ logits
 
-`quintet.executor.models.blocks` has the parts of a layer.
+`quintet.executor.models.sublayers` has the parts of a layer.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.share import Share
 from quintet.executor.model_config.spec import DecoderSpec
-from quintet.executor.models.blocks.layer import Layer
-from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.linear import Embedding, Linear, RowRange
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import Setting
+from quintet.executor.models.sublayers.layer import Layer
+from quintet.executor.models.sublayers.scope import Scope
 
 
 class Decoder:

@@ -18,9 +18,6 @@ import torch
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.eagle import EagleSpec
 from quintet.executor.model_config.spec import AttentionSpec
-from quintet.executor.models.blocks.attention import Attention
-from quintet.executor.models.blocks.block import feed_forward
-from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.decoder import Decoder
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.attention import AttentionLayer
@@ -28,6 +25,9 @@ from quintet.executor.models.layers.linear import Embedding, RowRange
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import CausalModel, Setting
+from quintet.executor.models.sublayers.attention import Attention
+from quintet.executor.models.sublayers.scope import Scope
+from quintet.executor.models.sublayers.sublayer import feed_forward
 
 IGNORED = ("t2d", "verifier_norm.*", "verifier_lm_head.*")
 """Tensors that only training uses."""

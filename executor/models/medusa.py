@@ -15,12 +15,12 @@ from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.medusa import MedusaSpec
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.spec import Activation
-from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.decoder import Decoder
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import Setting
+from quintet.executor.models.sublayers.scope import Scope
 
 
 class MedusaHead:

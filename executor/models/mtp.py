@@ -14,14 +14,14 @@ import torch
 
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.mtp import MtpSpec
-from quintet.executor.models.blocks.layer import Layer
-from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.decoder import Decoder
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import Setting
+from quintet.executor.models.sublayers.layer import Layer
+from quintet.executor.models.sublayers.scope import Scope
 
 
 class MtpHead:

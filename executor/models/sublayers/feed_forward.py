@@ -7,13 +7,13 @@ import torch.nn.functional as F
 
 from quintet.executor.checkpoints.quant.method import LinearShape
 from quintet.executor.model_config.spec import Activation, LearnedActivation, MlpLayout, MlpSpec
-from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT, norm_of_all
 from quintet.executor.models.layers.linear import GatedActivation, Linear
+from quintet.executor.models.sublayers.scope import Scope
 
 
 class FeedForward:
-    """A `quintet.executor.models.blocks.block.Block`."""
+    """A `quintet.executor.models.sublayers.sublayer.Sublayer`."""
 
     def __init__(self, scope: Scope, spec: MlpSpec) -> None:
         names, wide, kept = scope.names, spec.width, scope.share.of(spec.width)
@@ -48,7 +48,7 @@ class FeedForward:
         self._down = scope.linear([down], wide, biased=spec.biased)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
-        """See `Block`."""
+        """See `Sublayer`."""
         up = ops.linear(self._up, x)
         if self._gate is not None:
             up = ops.multiply(ops.activation(ops.linear(self._gate, x), self._gate_kind), up)

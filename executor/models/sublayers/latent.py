@@ -16,15 +16,15 @@ import torch
 
 from quintet.executor.checkpoints.quant.stack import StackPiece, StackShape
 from quintet.executor.model_config.spec import LatentSpec
-from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.linear import HeadLinear
 from quintet.executor.models.layers.norm import Norm
+from quintet.executor.models.sublayers.scope import Scope
 
 
 class Latent:
-    """A `quintet.executor.models.blocks.block.Block`."""
+    """A `quintet.executor.models.sublayers.sublayer.Sublayer`."""
 
     def __init__(self, scope: Scope, spec: LatentSpec) -> None:
         assert scope.layer is not None
@@ -70,7 +70,7 @@ class Latent:
         scope.attentions.append(self._attention)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
-        """See `Block`."""
+        """See `Sublayer`."""
         latents = ops.linear(self._latents, x)
         q = ops.columns(latents, 0, self._first_width)
         if self._q_norm is not None and self._queries is not None:

@@ -12,18 +12,18 @@ parallel      x ─┬─ before ─┬─ mixer ─ after ───────
 from __future__ import annotations
 
 from quintet.executor.model_config.spec import LayerSpec, Norms
-from quintet.executor.models.blocks.block import Block, feed_forward, mixer
-from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.sublayers.scope import Scope
+from quintet.executor.models.sublayers.sublayer import Sublayer, feed_forward, mixer
 
 
 class _Residual:
-    """A block with its norms and residual."""
+    """A sublayer with its norms and residual."""
 
     def __init__(
-        self, scope: Scope, block: Block, norms: Norms, spec: LayerSpec, before: str, after: str
+        self, scope: Scope, sublayer: Sublayer, norms: Norms, spec: LayerSpec, before: str, after: str
     ) -> None:
-        self._block = block
+        self._sublayer = sublayer
         self._before = scope.norm(norms.before, before)
         self._after = scope.norm(norms.after, after)
         self._of_sum = scope.norm(norms.of_sum, before)
@@ -31,12 +31,12 @@ class _Residual:
         self._residual_of_norm = spec.residual_of_norm
 
     def read(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
-        """Return the block's input for ``x``."""
+        """Return the sublayer's input for ``x``."""
         return x if self._before is None else ops.norm(x, self._before)
 
     def added(self, ops: ForwardPass[ValueT], x: ValueT, read: ValueT) -> ValueT:
-        """Return ``x`` plus the block's output for the input ``read``."""
-        made = self._block(ops, read)
+        """Return ``x`` plus the sublayer's output for the input ``read``."""
+        made = self._sublayer(ops, read)
         if self._after is not None:
             made = ops.norm(made, self._after)
         if self._multiplier != 1.0:
@@ -52,11 +52,11 @@ class Layer:
         names = scope.names
         self._mixer = self._mlp = None
         if spec.mixer is not None:
-            block, places = mixer(scope, spec.mixer), (names.mixer_norm, names.mixer_out_norm)
-            self._mixer = _Residual(scope, block, spec.mixer_norms, spec, *places)
+            sublayer, places = mixer(scope, spec.mixer), (names.mixer_norm, names.mixer_out_norm)
+            self._mixer = _Residual(scope, sublayer, spec.mixer_norms, spec, *places)
         if spec.mlp is not None:
-            block, places = feed_forward(scope, spec.mlp), (names.mlp_norm, names.mlp_out_norm)
-            self._mlp = _Residual(scope, block, spec.mlp_norms, spec, *places)
+            sublayer, places = feed_forward(scope, spec.mlp), (names.mlp_norm, names.mlp_out_norm)
+            self._mlp = _Residual(scope, sublayer, spec.mlp_norms, spec, *places)
         self._parallel = spec.parallel
         self._shares_norm = spec.parallel and spec.mlp_norms.before is None
 
@@ -66,6 +66,6 @@ class Layer:
             read = self._mixer.read(ops, x)
             mlp_input = read if self._shares_norm else self._mlp.read(ops, x)
             return self._mlp.added(ops, self._mixer.added(ops, x, read), mlp_input)
-        for block in (self._mixer, self._mlp):
-            x = x if block is None else block.added(ops, x, block.read(ops, x))
+        for sublayer in (self._mixer, self._mlp):
+            x = x if sublayer is None else sublayer.added(ops, x, sublayer.read(ops, x))
         return x

@@ -9,9 +9,9 @@ import torch
 
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.state_specs import StateNeed
-from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.layers.linear import Linear, RowRange
 from quintet.executor.models.layers.states import CausalConv, StatePart
+from quintet.executor.models.sublayers.scope import Scope
 
 
 def tensor_name(scope: Scope, name: str) -> str:

@@ -35,9 +35,9 @@ from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.spec import NormKind, NormSpec, StateSpec
 from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
-from quintet.executor.models.blocks.block import Block, mixer
-from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.model import Setting
+from quintet.executor.models.sublayers.scope import Scope
+from quintet.executor.models.sublayers.sublayer import Sublayer, mixer
 from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import KvSpec, LayerKv, group_layers
@@ -170,11 +170,11 @@ def reference(case: Case) -> torch.nn.Module:
     return module
 
 
-def block_of(case: Case, module: torch.nn.Module, dtype: torch.dtype) -> Block:
-    """Declare the block and load the module's tensors."""
+def mixer_of(case: Case, module: torch.nn.Module, dtype: torch.dtype) -> Sublayer:
+    """Declare the mixer and load the module's tensors."""
     weights = WeightPlan(dtype, CPU)
     setting = Setting(CPU, dtype, open_quantization("none"))
-    block = mixer(Scope(setting, weights, Names(layer="layers.{layer}"), HIDDEN, LAYER), case.spec)
+    declared = mixer(Scope(setting, weights, Names(layer="layers.{layer}"), HIDDEN, LAYER), case.spec)
     weights.reservation = reserve(weights.stores)
     prefix = f"layers.{LAYER}.mixer."
     tensors = {f"{prefix}{name}": tensor for name, tensor in module.state_dict().items()}
@@ -184,7 +184,7 @@ def block_of(case: Case, module: torch.nn.Module, dtype: torch.dtype) -> Block:
         for sink in (*expected.sinks, *expected.packers):
             sink(tensor.detach())
     assert all("norm" in name for name in tensors), f"unread tensors: {list(tensors)}"  # without weights
-    return block
+    return declared
 
 
 def spec_of(case: Case, dtype: torch.dtype) -> KvSpec:
@@ -197,10 +197,10 @@ Cut = tuple[int, int, int]
 
 
 class Served:
-    """Steps of a block with plans made by hand."""
+    """Steps of a mixer with plans made by hand."""
 
-    def __init__(self, case: Case, block: Block, dtype: torch.dtype, recorded: bool) -> None:
-        self._spec, self._dtype, self._block = spec_of(case, dtype), dtype, block
+    def __init__(self, case: Case, mixer: Sublayer, dtype: torch.dtype, recorded: bool) -> None:
+        self._spec, self._dtype, self._mixer = spec_of(case, dtype), dtype, mixer
         self._tables = SlotTables(4, NUM_TOKENS, self._spec, CPU)
         shape = (NUM_BLOCKS, self._spec.layer_bytes)
         # NaN in every format, as left by a previous request.
@@ -212,7 +212,7 @@ class Served:
             memory = KvMemory(self._spec, self.places, dtype)
             recorder = GraphBuilder(library, dtype, memory, 2 * NUM_TOKENS, 4)
             self._x = torch.zeros((2 * NUM_TOKENS, HIDDEN), dtype=dtype)
-            y = block(recorder, Value(HIDDEN, Extent.TOKENS, self._x))
+            y = mixer(recorder, Value(HIDDEN, Extent.TOKENS, self._x))
             recorder.keep(y)
             self._end = recorder.finish().spans[-1].end
             assert y.tensor is not None
@@ -248,7 +248,7 @@ class Served:
                 *(len(x), empty, empty, None, (), empty, {}),
                 {0: state_rows(rows, self._tables, 0)},
             )
-            return self._block(EagerPass(batch, kv, [(empty, empty)]), x)
+            return self._mixer(EagerPass(batch, kv, [(empty, empty)]), x)
         self._step.fill(rows, self._tables)
         self._x[: len(x)] = x
         self._library.run(self._recorder.handle, self._step.address, 0, self._end)
@@ -281,11 +281,11 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 def test_results_equal_transformers(name: str, recorded: bool) -> None:
     case, dtype = CASES[name], torch.float32
     module = reference(case)
-    block = block_of(case, module, dtype)
+    served = mixer_of(case, module, dtype)
     x, others = inputs(dtype)
     expected = module(x[None])[0]
     for sizes in ([NUM_TOKENS], [1, 1, 9, 1, 25]):
-        y = in_steps(Served(case, block, dtype, recorded), x, others, sizes)
+        y = in_steps(Served(case, served, dtype, recorded), x, others, sizes)
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
@@ -294,8 +294,8 @@ def test_results_equal_transformers(name: str, recorded: bool) -> None:
 @torch.inference_mode()
 def test_bits_do_not_depend_on_chunks(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
-    block = block_of(case, reference(case), dtype)
+    served = mixer_of(case, reference(case), dtype)
     x, others = inputs(dtype)
-    expected = in_steps(Served(case, block, dtype, True), x, others[:0], [NUM_TOKENS])
+    expected = in_steps(Served(case, served, dtype, True), x, others[:0], [NUM_TOKENS])
     for sizes in ([1] * NUM_TOKENS, [5, 8, 1, 16, 7]):
-        assert torch.equal(in_steps(Served(case, block, dtype, True), x, others, sizes), expected), sizes
+        assert torch.equal(in_steps(Served(case, served, dtype, True), x, others, sizes), expected), sizes

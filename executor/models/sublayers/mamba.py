@@ -10,8 +10,11 @@ Gu and Dao, "Mamba: linear-time sequence modeling with selective state spaces" (
 from __future__ import annotations
 
 from quintet.executor.model_config.state_specs import MambaSpec
-from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.blocks.states import (
+from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.layers.norm import Norm
+from quintet.executor.models.layers.states import SelectiveScan
+from quintet.executor.models.sublayers.scope import Scope
+from quintet.executor.models.sublayers.states import (
     KeptRows,
     convolution,
     decay,
@@ -20,13 +23,10 @@ from quintet.executor.models.blocks.states import (
     scan_part,
     tensor_name,
 )
-from quintet.executor.models.forward import ForwardPass, ValueT
-from quintet.executor.models.layers.norm import Norm
-from quintet.executor.models.layers.states import SelectiveScan
 
 
 class Mamba:
-    """A `quintet.executor.models.blocks.block.Block`."""
+    """A `quintet.executor.models.sublayers.sublayer.Sublayer`."""
 
     def __init__(self, scope: Scope, spec: MambaSpec) -> None:
         channels, own = scope.share.of(spec.channels), scope.share.of_state(spec)
@@ -55,7 +55,7 @@ class Mamba:
         self._out = output(scope, "out_proj", channels, scope.hidden_size, biased=spec.projection_bias)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
-        """See `Block`."""
+        """See `Sublayer`."""
         spec = self._spec
         projected = ops.linear(self._in, x)
         gate = ops.columns(projected, spec.channels, spec.channels)

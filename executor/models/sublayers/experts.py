@@ -11,16 +11,16 @@ from dataclasses import replace
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.spec import Activation, MlpLayout, MlpSpec
-from quintet.executor.models.blocks.expert_weights import down_of, gate_up_of
-from quintet.executor.models.blocks.feed_forward import FeedForward
-from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.experts import Experts, Gate
 from quintet.executor.models.layers.linear import GatedActivation, Linear
+from quintet.executor.models.sublayers.expert_weights import down_of, gate_up_of
+from quintet.executor.models.sublayers.feed_forward import FeedForward
+from quintet.executor.models.sublayers.scope import Scope
 
 
-class ExpertsBlock:
-    """A `quintet.executor.models.blocks.block.Block`."""
+class MixtureOfExperts:
+    """A `quintet.executor.models.sublayers.sublayer.Sublayer`."""
 
     def __init__(self, scope: Scope, spec: ExpertsSpec) -> None:
         names, count = scope.names, spec.routing.experts
@@ -50,7 +50,7 @@ class ExpertsBlock:
             )
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
-        """See `Block`."""
+        """See `Sublayer`."""
         y = ops.experts(self._experts, x, ops.linear(self._router, x))
         if self._shared is None:
             return y

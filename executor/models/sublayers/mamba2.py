@@ -14,8 +14,10 @@ import torch
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation
 from quintet.executor.model_config.state_specs import Mamba2Spec
-from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.blocks.states import (
+from quintet.executor.models.forward import ForwardPass, ValueT, norm_of_all
+from quintet.executor.models.layers.states import HeadScan
+from quintet.executor.models.sublayers.scope import Scope
+from quintet.executor.models.sublayers.states import (
     KeptRows,
     convolution,
     decay,
@@ -24,12 +26,10 @@ from quintet.executor.models.blocks.states import (
     scan_part,
     tensor_name,
 )
-from quintet.executor.models.forward import ForwardPass, ValueT, norm_of_all
-from quintet.executor.models.layers.states import HeadScan
 
 
 class Mamba2:
-    """A `quintet.executor.models.blocks.block.Block`."""
+    """A `quintet.executor.models.sublayers.sublayer.Sublayer`."""
 
     def __init__(self, scope: Scope, spec: Mamba2Spec) -> None:
         share, own = scope.share, scope.share.of_state(spec)
@@ -66,7 +66,7 @@ class Mamba2:
         self._out = output(scope, "out_proj", channels, scope.hidden_size, biased=spec.output_bias)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
-        """See `Block`."""
+        """See `Sublayer`."""
         spec, channels, group = self._spec, self._spec.channels, self._spec.groups * self._spec.state_size
         projected = ops.linear(self._in, x)
         gate = scaled(ops, ops.columns(projected, 0, channels), spec.multipliers[0])

@@ -12,7 +12,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import Packing, Scheme
 from quintet.executor.checkpoints.quant.stack import StackPiece, StackShape
 from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
 from quintet.executor.model_config.share import KeptRange
-from quintet.executor.models.blocks.scope import Scope
+from quintet.executor.models.sublayers.scope import Scope
 
 _MX = Scheme(stored=(), codes=Packing(4), group=32, is_fp4=True)
 """Microscaling FP4 (MXFP4)."""

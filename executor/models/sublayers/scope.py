@@ -1,4 +1,4 @@
-"""Context in which a block declares its tensors: settings, weights, names and share."""
+"""Context in which a sublayer declares its tensors: settings, weights, names and share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scope:
     ropes: tuple[RopeSpec, ...] = ()
     """The model's rotations, in order."""
     attentions: list[AttentionLayer] = field(default_factory=list)
-    """The model's attention layers, appended by blocks."""
+    """The model's attention layers, appended by sublayers."""
 
     @property
     def share(self) -> Share:

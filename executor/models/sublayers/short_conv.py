@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from quintet.executor.model_config.state_specs import ShortConvSpec
-from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.blocks.states import KeptRows, convolution, output
 from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.sublayers.scope import Scope
+from quintet.executor.models.sublayers.states import KeptRows, convolution, output
 
 
 class ShortConv:
-    """A `quintet.executor.models.blocks.block.Block`."""
+    """A `quintet.executor.models.sublayers.sublayer.Sublayer`."""
 
     def __init__(self, scope: Scope, spec: ShortConvSpec) -> None:
         channels = scope.share.of(spec.channels)
@@ -22,7 +22,7 @@ class ShortConv:
         self._out = output(scope, "out_proj", channels, scope.hidden_size, biased=spec.biased)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
-        """See `Block`."""
+        """See `Sublayer`."""
         width = self._channels
         projected = ops.linear(self._in, x)
         b, c, x = (ops.columns(projected, i * width, width) for i in range(3))

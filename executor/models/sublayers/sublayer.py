@@ -17,20 +17,20 @@ from quintet.executor.model_config.spec import (
     ParallelMixerSpec,
 )
 from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
-from quintet.executor.models.blocks.attention import Attention
-from quintet.executor.models.blocks.delta import Delta
-from quintet.executor.models.blocks.experts import ExpertsBlock
-from quintet.executor.models.blocks.feed_forward import FeedForward
-from quintet.executor.models.blocks.latent import Latent
-from quintet.executor.models.blocks.mamba import Mamba
-from quintet.executor.models.blocks.mamba2 import Mamba2, scaled
-from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.blocks.short_conv import ShortConv
 from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.sublayers.attention import Attention
+from quintet.executor.models.sublayers.delta import Delta
+from quintet.executor.models.sublayers.experts import MixtureOfExperts
+from quintet.executor.models.sublayers.feed_forward import FeedForward
+from quintet.executor.models.sublayers.latent import Latent
+from quintet.executor.models.sublayers.mamba import Mamba
+from quintet.executor.models.sublayers.mamba2 import Mamba2, scaled
+from quintet.executor.models.sublayers.scope import Scope
+from quintet.executor.models.sublayers.short_conv import ShortConv
 
 
 class ParallelMixer:
-    """A `quintet.executor.models.blocks.block.Block`."""
+    """A `quintet.executor.models.sublayers.sublayer.Sublayer`."""
 
     def __init__(self, scope: Scope, spec: ParallelMixerSpec) -> None:
         self._spec = spec
@@ -38,7 +38,7 @@ class ParallelMixer:
         self._attention = Attention(scope, spec.attention)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
-        """See `Block`."""
+        """See `Sublayer`."""
         (state_in, state_out), (attention_in, attention_out) = (
             self._spec.state_factors,
             self._spec.attention_factors,
@@ -48,14 +48,14 @@ class ParallelMixer:
         return ops.add(scanned, attended)
 
 
-class Block(Protocol):
-    """A block of a layer; its output is added to the residual."""
+class Sublayer(Protocol):
+    """A mixer or feed-forward of a layer; its output is added to the residual."""
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """Return ``[rows, hidden]`` for x ``[rows, hidden]``."""
 
 
-def mixer(scope: Scope, spec: MixerSpec) -> Block:
+def mixer(scope: Scope, spec: MixerSpec) -> Sublayer:
     """Declare the token mixer of a spec."""
     match spec:
         case AttentionSpec():
@@ -74,10 +74,10 @@ def mixer(scope: Scope, spec: MixerSpec) -> Block:
             return Latent(scope, spec)
 
 
-def feed_forward(scope: Scope, spec: FeedForwardSpec) -> Block:
+def feed_forward(scope: Scope, spec: FeedForwardSpec) -> Sublayer:
     """Declare the feed-forward of a spec."""
     match spec:
         case MlpSpec():
             return FeedForward(scope, spec)
         case ExpertsSpec():
-            return ExpertsBlock(scope, spec)
+            return MixtureOfExperts(scope, spec)

@@ -12,8 +12,11 @@ from __future__ import annotations
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation
 from quintet.executor.model_config.state_specs import DeltaSpec
-from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.blocks.states import (
+from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.layers.linear import RowRange
+from quintet.executor.models.layers.states import DeltaRule
+from quintet.executor.models.sublayers.scope import Scope
+from quintet.executor.models.sublayers.states import (
     KeptRows,
     convolution,
     decay,
@@ -22,13 +25,10 @@ from quintet.executor.models.blocks.states import (
     scan_part,
     tensor_name,
 )
-from quintet.executor.models.forward import ForwardPass, ValueT
-from quintet.executor.models.layers.linear import RowRange
-from quintet.executor.models.layers.states import DeltaRule
 
 
 class Delta:
-    """A `quintet.executor.models.blocks.block.Block`."""
+    """A `quintet.executor.models.sublayers.sublayer.Sublayer`."""
 
     def __init__(self, scope: Scope, spec: DeltaSpec) -> None:
         share, own = scope.share, scope.share.of_state(spec)
@@ -49,7 +49,7 @@ class Delta:
         self._out = output(scope, "out_proj", values, scope.hidden_size)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
-        """See `Block`."""
+        """See `Sublayer`."""
         spec, keys, values = self._spec, self._spec.keys, self._spec.channels
         projected = ops.linear(self._in, x)
         convolved = ops.causal_conv(self._conv, ops.columns(projected, 0, 2 * keys + values))

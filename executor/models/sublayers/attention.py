@@ -11,15 +11,15 @@ import torch
 
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation, AttentionSpec, NormSpec, QkNormOver, QkvLayout
-from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT, norm_of_all
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.linear import RowRange
 from quintet.executor.models.layers.norm import Norm
+from quintet.executor.models.sublayers.scope import Scope
 
 
 class Attention:
-    """A `quintet.executor.models.blocks.block.Block`."""
+    """A `quintet.executor.models.sublayers.sublayer.Sublayer`."""
 
     def __init__(self, scope: Scope, spec: AttentionSpec, depth: int | None = None) -> None:
         """depth: width of the input; None: the hidden size."""
@@ -71,7 +71,7 @@ class Attention:
         scope.attentions.append(self.layer)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
-        """See `Block`."""
+        """See `Sublayer`."""
         qkv = ops.linear(self._qkv, x)
         if self._clip is not None:
             qkv = ops.clip(qkv, self._clip)
