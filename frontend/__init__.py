@@ -1,1 +1,1 @@
-"""Frontend process: HTTP, client APIs, sessions, admission, load balancing and the metrics page."""
+"""Frontend process: HTTP, client APIs, live requests, admission, load balancing and the metrics page."""

@@ -22,7 +22,7 @@ async def livez(_service: Service, http_request: HttpRequest) -> None:
 
 async def readyz(service: Service, http_request: HttpRequest) -> None:
     """Answer 200 if requests can be served, else 503 with the missing roles."""
-    missing = [str(role) for role in service.sessions.workers.missing()]
+    missing = [str(role) for role in service.requests.workers.missing()]
     ready = not missing and not service.draining
     await http_request.respond_json(
         {"ready": ready, "missing": missing, "draining": service.draining}, 200 if ready else 503
@@ -37,7 +37,7 @@ async def v2_live(_service: Service, http_request: HttpRequest) -> None:
 async def v2_model_ready(service: Service, http_request: HttpRequest) -> None:
     """Answer whether the named model can serve requests."""
     name = _served(service, http_request.path_params["id"])
-    ready = not service.sessions.workers.missing() and not service.draining
+    ready = not service.requests.workers.missing() and not service.draining
     await http_request.respond_json({"name": name, "ready": ready}, 200 if ready else 503)
 
 
@@ -52,7 +52,7 @@ async def health(service: Service, http_request: HttpRequest) -> None:
         report = await service.queries.metrics(SUPERVISOR_ANSWERS_S)
     except RequestError as error:
         silence = error.message
-    slots = service.sessions.workers  # read after the wait, at the same moment as `missing`
+    slots = service.requests.workers  # read after the wait, at the same moment as `missing`
     missing = [str(role) for role in slots.missing()]
     unhealthy: list[dict[str, object]] = [
         {"process": str(slot.worker), "state": slot.state.name.lower(), "note": slot.note}
@@ -92,7 +92,7 @@ def _process_json(process: ProcessMetrics) -> dict[str, object]:
 
 async def load(service: Service, http_request: HttpRequest) -> None:
     """Answer with the number of live requests of this frontend."""
-    await http_request.respond_json({"server_load": service.sessions.num_live})
+    await http_request.respond_json({"server_load": service.requests.num_live})
 
 
 async def show_version(_service: Service, http_request: HttpRequest) -> None:

@@ -1,4 +1,4 @@
-"""Message handlers of one frontend: its sessions and RPC calls.
+"""Message handlers of one frontend: its live requests and RPC calls.
 
 Shared by the HTTP frontend and the Python API, so that both recover from lost messages and workers in the same way. Has no
 HTTP, sockets or clocks: the owner of the event loop passes messages and calls `InboxHandlers.send_reports` periodically.
@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from quintet.frontend.live_requests import LiveRequests
 from quintet.frontend.load_balancing.dispatcher import Send
 from quintet.frontend.rpc import Rpc
-from quintet.frontend.sessions import Sessions
 from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
@@ -31,7 +31,7 @@ REPORT_INTERVAL_S = 5.0
 
 
 class InboxHandlers:
-    """Sessions and RPC calls of one frontend."""
+    """Live requests and RPC calls of one frontend."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class InboxHandlers:
         span: TraceSpan = no_span,
     ) -> None:
         self._send = send
-        self.sessions = Sessions(me, send, config, metrics, span)
-        self.queries = Rpc(me, send, self.sessions.ledger)
+        self.requests = LiveRequests(me, send, config, metrics, span)
+        self.queries = Rpc(me, send, self.requests.ledger)
         answer = self.queries.handle
         self.by_type: dict[type[msgspec.Struct], Callable[[Any], None]] = {
-            Text: self.sessions.apply_text,
-            Failed: self.sessions.apply_failed,
-            Unknown: self.sessions.resend,
+            Text: self.requests.apply_text,
+            Failed: self.requests.apply_failed,
+            Unknown: self.requests.resend,
             Topology: self.follow,
             Dropped: self._fail_dropped,
             Tokenized: answer,
@@ -65,16 +65,16 @@ class InboxHandlers:
 
     def follow(self, topology: Topology) -> None:
         """Apply a topology: requests and queries of lost workers are sent again."""
-        self.sessions.follow(topology)
+        self.requests.follow(topology)
         self.queries.follow()
 
     def _fail_dropped(self, dropped: Dropped) -> None:
         error = dropped.error(Role.FRONTEND)
-        self.sessions.give_up(dropped.request_ids, error)
+        self.requests.give_up(dropped.request_ids, error)
         if dropped.query_id is not None:
             self.queries.fail(dropped.query_id, error)
 
     def send_reports(self) -> None:
         """Send the reconciliation reports. Call every `REPORT_INTERVAL_S`."""
-        for role, index, report in self.sessions.in_flight_reports():
+        for role, index, report in self.requests.in_flight_reports():
             self._send(role, index, report)

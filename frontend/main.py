@@ -60,7 +60,7 @@ class Frontend:
             self._is_acknowledged.set()
         if self._service.is_retiring and self._retirement is None:
             self._retirement = asyncio.get_running_loop().create_task(self._retire())
-        self._process.progress = self._service.sessions.ledger.num_received
+        self._process.progress = self._service.requests.ledger.num_received
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         """Stop on `Stopping`, crash on `HandlerError`, and log an error of a connection or timer."""
@@ -76,7 +76,7 @@ class Frontend:
     def _stop(self) -> None:
         self._is_acknowledged.set()
         self._service.admission.draining = True
-        self._service.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, "The server is shutting down."))
+        self._service.requests.fail_all(RequestError(ErrorCode.UNAVAILABLE, "The server is shutting down."))
         self._service.write_timeout.end_all()
         self._server.should_exit = True
         self._server.force_exit = True

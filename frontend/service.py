@@ -51,7 +51,7 @@ class HttpMetrics:
 
 
 class Service:
-    """One frontend: sessions, RPC, admission and metrics, and the messages for them."""
+    """One frontend: live requests, RPC, admission and metrics, and the messages for them."""
 
     def __init__(
         self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics, span: TraceSpan = no_span
@@ -62,8 +62,8 @@ class Service:
         self.span = span
         self.inbox = InboxHandlers(me, send, config, metrics, span)
         self.inbox.by_type |= {Topology: self._follow, Drain: self._drain}
-        self.sessions, self.queries = self.inbox.sessions, self.inbox.queries
-        self.admission = Admission(self.sessions.ledger, config.frontend, metrics)
+        self.requests, self.queries = self.inbox.requests, self.inbox.queries
+        self.admission = Admission(self.requests.ledger, config.frontend, metrics)
         self.write_timeout = WriteTimeout(config.frontend.write_timeout_s, lambda: self.draining)
         max_bytes = config.frontend.max_body_bytes
         self.bodies = BodyBuffers(max_bytes, max_open_bytes=max(max_bytes, MAX_OPEN_BYTES))
@@ -98,7 +98,7 @@ class Service:
         self.on_topology()
 
     def _drain(self, _: Drain) -> None:
-        if self.sessions.workers.topology.draining:
+        if self.requests.workers.topology.draining:
             self.admission.draining = True
         else:
             self.is_retiring = True
@@ -107,7 +107,7 @@ class Service:
         """Report `Drained` to the supervisor, once, after the last request when no other can arrive."""
         if self._reported_drained or not (self.draining or self.is_cut_off):
             return
-        if self.num_exchanges == 0 and self.sessions.num_live == 0:
+        if self.num_exchanges == 0 and self.requests.num_live == 0:
             self._reported_drained = True
             self._send(Role.SUPERVISOR, 0, Drained(self.me))
 

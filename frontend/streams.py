@@ -1,6 +1,6 @@
 """Output streams: received output of one request, and the wait of its reader.
 
-`quintet.frontend.sessions` adds output to a `Stream` until the reader takes it. A slow reader gets fewer, larger
+`quintet.frontend.live_requests` adds output to a `Stream` until the reader takes it. A slow reader gets fewer, larger
 batches; no queue grows with the number of steps.
 """
 
@@ -171,7 +171,7 @@ class Mailbox:
         self._wake()
 
     def post(self, stream: Stream) -> None:
-        """Mark a stream as having new output and wake the reader. Called by `Sessions`."""
+        """Mark a stream as having new output and wake the reader. Called by `LiveRequests`."""
         self._ready.append(stream)
         self._wake()
 
@@ -363,17 +363,17 @@ class Stream:
             self.cancel()
 
     def touch(self, choice: StreamChoice) -> None:
-        """Note that a choice has new output. Called by `Sessions`."""
+        """Note that a choice has new output. Called by `LiveRequests`."""
         if not choice.is_dirty:
             choice.is_dirty = True
             self._dirty.append(choice)
 
     def note_start(self, started: Started) -> None:
-        """Note the end of prefill. Called by `Sessions`."""
+        """Note the end of prefill. Called by `LiveRequests`."""
         self.started = started
         self._new_start = True
 
     def note_error(self, error: RequestError) -> None:
-        """Note that the request failed. Called by `Sessions`."""
+        """Note that the request failed. Called by `LiveRequests`."""
         self.error = error
         self._new_error = True

@@ -75,7 +75,7 @@ class RequestSpec(msgspec.Struct, array_like=True):
     """
 
     params: SamplingParams
-    """Checked. `Sessions.submit` adds a seed."""
+    """Checked. `LiveRequests.submit` adds a seed."""
     arrival_ns: int = 0
     detokenizer: SlotIndex = 0
     """Index of the request's detokenizer."""

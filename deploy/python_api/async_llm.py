@@ -143,10 +143,10 @@ class AsyncLLM:
         chosen = (
             params if params is not None else default_params(self._engine.config.model.generation_defaults)
         )
-        stream = self._engine.sessions.submit(
+        stream = self._engine.requests.submit(
             read.prompt,
             RequestSpec(
-                self._engine.sessions.checked(read_params(chosen)),
+                self._engine.requests.checked(read_params(chosen)),
                 priority=read_priority(priority),
                 cache_salt=read.cache_salt,
                 return_prompt_ids=True,

@@ -108,7 +108,7 @@ class _NextTokens:
         try:
             for prompt in prompts:
                 streams.append(
-                    self._server.sessions.submit(
+                    self._server.requests.submit(
                         prompt,
                         RequestSpec(
                             params,

@@ -131,7 +131,7 @@ def _close_parent_pipe(supervisor: SupervisorProcess | None) -> None:
 
 
 class LocalServer:
-    """Sessions and queries of this process as a frontend. Bound to one event loop at a time by `attach`."""
+    """Live requests and queries of this process as a frontend. Bound to one event loop at a time by `attach`."""
 
     def __init__(self, options: Options) -> None:
         """Start the processes and wait until they are ready. Raises `ConfigError` or `EngineError`."""
@@ -163,7 +163,7 @@ class LocalServer:
             Stop: lambda _: self.abandon("The engine is stopping."),
             Drain: lambda _: None,  # the program decides whether to send more requests
         }
-        self.sessions, self.queries = self._dispatch.sessions, self._dispatch.queries
+        self.requests, self.queries = self._dispatch.requests, self._dispatch.queries
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._next_account_s = 0.0
@@ -201,7 +201,7 @@ class LocalServer:
 
     def missing(self) -> list[Role]:
         """Return the roles without a ready process."""
-        return self.sessions.workers.missing()
+        return self.requests.workers.missing()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Receive messages on this loop. Call from it; an earlier loop must be closed or idle."""
@@ -246,7 +246,7 @@ class LocalServer:
 
     def abandon(self, reason: str) -> None:
         """Fail all running requests. Call from the attached loop."""
-        self.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, reason))
+        self.requests.fail_all(RequestError(ErrorCode.UNAVAILABLE, reason))
 
     def _poll(self) -> None:
         """Poll the inbox, in case a frame raced the edge-triggered descriptor; report running requests."""

@@ -155,10 +155,10 @@ class Gather:
     def _submit_checked(self, index: int, prompt: CheckedPrompt) -> None:
         self._engine.check()
         read = prompt.prompt
-        stream = self._engine.sessions.submit(
+        stream = self._engine.requests.submit(
             read.prompt,
             RequestSpec(
-                self._engine.sessions.checked(prompt.params),
+                self._engine.requests.checked(prompt.params),
                 priority=prompt.priority,
                 cache_salt=read.cache_salt,
                 return_prompt_ids=True,

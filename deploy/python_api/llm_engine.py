@@ -66,10 +66,10 @@ class LLMEngine:
 
         async def submit() -> Stream:
             self._server.attach(self._loop)
-            return self._server.sessions.submit(
+            return self._server.requests.submit(
                 read.prompt,
                 RequestSpec(
-                    self._server.sessions.checked(read_params(chosen)),
+                    self._server.requests.checked(read_params(chosen)),
                     priority=read_priority(priority),
                     cache_salt=read.cache_salt,
                     return_prompt_ids=True,

@@ -132,7 +132,7 @@ def submit_all(
 ) -> Submissions:
     """Pass admission and submit one request per prompt; priority and cache salt are the body's.
 
-    Raises `RequestError`, and then cancels those already submitted. For the parameters see `Sessions.submit`.
+    Raises `RequestError`, and then cancels those already submitted. For the parameters see `LiveRequests.submit`.
 
     - ``received``: per prompt, output of its choices received from another server.
     - ``seeds``: seed of each prompt at that server.
@@ -144,7 +144,7 @@ def submit_all(
         for index, prompt in enumerate(prompts):
             params = msgspec.structs.replace(spec.params, seed=seeds[index]) if seeds else spec.params
             submissions.add(
-                service.sessions.submit(
+                service.requests.submit(
                     prompt,
                     msgspec.structs.replace(spec, params=params, echo=echo_of(prompt, echo)),
                     mailbox=submissions.mailbox,

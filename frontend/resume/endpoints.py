@@ -117,7 +117,7 @@ async def _resume(service: Service, http_request: HttpRequest, stream_id: Stream
     total = answer.num_prompts * n
     position = StreamCursor.parse(given, total)
     service.admission.check_resumed(total)
-    first_id = service.sessions.take_ids(total)
+    first_id = service.requests.take_ids(total)
     resumed = [
         await service.queries.resume(stream_id.request_id + offset, stream_id.key, first_id + offset)
         for offset in range(0, total, n)
@@ -128,7 +128,7 @@ async def _resume(service: Service, http_request: HttpRequest, stream_id: Stream
         for offset, each in zip(range(0, total, n), resumed, strict=True):
             has = _received(each, position, offset, n)
             received += has
-            stream = service.sessions.resume(
+            stream = service.requests.resume(
                 each,
                 first_id + offset,
                 [(None, False)] * n if api.needs_replay else has,

@@ -62,7 +62,7 @@ def test_concurrent_requests_on_a_second_loop(llm: AsyncLLM) -> None:
 
     outputs = asyncio.run(main())
     assert [len(final[0].outputs[0].token_ids) for final in outputs] == [5 + i % 7 for i in range(100)]
-    assert llm._streams == {} and llm._engine.sessions.num_live == 0
+    assert llm._streams == {} and llm._engine.requests.num_live == 0
 
 
 def test_abort_ends_a_request_with_its_tokens_so_far(llm: AsyncLLM) -> None:
@@ -122,7 +122,7 @@ def test_abort_while_a_long_prompt_is_encoded(llm: AsyncLLM, num_words: int) -> 
 def test_breaking_or_cancelling_aborts_the_request(llm: AsyncLLM) -> None:
     async def until_idle() -> None:
         async with asyncio.timeout(10):
-            while llm._engine.sessions.num_live:
+            while llm._engine.requests.num_live:
                 await asyncio.sleep(0)
 
     async def main() -> None:
@@ -157,7 +157,7 @@ def test_errors_name_the_parameter(llm: AsyncLLM) -> None:
             await anext(llm.generate("x", SamplingParams(top_k=10**30)))
         with pytest.raises(RequestError, match="priority"):
             await anext(llm.generate("x", priority=10**30))
-        assert llm._streams == {} and llm._engine.sessions.num_live == 0
+        assert llm._streams == {} and llm._engine.requests.num_live == 0
 
     asyncio.run(main())
 
@@ -266,11 +266,11 @@ def test_internal_error_is_raised_and_shutdown_works(
         llm = AsyncLLM(executor="mock")
         run_dir = Path(llm._engine.config.run_dir)
         with monkeypatch.context() as patch:
-            patch.setattr(llm._engine.sessions, "submit", fail)
+            patch.setattr(llm._engine.requests, "submit", fail)
             with pytest.raises(LookupError, match="internal error"):
                 await anext(llm.generate("x", request_id="mine"))
         assert [o async for o in llm.generate("x", request_id="mine")][-1].finished
-        monkeypatch.setattr(llm._engine.sessions, "fail_all", fail)
+        monkeypatch.setattr(llm._engine.requests, "fail_all", fail)
         with pytest.raises(LookupError, match="internal error"):
             llm.shutdown()
         assert not run_dir.exists()

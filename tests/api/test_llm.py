@@ -324,10 +324,10 @@ def test_error_on_the_loop_is_raised_in_the_calling_thread(
     llm = LLM(executor="mock")
     run_dir = Path(llm._engine.config.run_dir)
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine.sessions, "submit", fail)
+        patch.setattr(llm._engine.requests, "submit", fail)
         with pytest.raises(LookupError, match="internal error"):
             llm.generate(["a", "b"], GREEDY, use_tqdm=False, errors="return")
-        patch.setattr(llm._engine.sessions, "submit", refuse)
+        patch.setattr(llm._engine.requests, "submit", refuse)
         (refused,) = llm.generate("a", GREEDY, use_tqdm=False, errors="return")
         assert refused.error is not None and refused.error.message == "no such thing"
     with monkeypatch.context() as patch:
@@ -335,7 +335,7 @@ def test_error_on_the_loop_is_raised_in_the_calling_thread(
         with pytest.raises(LookupError, match="internal error"):
             llm.generate("a", GREEDY, use_tqdm=False)
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
-    monkeypatch.setattr(llm._engine.sessions, "fail_all", fail)
+    monkeypatch.setattr(llm._engine.requests, "fail_all", fail)
     with pytest.raises(LookupError, match="internal error"):
         llm.shutdown()
     assert not llm._thread.is_alive() and llm._loop.is_closed() and not run_dir.exists()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from quintet.frontend.deadlines import DeadlineTimer
-from quintet.frontend.sessions import Sessions
+from quintet.frontend.live_requests import LiveRequests
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
@@ -17,7 +17,7 @@ from quintet.wire.messages import Cancel, Finish, FinishReason, Submit, Text, Te
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
 from tests.frontend.configs import make_config
-from tests.frontend.test_sessions import PROMPT, World, rest, run, spec_of
+from tests.frontend.test_live_requests import PROMPT, World, rest, run, spec_of
 
 
 class Clock:
@@ -93,7 +93,7 @@ def test_finished_request_is_removed_without_expiry(monkeypatch: pytest.MonkeyPa
 
 def expired_world(deadline_ns: int) -> tuple[World, Stream]:
     world = World().follow()
-    return world, world.sessions.submit(PROMPT, spec_of(arrival_ns=1, deadline_ns=deadline_ns))
+    return world, world.requests.submit(PROMPT, spec_of(arrival_ns=1, deadline_ns=deadline_ns))
 
 
 def test_an_expired_request_is_cancelled_and_fails_once() -> None:
@@ -103,7 +103,7 @@ def test_an_expired_request_is_cancelled_and_fails_once() -> None:
             await rest(stream)
         assert caught.value.code is ErrorCode.DEADLINE
         assert world.of(Cancel)[0].request_ids == [stream.request_id]
-        assert world.sessions.num_live == 0
+        assert world.requests.num_live == 0
         world.text(
             [], finished=[(stream.request_id, FinishReason.ABORT)]
         )  # the engine's answer to the cancel
@@ -118,19 +118,19 @@ def test_cancelled_request_ends_as_aborted_after_its_deadline() -> None:
         stream.cancel()
         (batch,) = await rest(stream)
         assert [delta.finish and delta.finish.reason for delta in batch.deltas] == [FinishReason.ABORT]
-        assert world.sessions.num_live == 0 and len(world.of(Cancel)) == 1
+        assert world.requests.num_live == 0 and len(world.of(Cancel)) == 1
 
     run(scenario())
 
 
 def test_request_without_a_worker_expires() -> None:
     async def scenario() -> None:
-        sessions = Sessions(WorkerId(Role.FRONTEND, 0, 1), lambda *_: False, make_config())
-        stream = sessions.submit(PROMPT, spec_of(arrival_ns=1, deadline_ns=1))
+        requests = LiveRequests(WorkerId(Role.FRONTEND, 0, 1), lambda *_: False, make_config())
+        stream = requests.submit(PROMPT, spec_of(arrival_ns=1, deadline_ns=1))
         with pytest.raises(RequestError) as caught:
             await rest(stream)
         assert caught.value.code is ErrorCode.DEADLINE
-        assert sessions.num_live == 0
+        assert requests.num_live == 0
 
     run(scenario())
 
@@ -177,7 +177,7 @@ def test_a_cancelled_request_ends_as_cancelled() -> None:
     async def scenario() -> None:
         world, stream = expired_world(1 << 62)
         stream.cancel()
-        world.sessions.apply_text(
+        world.requests.apply_text(
             Text(
                 1, 0, 0, [], [], [], [], [], [], b"", [Finish(stream.request_id, FinishReason.ABORT, None, 0)]
             )

@@ -20,7 +20,7 @@ from quintet.wire.messages import (
 )
 from quintet.wire.supervision import SlotState
 
-from .test_sessions import PROMPT, World, rest, run, spec_of
+from .test_live_requests import PROMPT, World, rest, run, spec_of
 
 
 def engines(count: int) -> World:
@@ -38,13 +38,13 @@ def cores(submits: Sequence[Submit]) -> list[int]:
 def test_requests_are_balanced_by_queued_tokens() -> None:
     async def scenario() -> None:
         world = engines(3)
-        streams = [world.sessions.submit(PROMPT, spec_of()) for _ in range(6)]
+        streams = [world.requests.submit(PROMPT, spec_of()) for _ in range(6)]
         assert sorted(cores(world.of(Submit))) == [0, 0, 1, 1, 2, 2]
         for stream in [s for s in streams if s.submit.core == 1]:
             world.text([], started=[stream.request_id], finished=[(stream.request_id, FinishReason.STOP)])
         world.sent.clear()
         for _ in range(2):
-            world.sessions.submit(PROMPT, spec_of())
+            world.requests.submit(PROMPT, spec_of())
         assert cores(world.of(Submit)) == [1, 1]
 
     run(scenario())
@@ -59,15 +59,15 @@ def test_engine_with_unready_core_or_executor_gets_no_requests() -> None:
                 world.follow()
                 world.sent.clear()
                 for _ in range(3):
-                    world.sessions.submit(PROMPT, spec_of())
+                    world.requests.submit(PROMPT, spec_of())
                 assert set(cores(world.of(Submit))) == {1}
             world.slots[role, 0] = (2, SlotState.READY)
         for role in (Role.EXECUTOR, Role.CORE):  # no engine is complete: the one with a core queues requests
             world.slots[role, 1 if role is Role.EXECUTOR else 0] = (2, SlotState.STARTING)
         world.follow()
-        assert world.sessions.workers.missing() == [Role.EXECUTOR]
+        assert world.requests.workers.missing() == [Role.EXECUTOR]
         world.sent.clear()
-        world.sessions.submit(PROMPT, spec_of())
+        world.requests.submit(PROMPT, spec_of())
         assert cores(world.of(Submit)) == [1]
 
     run(scenario())
@@ -76,7 +76,7 @@ def test_engine_with_unready_core_or_executor_gets_no_requests() -> None:
 def test_requests_of_dead_executor_move_at_once() -> None:
     async def scenario() -> None:
         world = engines(2)
-        streams = [world.sessions.submit(PROMPT, spec_of(n=2)) for _ in range(4)]
+        streams = [world.requests.submit(PROMPT, spec_of(n=2)) for _ in range(4)]
         held = [stream for stream in streams if stream.submit.core == 0]
         prefilled, request_id = held[0], held[0].request_id
         world.text([(request_id, "ab", 0, 0, [1, 2])], started=[request_id])
@@ -110,7 +110,7 @@ def test_request_that_killed_two_executors_stays_unless_it_progressed() -> None:
 
     async def scenario() -> None:
         world = engines(2)
-        suspect, innocent = world.sessions.submit(PROMPT, spec_of()), world.sessions.submit(PROMPT, spec_of())
+        suspect, innocent = world.requests.submit(PROMPT, spec_of()), world.requests.submit(PROMPT, spec_of())
         (at,) = {suspect.submit.core}
         assert innocent.submit.core == 1 - at
         world.slots[Role.EXECUTOR, at] = (2, SlotState.STARTING)
@@ -138,7 +138,7 @@ def test_requests_leave_a_booting_engine_once_another_is_ready() -> None:
         world = engines(2)
         world.slots[Role.EXECUTOR, 1] = (1, SlotState.STARTING)
         world.follow()
-        stream = world.sessions.submit(PROMPT, spec_of())
+        stream = world.requests.submit(PROMPT, spec_of())
         assert stream.submit.core == 0
         world.slots[Role.CORE, 0] = (1, SlotState.DOWN)
         world.follow()
@@ -158,7 +158,7 @@ def test_requests_of_dead_executor_move_once_another_engine_is_ready() -> None:
         world = engines(2)
         world.slots[Role.EXECUTOR, 1] = (1, SlotState.STARTING)
         world.follow()
-        stream = world.sessions.submit(PROMPT, spec_of())
+        stream = world.requests.submit(PROMPT, spec_of())
         world.slots[Role.EXECUTOR, 0] = (2, SlotState.STARTING)
         world.follow()
         assert stream.submit.core == 0, "no engine is whole"
@@ -172,7 +172,7 @@ def test_requests_of_dead_executor_move_once_another_engine_is_ready() -> None:
 def test_only_engine_keeps_requests_while_its_executor_is_replaced() -> None:
     async def scenario() -> None:
         world = engines(1)
-        world.sessions.submit(PROMPT, spec_of())
+        world.requests.submit(PROMPT, spec_of())
         world.sent.clear()
         world.slots[Role.EXECUTOR, 0] = (2, SlotState.STARTING)
         world.follow()
@@ -184,13 +184,13 @@ def test_only_engine_keeps_requests_while_its_executor_is_replaced() -> None:
 def test_lost_detokenizer_keeps_the_engine_of_a_request() -> None:
     async def scenario() -> None:
         world = engines(2)
-        streams = [world.sessions.submit(PROMPT, spec_of()) for _ in range(4)]
+        streams = [world.requests.submit(PROMPT, spec_of()) for _ in range(4)]
         before = {stream.request_id: stream.submit.core for stream in streams}
         world.sent.clear()
         world.slots[Role.DETOKENIZER, 0] = (2, SlotState.READY)
         world.follow()
         assert {submit.request_id: submit.core for submit in world.of(Submit)} == before
-        world.sessions.resend(Unknown(pack_i64(list(before))))
+        world.requests.resend(Unknown(pack_i64(list(before))))
         assert {submit.request_id: submit.core for submit in world.of(Submit)} == before
 
     run(scenario())
@@ -201,7 +201,7 @@ def test_request_of_lost_tokenizer_goes_to_the_same_engine() -> None:
 
     async def scenario() -> None:
         world = engines(3)
-        streams = [world.sessions.submit(PROMPT, spec_of()) for _ in range(5)]
+        streams = [world.requests.submit(PROMPT, spec_of()) for _ in range(5)]
         before = {stream.request_id: stream.submit.core for stream in streams}
         world.sent.clear()
         world.slots[Role.TOKENIZER, 0] = (2, SlotState.READY)
@@ -218,10 +218,10 @@ def test_resumed_request_continues_at_its_core() -> None:
         world = engines(3)
         spec = spec_of(seed=1)
         for core in (2, 0):
-            first = world.sessions.take_ids(1)
+            first = world.requests.take_ids(1)
             resumed = Resumed(1, Admit(7, pack_i32([5]), spec, 0), [(0, b"")], core)
-            world.sessions.resume(
-                resumed, first, [(None, False)], world.sessions.submit(PROMPT, spec_of()).mailbox, 1
+            world.requests.resume(
+                resumed, first, [(None, False)], world.requests.submit(PROMPT, spec_of()).mailbox, 1
             )
             assert world.of(Submit)[-1].core == core
         world.slots[Role.CORE, 2] = (1, SlotState.DOWN)
@@ -236,9 +236,9 @@ def test_resumed_request_counts_as_live() -> None:
     async def scenario() -> None:
         world = engines(1)
         resumed = Resumed(1, Admit(7, pack_i32([5]), spec_of(), 0), [(0, b"")], 0)
-        other = world.sessions.submit(PROMPT, spec_of())
-        world.sessions.resume(resumed, world.sessions.take_ids(1), [(None, False)], other.mailbox, 1)
-        assert world.sessions.metrics.live.value == 2
+        other = world.requests.submit(PROMPT, spec_of())
+        world.requests.resume(resumed, world.requests.take_ids(1), [(None, False)], other.mailbox, 1)
+        assert world.requests.metrics.live.value == 2
 
     run(scenario())
 
@@ -246,10 +246,10 @@ def test_resumed_request_counts_as_live() -> None:
 def test_each_core_receives_its_live_requests() -> None:
     async def scenario() -> None:
         world = engines(2)
-        streams = [world.sessions.submit(PROMPT, spec_of()) for _ in range(4)]
+        streams = [world.requests.submit(PROMPT, spec_of()) for _ in range(4)]
         world.unreachable = True
-        parked = world.sessions.submit(PROMPT, spec_of())
-        accounts = list(world.sessions.in_flight_reports())
+        parked = world.requests.submit(PROMPT, spec_of())
+        accounts = list(world.requests.in_flight_reports())
         for core in (0, 1):
             own_requests = [stream.request_id for stream in streams if stream.submit.core == core]
             (live,) = [a for role, index, a in accounts if (role, index) == (Role.CORE, core)]
@@ -265,7 +265,7 @@ LONG = TokenPrompt(pack_i32(list(range(640))))
 
 
 def queued(world: World, index: int) -> int:
-    return world.sessions.ledger.engine(index).num_queued
+    return world.requests.ledger.engine(index).num_queued
 
 
 def test_requests_without_cache_reads_do_not_change_affinity() -> None:
@@ -273,17 +273,17 @@ def test_requests_without_cache_reads_do_not_change_affinity() -> None:
 
     async def scenario() -> None:
         world = engines(2)
-        prompt_known = world.sessions.submit(LONG, spec_of())
+        prompt_known = world.requests.submit(LONG, spec_of())
         request_id, at = prompt_known.request_id, prompt_known.submit.core
         world.text([], started=[request_id], finished=[(request_id, FinishReason.STOP)])
         for uncached in ({"prompt_logprobs": 0}, {"skip_reading_prefix_cache": True}):
-            streams = [world.sessions.submit(LONG, spec_of(**uncached)) for _ in range(2)]
+            streams = [world.requests.submit(LONG, spec_of(**uncached)) for _ in range(2)]
             assert sorted(stream.submit.core for stream in streams) == [0, 1]
             for stream in streams:
-                assert world.sessions.ledger.of(stream).num_queued == 640
+                assert world.requests.ledger.of(stream).num_queued == 640
                 request_id = stream.request_id
                 world.text([], started=[request_id], finished=[(request_id, FinishReason.STOP)])
-        history = world.sessions._dispatcher._selector.history(at)
+        history = world.requests._dispatcher._selector.history(at)
         assert history.prefixes.find(hash_prefixes(LONG))[0] == 10
 
     run(scenario())
@@ -292,7 +292,7 @@ def test_requests_without_cache_reads_do_not_change_affinity() -> None:
 def test_moved_request_counts_all_its_tokens_until_prefilled() -> None:
     async def scenario() -> None:
         world = engines(2)
-        stream = world.sessions.submit(LONG, spec_of(n=2))
+        stream = world.requests.submit(LONG, spec_of(n=2))
         request_id, at = stream.request_id, stream.submit.core
         world.text([(request_id, "abc", 0, 0, [1, 2, 3])], started=[request_id])
         assert queued(world, at) == 0
@@ -313,7 +313,7 @@ def test_moved_request_counts_all_its_tokens_until_prefilled() -> None:
 def test_little_progress_of_many_choices_stays_suspect() -> None:
     async def scenario() -> None:
         world = engines(3)
-        stream = world.sessions.submit(PROMPT, spec_of(n=20))
+        stream = world.requests.submit(PROMPT, spec_of(n=20))
         request_id, chosen = stream.request_id, [stream.submit.core]
         for count in range(3):
             world.text([(request_id + i, "a", count, count, [1]) for i in range(20)], started=[request_id])
@@ -335,19 +335,19 @@ def test_full_engine_gets_no_request_that_fits_elsewhere() -> None:
         world = engines(2)
         world.slots[Role.CORE, 1] = (1, SlotState.STALLED)
         world.follow()
-        held = [world.sessions.submit(prompt(number, 3000), spec_of()) for number in range(2)]
+        held = [world.requests.submit(prompt(number, 3000), spec_of()) for number in range(2)]
         world.text([], started=[stream.request_id for stream in held])
         world.slots[Role.CORE, 0], world.slots[Role.CORE, 1] = (1, SlotState.STALLED), (1, SlotState.READY)
         world.follow()
         for number in range(2, 6):
-            world.sessions.submit(prompt(number, 200), spec_of())
+            world.requests.submit(prompt(number, 200), spec_of())
         world.slots[Role.CORE, 0] = (1, SlotState.READY)
         world.follow()
         world.sent.clear()
-        world.sessions.submit(prompt(6, 3000), spec_of())
-        world.sessions.submit(prompt(7, 200), spec_of())
+        world.requests.submit(prompt(6, 3000), spec_of())
+        world.requests.submit(prompt(7, 200), spec_of())
         world.text([], finished=[(held[0].request_id, FinishReason.STOP)])
-        world.sessions.submit(prompt(8, 3000), spec_of())
+        world.requests.submit(prompt(8, 3000), spec_of())
         assert cores(world.of(Submit)) == [1, 0, 0]
 
     run(scenario())
@@ -359,7 +359,7 @@ def test_engine_with_slow_ttft_gets_fewer_requests() -> None:
     async def scenario() -> None:
         world = engines(2)
         for number in range(300):
-            stream = world.sessions.submit(PROMPT, spec_of())
+            stream = world.requests.submit(PROMPT, spec_of())
             stream.submit.sent_ns -= 1_000_000_000 if stream.submit.core else 100_000_000
             world.text([], started=[stream.request_id], finished=[(stream.request_id, FinishReason.STOP)])
             if number == 63:
@@ -377,7 +377,7 @@ def test_replayed_outputs_are_prefilled_and_not_measured() -> None:
         world = engines(2)
         replayed = pack_i32(list(range(100)))
         for _ in range(300):
-            stream = world.sessions.submit(
+            stream = world.requests.submit(
                 LONG, spec_of(skip_reading_prefix_cache=True, output_ids=replayed, replays=bool(replayed))
             )
             assert queued(world, stream.submit.core) == 740
@@ -398,16 +398,16 @@ def test_load_is_scaled_by_the_number_of_frontends() -> None:
             world.slots[Role.FRONTEND, index] = (1, SlotState.READY)
         world.slots[Role.CORE, 1] = (1, SlotState.STALLED)
         world.follow()
-        first = world.sessions.submit(TokenPrompt(pack_i32(range(2500))), spec_of())
+        first = world.requests.submit(TokenPrompt(pack_i32(range(2500))), spec_of())
         world.text([], started=[first.request_id])
         world.slots[Role.CORE, 0], world.slots[Role.CORE, 1] = (1, SlotState.STALLED), (1, SlotState.READY)
         world.follow()
-        world.sessions.submit(TokenPrompt(pack_i32(range(7000, 8000))), spec_of())
+        world.requests.submit(TokenPrompt(pack_i32(range(7000, 8000))), spec_of())
         world.slots[Role.CORE, 0] = (1, SlotState.READY)
         world.follow()
         world.sent.clear()
-        world.sessions.submit(TokenPrompt(pack_i32(range(9000, 11_000))), spec_of())
-        world.sessions.submit(TokenPrompt(pack_i32(range(20_000, 20_500))), spec_of())
+        world.requests.submit(TokenPrompt(pack_i32(range(9000, 11_000))), spec_of())
+        world.requests.submit(TokenPrompt(pack_i32(range(20_000, 20_500))), spec_of())
         assert cores(world.of(Submit)) == [1, 0]
 
     run(scenario())

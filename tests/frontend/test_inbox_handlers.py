@@ -54,7 +54,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 def test_requests_and_queries_to_a_lost_worker_are_resent() -> None:
     async def scenario() -> None:
         world = World()
-        world.dispatch.sessions.submit(PROMPT, RequestSpec(SamplingParams()))
+        world.dispatch.requests.submit(PROMPT, RequestSpec(SamplingParams()))
         query = asyncio.ensure_future(world.dispatch.queries.tokenize(PROMPT))
         await asyncio.sleep(0)
         world.publish(2, 2)
@@ -73,16 +73,16 @@ def test_oversized_message_is_rejected_at_once() -> None:
         def send(role: Role, index: int, message: msgspec.Struct) -> bool:
             raise FrameTooLarge(900, role, 100)
 
-        for part in (world.dispatch.sessions._dispatcher, world.dispatch.queries):
+        for part in (world.dispatch.requests._dispatcher, world.dispatch.queries):
             part._send = send  # type: ignore[attr-defined]
         for query_worker in (
-            lambda: world.dispatch.sessions.submit(PROMPT, RequestSpec(SamplingParams())).next_batch(),
+            lambda: world.dispatch.requests.submit(PROMPT, RequestSpec(SamplingParams())).next_batch(),
             lambda: world.dispatch.queries.tokenize(PROMPT),
         ):
             with pytest.raises(RequestError, match=r"takes 900 bytes .* the limit is 100") as caught:
                 await query_worker()
             assert caught.value.code is ErrorCode.TOO_LARGE
-        assert world.dispatch.sessions.num_live == 0 and not world.dispatch.queries._waiting
+        assert world.dispatch.requests.num_live == 0 and not world.dispatch.queries._waiting
 
     run(scenario())
 
@@ -109,8 +109,8 @@ def test_dropped_message_ends_its_requests_and_queries() -> None:
 
     async def scenario() -> None:
         world = World()
-        sessions = world.dispatch.sessions
-        streams = [sessions.submit(PROMPT, RequestSpec(SamplingParams(n=2))) for _ in range(3)]
+        requests = world.dispatch.requests
+        streams = [requests.submit(PROMPT, RequestSpec(SamplingParams(n=2))) for _ in range(3)]
         streams[1].cancel()
         query = asyncio.ensure_future(world.dispatch.queries.tokenize(PROMPT))
         await asyncio.sleep(0)
@@ -129,6 +129,6 @@ def test_dropped_message_ends_its_requests_and_queries() -> None:
             await query
         first = streams[0].request_id
         assert [cancel.request_ids for cancel in world.of(Cancel)][-1] == [first, first + 1]
-        assert sessions.num_live == 1
+        assert requests.num_live == 1
 
     run(scenario())

@@ -11,14 +11,14 @@ from quintet.wire.ids import Role
 from quintet.wire.messages import Cancel, FinishReason, InFlightReport, Live, Submit, Unknown
 from quintet.wire.supervision import SlotState
 
-from .test_sessions import PROMPT, World, run, spec_of
+from .test_live_requests import PROMPT, World, run, spec_of
 
 
 def test_unknown_request_is_resent() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of(n=2))
-        world.sessions.resend(Unknown(pack_i64([stream.request_id, stream.request_id + 1, 77])))
+        stream = world.requests.submit(PROMPT, spec_of(n=2))
+        world.requests.resend(Unknown(pack_i64([stream.request_id, stream.request_id + 1, 77])))
         first, second = world.of(Submit)
         assert (second.request_id, second.spec.attempt, second.spec.params.n) == (first.request_id, 1, 2)
 
@@ -28,16 +28,16 @@ def test_unknown_request_is_resent() -> None:
 def test_repeatedly_lost_request_ends_with_an_error() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of())
+        stream = world.requests.submit(PROMPT, spec_of())
         for _ in range(MAX_RESENDS):
-            world.sessions.resend(Unknown(pack_i64([stream.request_id])))
+            world.requests.resend(Unknown(pack_i64([stream.request_id])))
         assert len(world.of(Submit)) == 1 + MAX_RESENDS
-        world.sessions.resend(Unknown(pack_i64([stream.request_id])))
+        world.requests.resend(Unknown(pack_i64([stream.request_id])))
         with pytest.raises(RequestError, match="was lost inside the server 4 times") as caught:
             await stream.next_batch()
         assert caught.value.code is ErrorCode.INTERNAL
         assert len(world.of(Submit)) == 1 + MAX_RESENDS and len(world.of(Cancel)) == 1
-        assert world.sessions.num_live == 0
+        assert world.requests.num_live == 0
 
     run(scenario())
 
@@ -45,12 +45,12 @@ def test_repeatedly_lost_request_ends_with_an_error() -> None:
 def test_repeatedly_lost_choice_ends_the_request() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of(n=2))
+        stream = world.requests.submit(PROMPT, spec_of(n=2))
         first, second = stream.request_id, stream.request_id + 1
         world.text([], started=[first], finished=[(first, FinishReason.STOP)])
         for _ in range(MAX_RESENDS + 1):
-            world.sessions.resend(Unknown(pack_i64([second])))
-        assert stream.ended and world.sessions.num_live == 0
+            world.requests.resend(Unknown(pack_i64([second])))
+        assert stream.ended and world.requests.num_live == 0
         with pytest.raises(RequestError, match="was lost inside the server"):
             [batch async for batch in stream]
 
@@ -62,14 +62,14 @@ def test_reports_name_live_requests_and_their_route() -> None:
         world = World()
         world.slots[Role.TOKENIZER, 1] = (1, SlotState.READY)
         world.follow()
-        first, second = (world.sessions.submit(PROMPT, spec_of(n=2)) for _ in range(2))
+        first, second = (world.requests.submit(PROMPT, spec_of(n=2)) for _ in range(2))
         started = first.request_id
         world.text([(started, "a", 0, 0, [1])], started=[started])
         world.text([], finished=[(started + 1, FinishReason.STOP)])
-        world.sessions.resend(Unknown(pack_i64([second.request_id])))
+        world.requests.resend(Unknown(pack_i64([second.request_id])))
         world.unreachable = True
-        world.sessions.submit(PROMPT, spec_of())  # no worker has it yet
-        accounts = {(role, index): account for role, index, account in world.sessions.in_flight_reports()}
+        world.requests.submit(PROMPT, spec_of())  # no worker has it yet
+        accounts = {(role, index): account for role, index, account in world.requests.in_flight_reports()}
         live = accounts.pop((Role.CORE, 0))
         assert isinstance(live, Live)
         parked = second.request_id + 2

@@ -12,13 +12,13 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import FinishReason, Submit
 from quintet.wire.supervision import SlotState
 from tests.frontend.configs import leave_work
-from tests.frontend.test_sessions import PROMPT, World, rest, run, spec_of
+from tests.frontend.test_live_requests import PROMPT, World, rest, run, spec_of
 
 
 def test_request_that_ends_tokenizers_is_rejected_and_the_others_are_served(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(str(tmp_path)).follow()
-        poison, other, interrupted = (world.sessions.submit(PROMPT, spec_of()) for _ in range(3))
+        poison, other, interrupted = (world.requests.submit(PROMPT, spec_of()) for _ in range(3))
         for epoch in range(1, 4):
             assert not poison.ended
             encoded = [poison] if epoch == 2 else [poison, interrupted]
@@ -34,8 +34,8 @@ def test_request_that_ends_tokenizers_is_rejected_and_the_others_are_served(tmp_
         assert {each: sent.count(each) for each in sent} == expected
         for stream in (other, interrupted):
             world.text([], finished=[(stream.request_id, FinishReason.STOP)])
-        assert world.sessions.num_live == 0
-        assert world.sessions.ledger.at(Role.TOKENIZER, 0) == 0
+        assert world.requests.num_live == 0
+        assert world.requests.ledger.at(Role.TOKENIZER, 0) == 0
 
     run(scenario())
 
@@ -45,12 +45,12 @@ def test_requests_survive_any_number_of_killed_tokenizers(tmp_path: Path) -> Non
 
     async def scenario() -> None:
         world = World(str(tmp_path)).follow()
-        streams = [world.sessions.submit(PROMPT, spec_of()) for _ in range(20)]
+        streams = [world.requests.submit(PROMPT, spec_of()) for _ in range(20)]
         for epoch in range(1, 20):
             work = [WorkId(REQUEST, stream.request_id) for stream in streams[epoch % 3 :: 3]]
             leave_work(tmp_path, WorkerId(Role.TOKENIZER, 0, epoch), *work)
             world.slots[Role.TOKENIZER, 0] = (epoch + 1, SlotState.READY)
             world.follow()
-        assert world.sessions.num_live == 20
+        assert world.requests.num_live == 20
 
     run(scenario())

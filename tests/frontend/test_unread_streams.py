@@ -7,7 +7,7 @@ import tracemalloc
 import msgspec
 import pytest
 
-from quintet.frontend.sessions import Sessions
+from quintet.frontend.live_requests import LiveRequests
 from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Alternative, PositionLogprobs, RowLogprobs, Text, TextPrompt
@@ -36,15 +36,15 @@ def frames(request_id: int, num_top: int) -> list[bytes]:
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
 def test_estimate_covers_allocated_memory_closely(num_top: int) -> None:
-    sessions = Sessions(WorkerId(Role.FRONTEND, 0, 1), lambda *_: True, make_config())
-    stream = sessions.submit(
+    requests = LiveRequests(WorkerId(Role.FRONTEND, 0, 1), lambda *_: True, make_config())
+    stream = requests.submit(
         TextPrompt("x"), RequestSpec(SamplingParams(max_tokens=None, logprobs=num_top or None))
     )
     decoder = msgspec.msgpack.Decoder(Text)
     received = frames(stream.request_id, num_top)
     tracemalloc.start()
     for frame in received:
-        sessions.apply_text(decoder.decode(frame))
+        requests.apply_text(decoder.decode(frame))
     allocated, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     # Lists grow by an eighth ahead of need, and objects are rounded up to 16 bytes.

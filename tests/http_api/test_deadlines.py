@@ -59,7 +59,7 @@ def test_an_answer_that_misses_its_deadline_before_output_is_a_504(
     assert "0.05 s" in answer.json["error"]["message"]
     submit = server.engine.wait_for(Submit)[0]
     assert server.engine.wait_for(Cancel)[0].request_ids == [submit.request_id]
-    assert server.call(lambda: server.service.sessions.num_live) == 0
+    assert server.call(lambda: server.service.requests.num_live) == 0
 
 
 def test_a_started_stream_ends_with_an_error_at_its_deadline(serve: Callable[..., Any]) -> None:

@@ -47,7 +47,7 @@ class RawStream:
 
 def settle(server: Any) -> int:
     """Return the number of live requests after the event loop's pending callbacks."""
-    return int(server.call(lambda: server.service.sessions.num_live))
+    return int(server.call(lambda: server.service.requests.num_live))
 
 
 @pytest.mark.parametrize("path", [C, H])
@@ -321,7 +321,7 @@ def test_a_connection_is_reused_after_a_stream(shared: Any) -> None:
 
 def deliver_text(server: Any, submit: Submit, *deltas: str) -> None:
     """Deliver text of a held request of one choice."""
-    stream = next(iter(server.service.sessions._streams.values()))
+    stream = next(iter(server.service.requests._streams.values()))
     for delta in deltas:
         choice = stream.choices[0]
         index, offset = len(choice.output_ids), choice.num_chars

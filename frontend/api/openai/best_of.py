@@ -194,7 +194,7 @@ def _submit(
     try:
         for prompt, params, replayed_ids in each:
             submissions.add(
-                service.sessions.submit(
+                service.requests.submit(
                     prompt,
                     RequestSpec(
                         params,

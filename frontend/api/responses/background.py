@@ -101,8 +101,8 @@ def resume_lost(service: Service) -> None:
 async def _resume_lost(service: Service) -> None:
     store, mine = service.responses, service.responses.owner(service.me)
     topology = None
-    while topology is not service.sessions.workers.topology:  # repeat if the topology changed meanwhile
-        topology = service.sessions.workers.topology
+    while topology is not service.requests.workers.topology:  # repeat if the topology changed meanwhile
+        topology = service.requests.workers.topology
         owners = await store.do(lambda file: file.owners())
         gone = [owner for owner in owners if store.is_lost(owner, topology)]
         if gone:
@@ -160,7 +160,7 @@ async def _resumed(service: Service, record: Record) -> Submissions | None:
     """Resume the request from the core, if the core retained it."""
     if not record.stream:
         return None
-    stream, first_id = StreamId.parse(record.stream), service.sessions.take_ids(1)
+    stream, first_id = StreamId.parse(record.stream), service.requests.take_ids(1)
     try:
         resumed = await service.queries.resume(stream.request_id, stream.key, first_id)
     except RequestError:
@@ -168,7 +168,7 @@ async def _resumed(service: Service, record: Record) -> Submissions | None:
     if resumed.admit is None:
         return None
     submissions = Submissions()
-    submissions.add(service.sessions.resume(resumed, first_id, [(None, False)], submissions.mailbox, 1))
+    submissions.add(service.requests.resume(resumed, first_id, [(None, False)], submissions.mailbox, 1))
     return submissions
 
 
@@ -177,7 +177,7 @@ def _resubmitted(service: Service, record: Record, answer: ResponsesAnswer) -> S
     submit = _decode_request(record.request)
     spec, submissions = submit.spec, Submissions()
     submissions.add(
-        service.sessions.submit(
+        service.requests.submit(
             submit.prompt,
             RequestSpec(
                 spec.params,

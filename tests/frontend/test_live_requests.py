@@ -1,4 +1,4 @@
-"""Sessions without HTTP or processes: routing, deltas, endings, cancels, lost workers."""
+"""Live requests without HTTP or processes: routing, deltas, endings, cancels, lost workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.frontend.sessions import Sessions
+from quintet.frontend.live_requests import LiveRequests
 from quintet.frontend.streams import Batch, Stream
 from quintet.wire import codec
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32
@@ -41,7 +41,7 @@ PROMPT = TextPrompt("hello")
 
 @dataclass
 class World:
-    """Sessions, their sent messages, and the live workers."""
+    """The live requests, their sent messages, and the live workers."""
 
     run_dir: str = "/nowhere"
     sent: list[tuple[Role, int, msgspec.Struct]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class World:
     version: int = 0
 
     def __post_init__(self) -> None:
-        self.sessions = Sessions(WorkerId(Role.FRONTEND, 0, 1), self.send, make_config(self.run_dir))
+        self.requests = LiveRequests(WorkerId(Role.FRONTEND, 0, 1), self.send, make_config(self.run_dir))
         self.slots = {(role, 0): (1, SlotState.READY) for role in Role if role is not Role.SUPERVISOR}
 
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
@@ -65,7 +65,7 @@ class World:
             ProcessSlot(WorkerId(role, index, epoch), "", 1, state)
             for (role, index), (epoch, state) in self.slots.items()
         ]
-        self.sessions.follow(Topology(self.version, slots))
+        self.requests.follow(Topology(self.version, slots))
         return self
 
     def of(self, kind: type[msgspec.Struct]) -> list[Any]:
@@ -83,7 +83,7 @@ class World:
         sender: tuple[int, int] = (0, 9),
     ) -> None:
         """Deliver one `Text`; a row is ``(id, delta, offset, first index, token ids)``."""
-        self.sessions.apply_text(
+        self.requests.apply_text(
             Text(
                 step=1,
                 sent_ns=0,
@@ -119,7 +119,7 @@ async def rest(stream: Stream) -> list[Batch]:
 def test_a_request_from_submit_to_end() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of(priority=2, cache_salt="s"))
+        stream = world.requests.submit(PROMPT, spec_of(priority=2, cache_salt="s"))
         (submit,) = world.of(Submit)
         spec = submit.spec
         assert (spec.priority, spec.cache_salt, submit.core, spec.detokenizer) == (2, "s", 0, 0)
@@ -135,7 +135,7 @@ def test_a_request_from_submit_to_end() -> None:
         assert (last.deltas[0].text, list(last.deltas[0].token_ids)) == ("llo", [2, 3])
         assert last.deltas[0].finish is not None
         assert list(stream.choices[0].output_ids) == [1, 2, 3]
-        assert world.sessions.num_live == 0
+        assert world.requests.num_live == 0
         assert await stream.next_batch() is None
 
     run(scenario())
@@ -144,7 +144,7 @@ def test_a_request_from_submit_to_end() -> None:
 def test_a_slow_reader_gets_one_batch_for_many_steps() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of(n=2))
+        stream = world.requests.submit(PROMPT, spec_of(n=2))
         a, b = stream.request_id, stream.request_id + 1
         for i in range(100):
             world.text([(a, "x", i, i, [i]), (b, "yy", 2 * i, i, [i])], started=[a, b] if i == 0 else [])
@@ -159,7 +159,7 @@ def test_a_slow_reader_gets_one_batch_for_many_steps() -> None:
 def test_final_only_wakes_once() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of(), final_only=True)
+        stream = world.requests.submit(PROMPT, spec_of(), final_only=True)
         reader = asyncio.ensure_future(rest(stream))
         for i in range(3):
             world.text([(stream.request_id, "x", i, i, [i])])
@@ -176,7 +176,7 @@ def test_final_only_wakes_once() -> None:
 def test_repeated_tokens_are_dropped() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of(logprobs=0))
+        stream = world.requests.submit(PROMPT, spec_of(logprobs=0))
         rid = stream.request_id
 
         def at(token: int) -> PositionLogprobs:
@@ -191,8 +191,8 @@ def test_repeated_tokens_are_dropped() -> None:
         (delta,) = batch.deltas
         assert (delta.text, list(delta.token_ids)) == ("abcde", [1, 2, 3])
         assert [position.chosen.token_id for position in delta.logprobs] == [1, 2, 3]
-        assert world.sessions.metrics.duplicate_endings.value == 1
-        assert world.sessions.metrics.stale_deltas.value == 2
+        assert world.requests.metrics.duplicate_endings.value == 1
+        assert world.requests.metrics.stale_deltas.value == 2
 
     run(scenario())
 
@@ -200,7 +200,7 @@ def test_repeated_tokens_are_dropped() -> None:
 def test_held_back_text_may_arrive_without_a_token() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of())
+        stream = world.requests.submit(PROMPT, spec_of())
         rid = stream.request_id
         world.text([(rid, "", 0, 0, [1])])
         world.text([(rid, "ab", 0, 1, [])], finished=[(rid, FinishReason.STOP)])
@@ -214,11 +214,11 @@ def test_held_back_text_may_arrive_without_a_token() -> None:
 def test_missing_output_is_an_error_not_a_gap(row: tuple[str, int, int]) -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of())
+        stream = world.requests.submit(PROMPT, spec_of())
         world.text([(stream.request_id, *row, [1])])
         with pytest.raises(RequestError, match="was lost"):
             await stream.next_batch()
-        assert world.sessions.num_live == 0
+        assert world.requests.num_live == 0
 
     run(scenario())
 
@@ -226,19 +226,19 @@ def test_missing_output_is_an_error_not_a_gap(row: tuple[str, int, int]) -> None
 def test_a_failure_ends_every_choice_once() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of(n=3))
+        stream = world.requests.submit(PROMPT, spec_of(n=3))
         world.text([(stream.request_id, "a", 0, 0, [1])])
         failed = Failed(stream.request_id, ErrorCode.TOO_LONG, "too long", "prompt")
-        world.sessions.apply_failed(failed)
-        world.sessions.apply_failed(failed)
+        world.requests.apply_failed(failed)
+        world.requests.apply_failed(failed)
         batch = await stream.next_batch()
         assert batch is not None
         assert batch.deltas[0].text == "a"
         with pytest.raises(RequestError, match="too long") as caught:
             await stream.next_batch()
         assert caught.value.param == "prompt"
-        assert world.sessions.num_live == 0
-        assert world.sessions.metrics.duplicate_endings.value == 1
+        assert world.requests.num_live == 0
+        assert world.requests.metrics.duplicate_endings.value == 1
         assert await stream.next_batch() is None
 
     run(scenario())
@@ -247,18 +247,18 @@ def test_a_failure_ends_every_choice_once() -> None:
 def test_cancel_waits_for_the_engines_answer() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of(n=2))
+        stream = world.requests.submit(PROMPT, spec_of(n=2))
         a, b = stream.request_id, stream.request_id + 1
         world.text([(a, "x", 0, 0, [1])], finished=[(a, FinishReason.STOP)])
         stream.cancel()
         stream.cancel()
         assert [cancel.request_ids for cancel in world.of(Cancel)] == [[b]]
-        assert world.sessions.num_live == 1
+        assert world.requests.num_live == 1
         world.text([], finished=[(b, FinishReason.ABORT)])
         (batch,) = await rest(stream)
         reasons = {d.choice: d.finish.reason for d in batch.deltas if d.finish is not None}
         assert reasons == {0: FinishReason.STOP, 1: FinishReason.ABORT}
-        assert world.sessions.num_live == 0
+        assert world.requests.num_live == 0
         stream.cancel()
         assert len(world.of(Cancel)) == 1
 
@@ -271,16 +271,16 @@ def test_cancelled_request_ends_as_aborted_for_any_answer(answer: str) -> None:
 
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of(n=2))
+        stream = world.requests.submit(PROMPT, spec_of(n=2))
         first = stream.request_id
         stream.cancel()
         if answer == "failed":
-            world.sessions.apply_failed(Failed(first, ErrorCode.TOO_LONG, "too long", "prompt"))
+            world.requests.apply_failed(Failed(first, ErrorCode.TOO_LONG, "too long", "prompt"))
         else:
-            world.sessions.resend(Unknown(pack_i64([first, first + 1])))
+            world.requests.resend(Unknown(pack_i64([first, first + 1])))
         (batch,) = await rest(stream)
         assert [d.finish.reason for d in batch.deltas if d.finish is not None] == [FinishReason.ABORT] * 2
-        assert world.sessions.num_live == 0
+        assert world.requests.num_live == 0
         assert len(world.of(Submit)) == len(world.of(Cancel)) == 1
 
     run(scenario())
@@ -289,14 +289,14 @@ def test_cancelled_request_ends_as_aborted_for_any_answer(answer: str) -> None:
 def test_closed_stream_buffers_nothing() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of())
+        stream = world.requests.submit(PROMPT, spec_of())
         rid = stream.request_id
         stream.close()
         assert len(world.of(Cancel)) == 1
         world.text([(rid, "x", 0, 0, [1])])
         assert stream.choices[0].texts == []
         world.text([], finished=[(rid, FinishReason.ABORT)])
-        assert world.sessions.num_live == 0
+        assert world.requests.num_live == 0
 
     run(scenario())
 
@@ -304,8 +304,8 @@ def test_closed_stream_buffers_nothing() -> None:
 def test_requests_wait_for_workers_that_are_not_ready() -> None:
     async def scenario() -> None:
         world = World()
-        first_cancelled = world.sessions.submit(PROMPT, spec_of())
-        cancelled = world.sessions.submit(PROMPT, spec_of())
+        first_cancelled = world.requests.submit(PROMPT, spec_of())
+        cancelled = world.requests.submit(PROMPT, spec_of())
         assert world.sent == []
         cancelled.cancel()
         assert cancelled.ended
@@ -329,7 +329,7 @@ def test_requests_go_to_the_least_loaded_worker() -> None:
             world.slots[Role.DETOKENIZER, index] = (1, SlotState.READY)
         world.slots[Role.TOKENIZER, 1] = (1, SlotState.STALLED)
         world.follow()
-        streams = [world.sessions.submit(PROMPT, spec_of()) for _ in range(6)]
+        streams = [world.requests.submit(PROMPT, spec_of()) for _ in range(6)]
         assert sorted(world.targets(Submit)) == [0, 0, 0, 2, 2, 2]
         assert sorted(submit.spec.detokenizer for submit in world.of(Submit)) == [0, 0, 1, 1, 2, 2]
         for stream in streams[:3]:
@@ -338,7 +338,7 @@ def test_requests_go_to_the_least_loaded_worker() -> None:
         for stream in streams[3:]:
             world.text([], finished=[(stream.request_id, FinishReason.STOP)])
         for role in (Role.TOKENIZER, Role.DETOKENIZER, Role.CORE):
-            assert [world.sessions.ledger.at(role, index) for index in range(3)] == [0, 0, 0]
+            assert [world.requests.ledger.at(role, index) for index in range(3)] == [0, 0, 0]
 
     run(scenario())
 
@@ -347,8 +347,8 @@ def test_requests_go_to_the_least_loaded_worker() -> None:
 def test_request_to_lost_tokenizer_is_resent(state: SlotState) -> None:
     async def scenario() -> None:
         world = World().follow()
-        waiting = world.sessions.submit(PROMPT, spec_of(seed=5))
-        started = world.sessions.submit(PROMPT, spec_of())
+        waiting = world.requests.submit(PROMPT, spec_of(seed=5))
+        started = world.requests.submit(PROMPT, spec_of())
         world.text([], started=[started.request_id])
         world.slots[Role.TOKENIZER, 0] = (2, state)
         world.follow()
@@ -359,13 +359,13 @@ def test_request_to_lost_tokenizer_is_resent(state: SlotState) -> None:
         first, _, again = world.of(Submit)
         assert again.request_id == waiting.request_id
         assert changed(again, sent_ns=first.sent_ns, topology=first.spec.topology) == first
-        assert world.sessions.num_live == 2
-        assert world.sessions.ledger.at(Role.TOKENIZER, 0) == 1
+        assert world.requests.num_live == 2
+        assert world.requests.ledger.at(Role.TOKENIZER, 0) == 1
         for stream in (waiting, started):
             world.text([], finished=[(stream.request_id, FinishReason.STOP)])
-        assert world.sessions.num_live == 0
+        assert world.requests.num_live == 0
         for role in (Role.TOKENIZER, Role.DETOKENIZER, Role.CORE):
-            assert world.sessions.ledger.at(role, 0) == 0
+            assert world.requests.ledger.at(role, 0) == 0
 
     run(scenario())
 
@@ -373,7 +373,7 @@ def test_request_to_lost_tokenizer_is_resent(state: SlotState) -> None:
 def test_cancel_with_lost_tokenizer_ends_the_request() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of())
+        stream = world.requests.submit(PROMPT, spec_of())
         stream.cancel()
         world.slots[Role.TOKENIZER, 0] = (2, SlotState.READY)
         world.follow()
@@ -382,7 +382,7 @@ def test_cancel_with_lost_tokenizer_ends_the_request() -> None:
         (batch,) = await rest(stream)
         assert batch.deltas[0].finish is not None
         assert batch.deltas[0].finish.reason is FinishReason.ABORT
-        assert world.sessions.num_live == 0
+        assert world.requests.num_live == 0
 
     run(scenario())
 
@@ -394,7 +394,7 @@ def test_requests_of_lost_core_or_detokenizer_are_resent(role: Role, down: bool)
         world = World()
         world.slots[role, 1] = (1, SlotState.READY)
         world.follow()
-        fresh, running, other = (world.sessions.submit(PROMPT, spec_of(n=2)) for _ in range(3))
+        fresh, running, other = (world.requests.submit(PROMPT, spec_of(n=2)) for _ in range(3))
         index = 0 if role is Role.CORE else fresh.submit.spec.detokenizer
         held = [
             s
@@ -430,7 +430,7 @@ def test_requests_of_lost_core_or_detokenizer_are_resent(role: Role, down: bool)
 def test_resumed_outputs_are_sent_until_acknowledged(has_text: bool) -> None:
     async def scenario() -> None:
         world = World().follow()
-        rid = world.sessions.submit(PROMPT, spec_of(output_ids=pack_i32([1, 2]), replays=True)).request_id
+        rid = world.requests.submit(PROMPT, spec_of(output_ids=pack_i32([1, 2]), replays=True)).request_id
         if has_text:
             world.text([(rid, "abc", 0, 0, [1, 2, 3])], started=[rid])
         world.slots[Role.DETOKENIZER, 0] = (2, SlotState.READY)
@@ -446,7 +446,7 @@ def test_resumed_outputs_are_sent_until_acknowledged(has_text: bool) -> None:
 def test_text_of_a_lost_detokenizer_is_dropped() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of())
+        stream = world.requests.submit(PROMPT, spec_of())
         rid = stream.request_id
         world.slots[Role.DETOKENIZER, 0] = (2, SlotState.READY)
         world.follow()
@@ -461,7 +461,7 @@ def test_text_of_a_lost_detokenizer_is_dropped() -> None:
 def test_requests_leave_a_retiring_detokenizer() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of())
+        stream = world.requests.submit(PROMPT, spec_of())
         world.slots[Role.DETOKENIZER, 0] = (1, SlotState.RETIRING)
         world.follow()
         assert len(world.of(Submit)) == 1  # there is no other detokenizer
@@ -479,12 +479,12 @@ def test_requests_leave_a_retiring_detokenizer() -> None:
 def test_cancelled_request_ends_without_live_workers(role: Role) -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.sessions.submit(PROMPT, spec_of())
+        stream = world.requests.submit(PROMPT, spec_of())
         world.text([(stream.request_id, "a", 0, 0, [1])], started=[stream.request_id])
         stream.cancel()
         world.slots[role, 0] = (2, SlotState.STARTING)
         world.follow()
-        assert stream.ended and world.sessions.num_live == 0
+        assert stream.ended and world.requests.num_live == 0
         assert len(world.of(Submit)) == 1
 
     run(scenario())
@@ -493,10 +493,10 @@ def test_cancelled_request_ends_without_live_workers(role: Role) -> None:
 def test_old_topology_is_ignored() -> None:
     async def scenario() -> None:
         world = World().follow()
-        world.sessions.submit(PROMPT, spec_of())
-        world.sessions.follow(Topology(0, []))
-        assert world.sessions.num_live == 1
-        assert world.sessions.workers.missing() == []
+        world.requests.submit(PROMPT, spec_of())
+        world.requests.follow(Topology(0, []))
+        assert world.requests.num_live == 1
+        assert world.requests.workers.missing() == []
 
     run(scenario())
 
@@ -504,16 +504,16 @@ def test_old_topology_is_ignored() -> None:
 def test_invalid_parameters_are_rejected_before_sending() -> None:
     world = World().follow()
     with pytest.raises(RequestError, match="temperature is 9"):
-        world.sessions.checked(SamplingParams(temperature=9.0))
+        world.requests.checked(SamplingParams(temperature=9.0))
     assert world.sent == []
-    assert world.sessions.num_live == 0
+    assert world.requests.num_live == 0
 
 
 def test_request_waits_for_an_unconnected_peer() -> None:
     async def scenario() -> None:
         world = World().follow()
         world.unreachable = True
-        stream = world.sessions.submit(PROMPT, spec_of())
+        stream = world.requests.submit(PROMPT, spec_of())
         assert stream.tokenizer is None
         world.unreachable = False
         world.follow()
@@ -525,9 +525,9 @@ def test_request_waits_for_an_unconnected_peer() -> None:
 def test_fail_all_ends_all_requests() -> None:
     async def scenario() -> None:
         world = World().follow()
-        streams = [world.sessions.submit(PROMPT, spec_of(n=2)) for _ in range(3)]
-        world.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, "going down"))
-        assert world.sessions.num_live == 0
+        streams = [world.requests.submit(PROMPT, spec_of(n=2)) for _ in range(3)]
+        world.requests.fail_all(RequestError(ErrorCode.UNAVAILABLE, "going down"))
+        assert world.requests.num_live == 0
         for stream in streams:
             with pytest.raises(RequestError, match="going down"):
                 await stream.next_batch()
@@ -540,19 +540,19 @@ def test_fail_all_ends_all_requests() -> None:
 def test_unencodable_request_is_rejected_without_state(late: bool, salt: Any) -> None:
     async def scenario() -> None:
         world = World() if late else World().follow()
-        send = world.sessions._dispatcher._send
-        world.sessions._dispatcher._send = lambda role, index, message: (
+        send = world.requests._dispatcher._send
+        world.requests._dispatcher._send = lambda role, index, message: (
             bool(codec.encode(message)) and send(role, index, message)
         )
-        good = world.sessions.submit(PROMPT, spec_of())
+        good = world.requests.submit(PROMPT, spec_of())
         with pytest.raises(RequestError) as caught:
-            stream = world.sessions.submit(PROMPT, spec_of(n=2, cache_salt=salt))
+            stream = world.requests.submit(PROMPT, spec_of(n=2, cache_salt=salt))
             world.follow()
             await stream.next_batch()
         assert caught.value.code is ErrorCode.INVALID
-        assert world.sessions.num_live == world.sessions.ledger.num_open_choices == 1
-        world.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, "going down"))
-        assert world.sessions.num_live == 0
+        assert world.requests.num_live == world.requests.ledger.num_open_choices == 1
+        world.requests.fail_all(RequestError(ErrorCode.UNAVAILABLE, "going down"))
+        assert world.requests.num_live == 0
         assert good.ended
 
     run(scenario())
@@ -562,5 +562,5 @@ def test_unencodable_request_is_rejected_without_state(late: bool, salt: Any) ->
 def test_a_priority_has_64_bits(priority: int) -> None:
     world = World().follow()
     with pytest.raises(RequestError, match="64-bit"):
-        world.sessions.submit(PROMPT, spec_of(priority=priority))
-    assert world.sessions.num_live == 0
+        world.requests.submit(PROMPT, spec_of(priority=priority))
+    assert world.requests.num_live == 0

@@ -9,8 +9,8 @@ from quintet.wire.params import SamplingParams
 NS = 1e-9
 
 
-class SessionMetrics:
-    """The series of `quintet.frontend.sessions`."""
+class RequestMetrics:
+    """The series of `quintet.frontend.live_requests`."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -26,8 +26,8 @@ from quintet.frontend.reconcile import (
     reports_of,
     unknown_request_error,
 )
+from quintet.frontend.request_metrics import RequestMetrics
 from quintet.frontend.resume.stream_state import has_started, resumed_submit
-from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Mailbox, Received, Stream, StreamChoice
 from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.codec import ID_BYTES, unpack_i32, unpack_i64
@@ -51,7 +51,7 @@ from quintet.wire.request import RequestSpec
 from quintet.wire.supervision import Topology
 
 
-class Sessions:
+class LiveRequests:
     """The live requests of one frontend.
 
     `quintet.frontend.inbox_handlers` names the method for each message. ``send`` sends a message to a process.
@@ -68,7 +68,7 @@ class Sessions:
         self.me = me
         self._span = span
         metrics = metrics if metrics is not None else Metrics()
-        self.metrics = SessionMetrics(metrics)
+        self.metrics = RequestMetrics(metrics)
         self.workers = Workers(me, config.run_dir)
         self.ledger = LoadLedger(self.workers, config)
         self._dispatcher = Dispatcher(self.ledger, send, config, metrics)
