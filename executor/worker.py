@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from quintet.executor.backends.cpu.ops.huge_pages import gather_some
-from quintet.executor.backends.cpu.program.stage import Stage
+from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.library import Note, OrderKind
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves, open_whole_blocks
@@ -47,10 +47,10 @@ class Worker:
         self,
         context: WorkerContext,
         runner: Runner,
-        stage: Stage | None = None,
+        program: ModelProgram | None = None,
         make_drafter: MakeDrafter | None = None,
     ) -> None:
-        """Build the worker around a loaded model. stage: the recorded program of the model, if there is one.
+        """Build the worker around a loaded model. program: the recorded program of the model, if there is one.
 
         make_drafter: of the draft model, if there is one.
         """
@@ -61,8 +61,8 @@ class Worker:
         self._pages = [each for each in context.pages if each.is_fragmented]
         """Memory with small pages left."""
         self._ranks = ranks = context.ranks
-        self._stage = stage
-        self.experts = None if stage is None else stage.expert_counts
+        self._program = program
+        self.experts = None if program is None else program.expert_counts
         self._num_started = 0
         config, device = context.config, context.platform.device
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
@@ -140,14 +140,14 @@ class Worker:
     @property
     def has_idle_tasks(self) -> bool:
         """True if weights of any rank remain on small pages, or experts on overloaded ranks."""
-        if self._stage is not None and self._stage.has_idle_tasks:
+        if self._program is not None and self._program.has_idle_tasks:
             return True
         return bool(self._pages) or (self._ranks is not None and self._ranks.noted(Note.IDLE_TASKS) > 0)
 
     def run_idle_task(self) -> None:
         """Move some weights to huge pages on every rank, or copy an expert to another rank."""
-        if self._stage is not None:
-            self._stage.run_idle_task()
+        if self._program is not None:
+            self._program.run_idle_task()
         if self._ranks is not None:
             self._ranks.send_idle_task()
         gather_some(self._pages)

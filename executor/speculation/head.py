@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
-from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.model_config.draft_heads import MAX_PENDING, NUM_FEATURES
 from quintet.executor.models.eagle import EagleHead
@@ -52,16 +52,16 @@ class HeadDrafter:
         config: DraftModelConfig,
         head: DraftHead,
         runner: ProgramRunner,
-        stage: Stage,
-        target: Stage,
+        program: ModelProgram,
+        target: ModelProgram,
         num_blocks: int,
         tables: SlotTables,
         sampler: Sampler,
     ) -> None:
-        """runner, stage: of the head. target: of the served model, as ``tables`` and ``sampler``."""
-        assert stage.received_hidden is not None, "a head reads features"
-        self._head, self._runner, self._stage, self._target = head, runner, stage, target
-        self._input = stage.received_hidden
+        """runner, program: of the head. target: of the served model, as ``tables`` and ``sampler``."""
+        assert program.received_hidden is not None, "a head reads features"
+        self._head, self._runner, self._program, self._target = head, runner, program, target
+        self._input = program.received_hidden
         self._sampler, self._tables = sampler, tables.of_group(config.group, config.model.kv)
         self._token_ids: Tokens = tables.token_ids.numpy()
         self._block_table, self._block_size = self._tables.block_table[0], config.model.kv.block_size
@@ -111,7 +111,7 @@ class HeadDrafter:
         restored = np.frombuffer(plan.swaps_in, np.int32)[::2]
         self._block_tokens[restored] = self._featured[restored] = 0
         if plan.copies:
-            self._stage.kv.copy(plan.copies)
+            self._program.kv.copy(plan.copies)
             sources, targets = np.frombuffer(plan.copies, np.int32).reshape(-1, 2).T.astype(np.int64)
             self._block_tokens[targets], self._featured[targets] = (
                 self._block_tokens[sources],
@@ -271,6 +271,6 @@ class HeadDrafter:
         drawn = compute_and_draw(self._runner, rows, self._tables, self._sampler, has_same_ids=has_same_ids)
         if self._token_map is not None:
             self._token_ids[slots, starts + counts] = self._token_map[np.frombuffer(drawn, np.int32)]
-        hidden = self._stage.hidden.index_select(0, torch.from_numpy(np.cumsum(counts) - 1))
+        hidden = self._program.hidden.index_select(0, torch.from_numpy(np.cumsum(counts) - 1))
         self._time.note(int(counts.sum()), time.perf_counter() - began_s)
         return hidden

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
-from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.models.medusa import MedusaHeads
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.sampler import Sampler
@@ -42,15 +42,15 @@ class MedusaDrafter:
     def __init__(
         self,
         model: MedusaHeads,
-        stages: Sequence[Stage],
+        programs: Sequence[ModelProgram],
         config: EngineConfig,
-        target: Stage,
+        target: ModelProgram,
         tables: SlotTables,
         sampler: Sampler,
     ) -> None:
-        """stages: of the heads, with this configuration. target: of the served model, as ``tables`` and ``sampler``."""
+        """programs: of the heads, with this configuration. target: of the served model, as ``tables`` and ``sampler``."""
         self._model, self._target, self._tables, self._sampler = model, target, tables, sampler
-        self._heads = [(_input_of(stage), ProgramRunner(stage, config)) for stage in stages]
+        self._heads = [(_input_of(program), ProgramRunner(program, config)) for program in programs]
         self._token_ids: Tokens = tables.token_ids.numpy()
         like = self._heads[0][0]
         self._features = torch.zeros((len(self._token_ids), like.shape[1]), dtype=like.dtype)
@@ -106,6 +106,6 @@ class MedusaDrafter:
         self._time.note(len(slots), time.perf_counter() - began_s)
 
 
-def _input_of(stage: Stage) -> torch.Tensor:
-    assert stage.received_hidden is not None, "a head reads features"
-    return stage.received_hidden
+def _input_of(program: ModelProgram) -> torch.Tensor:
+    assert program.received_hidden is not None, "a head reads features"
+    return program.received_hidden

@@ -7,8 +7,8 @@ from functools import partial
 from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES, NARROW_KV
 from quintet.executor.backends.cpu.program.kv import share_kv, takes_layer
 from quintet.executor.backends.cpu.program.library import program_library
+from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
-from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.backends.registry import Unsupported
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.pipeline import Pipeline
@@ -33,9 +33,9 @@ def make_worker(context: WorkerContext) -> StepWorker:
         context.join(open_ranks(config, memory.groups[0], 0))
     if memory.links:
         return _make_pipeline_worker(context)
-    stage = open_stage(context)
-    runner = ProgramRunner(stage, config, context.span)
-    worker = Worker(context, runner, stage, _open_drafter(context, stage))
+    program = open_program(context)
+    runner = ProgramRunner(program, config, context.span)
+    worker = Worker(context, runner, program, _open_drafter(context, program))
     if context.ranks is not None:
         context.ranks.wait_for_all()
         worker.facts["ranks"] = f"{context.share.size}{_on_hosts(context)}"
@@ -51,16 +51,16 @@ def _make_pipeline_worker(context: WorkerContext) -> PipelineWorker:
         )
     context.share = share_of_rank(context.config, 0)
     links = open_links(context.config, context.memory.links, 0)
-    stage = open_stage(context)
-    make_drafter = _open_drafter(context, stage)
-    pipeline = Pipeline(stage, context.config, links, context.span)
+    program = open_program(context)
+    make_drafter = _open_drafter(context, program)
+    pipeline = Pipeline(program, context.config, links, context.span)
     worker = PipelineWorker(context, pipeline, links, make_drafter)
     pipeline.wait_for_stages()
     worker.facts["ranks"] = f"{context.share.stages} stages of {context.share.size}{_on_hosts(context)}"
     return worker
 
 
-def _open_drafter(context: WorkerContext, target: Stage) -> MakeDrafter | None:
+def _open_drafter(context: WorkerContext, target: ModelProgram) -> MakeDrafter | None:
     """Load and record the draft model or head; None without one. Only rank 0 of the first stage has it."""
     speculative = context.config.scheduler.speculative
     draft = context.of_draft(draft_tokens(context.config.scheduler))
@@ -75,21 +75,22 @@ def _open_drafter(context: WorkerContext, target: Stage) -> MakeDrafter | None:
     if isinstance(head, MedusaHeads):
         return partial(MedusaDrafter, head, _open_heads(draft, head, target), draft.config, target)
     try:
-        stage = open_stage(draft)
+        program = open_program(draft)
     except Unsupported as why:
         raise ConfigError(f"--speculative-config: draft model {draft.config.model.path}: {why}") from why
-    runner, num_blocks = ProgramRunner(stage, draft.config), context.num_blocks()
+    runner, num_blocks = ProgramRunner(program, draft.config), context.num_blocks()
     if isinstance(head, DraftHead):
-        return partial(HeadDrafter, speculative.draft, head, runner, stage, target, num_blocks)
-    sizes = num_blocks, stage.max_tokens, context.config.model.vocab_size
+        return partial(HeadDrafter, speculative.draft, head, runner, program, target, num_blocks)
+    sizes = num_blocks, program.max_tokens, context.config.model.vocab_size
     return partial(DraftModel, speculative.draft, runner, *sizes)
 
 
-def _open_heads(context: WorkerContext, model: MedusaHeads, target: Stage) -> list[Stage]:
+def _open_heads(context: WorkerContext, model: MedusaHeads, target: ModelProgram) -> list[ModelProgram]:
     """Record the heads, which have no keys and values."""
     kv = KvMemory(context.config.model.kv, (), target.dtype)
     return [
-        Stage(target.library, head, context.config, target.dtype, kv, context.share) for head in model.heads
+        ModelProgram(target.library, head, context.config, target.dtype, kv, context.share)
+        for head in model.heads
     ]
 
 
@@ -98,7 +99,7 @@ def _on_hosts(context: WorkerContext) -> str:
     return f" on {hosts} hosts" if hosts > 1 else ""
 
 
-def open_stage(context: WorkerContext) -> Stage:
+def open_program(context: WorkerContext) -> ModelProgram:
     """Load and record this process's layers. Raises `Unsupported` if the compiled kernels do not support them."""
     config, kv, ranks = context.config, context.config.model.kv, context.ranks
     library = program_library()
@@ -121,7 +122,7 @@ def open_stage(context: WorkerContext) -> Stage:
         memory = context.reserve_kv(kv_dtype)
     draft = None if config.scheduler.speculative is None else config.scheduler.speculative.draft
     aux_layers = () if draft is None else draft.aux_layers
-    return Stage(library, model, config, dtype, memory, context.share, ranks, aux_layers)
+    return ModelProgram(library, model, config, dtype, memory, context.share, ranks, aux_layers)
 
 
 def _unsupported(context: WorkerContext, reason: str) -> ConfigError:

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 
-from quintet.executor.backends.cpu.backend import open_stage
+from quintet.executor.backends.cpu.backend import open_program
 from quintet.executor.backends.cpu.ops.huge_pages import gather_some, has_small_pages
-from quintet.executor.backends.cpu.program.stage import Stage
+from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.kv_gather import PartBlocks, open_parts
@@ -52,7 +52,7 @@ def _run_rank(context: WorkerContext) -> Iterator[OrderKind | None]:
     """Run a rank that is not the leader of its stage."""
     ranks, span = context.ranks, context.span
     assert ranks is not None, "a rank that is not the first of its stage"
-    stage = open_stage(context)
+    stage = open_program(context)
     step = _step_of(stage, context.config)
     host_blocks, parts = _host_blocks(stage, context.config), _open_parts(context, stage)
     _report_loaded(ranks, context)
@@ -99,7 +99,7 @@ def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
     """Run the leader of a stage that is not the first."""
     config, share, group, span = context.config, context.share, context.ranks, context.span
     links = open_links(config, context.memory.links, share.stage)
-    stage = open_stage(context)
+    stage = open_program(context)
     step, num_runs = _step_of(stage, config), 0
     preceding, following = links.preceding, links.following
     groups = [each for each in (group, None if share.is_last else following) if each is not None]
@@ -148,7 +148,9 @@ def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
         is_over.set()
 
 
-def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: int, span: TraceSpan) -> None:
+def _run(
+    stage: ModelProgram, step: Step, links: Links, begin: int, end: int, length: int, span: TraceSpan
+) -> None:
     """Run parts of a step, and send it to the next stage."""
     preceding, following, width, count = (
         links.preceding,
@@ -177,19 +179,19 @@ def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: i
     following.send_run(step.address, begin, end, length)
 
 
-def _step_of(stage: Stage, config: EngineConfig) -> Step:
+def _step_of(stage: ModelProgram, config: EngineConfig) -> Step:
     step = Step(stage.library, stage.max_tokens, config.scheduler.max_num_seqs)
     step.c.rotations, step.c.marks = stage.rotations.address, None
     return step
 
 
-def _host_blocks(stage: Stage, config: EngineConfig) -> HostBlocks:
+def _host_blocks(stage: ModelProgram, config: EngineConfig) -> HostBlocks:
     return HostBlocks(
         stage.kv.blocks, config.model.kv.num_offloaded_blocks(config.cache.swap_bytes), stage.share.stripe
     )
 
 
-def _open_parts(context: WorkerContext, stage: Stage) -> PartBlocks | None:
+def _open_parts(context: WorkerContext, stage: ModelProgram) -> PartBlocks | None:
     """Return the rank's part of blocks for KV transfer; None if there is no KV transfer."""
     share, gather = stage.share, context.memory.gather
     rank = share.stage * share.size + share.rank
@@ -202,7 +204,11 @@ def _report_loaded(ranks: Ranks, context: WorkerContext) -> None:
 
 
 def _report_progress(
-    preceding: Ranks, groups: list[Ranks], stage: Stage, context: WorkerContext, is_over: threading.Event
+    preceding: Ranks,
+    groups: list[Ranks],
+    stage: ModelProgram,
+    context: WorkerContext,
+    is_over: threading.Event,
 ) -> None:
     """Report progress and idle tasks of this stage and of the following ones."""
     while not is_over.wait(PROGRESS_EVERY_S):

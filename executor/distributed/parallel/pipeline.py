@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import append_draw
-from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.backends.cpu.program.step import CStep, Step
 from quintet.executor.distributed.parallel.library import Note, StepPart
 from quintet.executor.distributed.parallel.rank_views import Links
@@ -40,7 +40,9 @@ class InFlightStep:
 class Pipeline:
     """All stages, seen from the first."""
 
-    def __init__(self, stage: Stage, config: EngineConfig, links: Links, span: TraceSpan = no_span) -> None:
+    def __init__(
+        self, stage: ModelProgram, config: EngineConfig, links: Links, span: TraceSpan = no_span
+    ) -> None:
         self._stage, self._links, self._span = stage, links, span
         self.depth = config.executor.pipeline_parallel_size
         """Maximum number of steps with outstanding logits."""

@@ -10,7 +10,7 @@ import torch
 
 from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
-from quintet.executor.backends.cpu.program.stage import Stage
+from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.embeds import embeds_of
 from quintet.executor.model_config.share import most_outputs
@@ -43,22 +43,22 @@ class OpBalance:
 class ProgramRunner:
     """A model's program, its KV memory, and the current step."""
 
-    def __init__(self, stage: Stage, config: EngineConfig, span: TraceSpan = no_span) -> None:
-        """stage: with all layers. In a tensor-parallel model only rank 0 has a runner; the others execute its orders.
+    def __init__(self, program: ModelProgram, config: EngineConfig, span: TraceSpan = no_span) -> None:
+        """program: with all layers. In a tensor-parallel model only rank 0 has a runner; the others execute its orders.
 
-        The caller fills ``stage.received_hidden`` before each step if there is one (a draft head).
+        The caller fills ``program.received_hidden`` before each step if there is one (a draft head).
         """
-        assert stage.logits is not None and stage.share.is_first, stage.share
+        assert program.logits is not None and program.share.is_first, program.share
         self._span = span
-        self._stage = stage
-        self.max_outputs, self.spans = stage.max_outputs, stage.spans
-        self._logits = stage.logits  # [max_outputs, vocab]
-        self._library = library = stage.library
-        library.mark(stage.program)
-        append_draw(library, stage.program, self._logits, stage)
-        self._size = library.size(stage.program)
-        self._step = Step(library, stage.max_tokens, most_outputs(config.scheduler))
-        self._step.c.rotations = stage.rotations.address
+        self._program = program
+        self.max_outputs, self.spans = program.max_outputs, program.spans
+        self._logits = program.logits  # [max_outputs, vocab]
+        self._library = library = program.library
+        library.mark(program.handle)
+        append_draw(library, program.handle, self._logits, program)
+        self._size = library.size(program.handle)
+        self._step = Step(library, program.max_tokens, most_outputs(config.scheduler))
+        self._step.c.rotations = program.rotations.address
         if span is no_span:
             self._step.c.marks = None
         self._length = 0
@@ -67,24 +67,24 @@ class ProgramRunner:
     @property
     def work_done(self) -> int:
         """Number of work pieces that the compute threads have finished."""
-        return self._stage.work_done
+        return self._program.work_done
 
     @property
     def seconds(self) -> float:
         """Total time spent in the program."""
-        return self._stage.seconds
+        return self._program.seconds
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
         """See `Runner.forward`."""
         self._fill(rows, tables, None)
-        self._run(self._embed(rows) if rows.plan.embeds else 0, self._stage.layers_end)
+        self._run(self._embed(rows) if rows.plan.embeds else 0, self._program.layers_end)
 
     def logits(self, tokens: Int) -> torch.Tensor:
         """See `Runner.logits`."""
         assert self._step.c.num_rows, "no step has run"
         assert len(tokens) <= self.max_outputs, (len(tokens), self.max_outputs)
         with self._step.with_outputs(tokens):
-            self._run(self._stage.layers_end, self._stage.end)
+            self._run(self._program.layers_end, self._program.end)
         return self._logits[: len(tokens)]
 
     def forward_and_draw(
@@ -96,10 +96,10 @@ class ProgramRunner:
         if masks is None:
             self._run(begin, self._size)
         else:
-            self._run(begin, self._stage.end)
+            self._run(begin, self._program.end)
             self._step.c.masks = masks.wait().address
             try:
-                self._run(self._stage.end, self._size)
+                self._run(self._program.end, self._size)
             finally:
                 self._step.c.masks = None
         step = self._step
@@ -110,11 +110,11 @@ class ProgramRunner:
 
     def _embed(self, rows: Rows) -> int:
         """Run the embedding of a step with input embeddings; return the index of the next operation."""
-        embeds = embeds_of(rows, self._stage.dtype, self._logits.device)
+        embeds = embeds_of(rows, self._program.dtype, self._logits.device)
         if embeds is None:
             return 0
-        self._stage.embed(self._step.address, self._length, embeds)
-        return self._stage.embedding_end
+        self._program.embed(self._step.address, self._length, embeds)
+        return self._program.embedding_end
 
     def _report_spans(self, marks: list[int]) -> None:
         for part, mark in zip(("layers", "logits"), marks, strict=False):
@@ -123,8 +123,8 @@ class ProgramRunner:
 
     def _fill(self, rows: Rows, tables: SlotTables, settings: Settings | None) -> None:
         self._length = self._step.fill(rows, tables, settings)
-        if self._length > self._stage.rotations.num_ready:
-            self._stage.rotations.fill(self._length, rows, tables)
+        if self._length > self._program.rotations.num_ready:
+            self._program.rotations.fill(self._length, rows, tables)
         self._span("arrays")
 
     def profile(self, rows: Rows, tables: SlotTables, tokens: Int) -> list[tuple[str, float]]:
@@ -142,16 +142,18 @@ class ProgramRunner:
         self._step.fill_counts(starts, counts)
         table = np.zeros((self._size, 6), np.int64)
         self._library.balance(
-            self._stage.program, self._step.address, threads, 0, self._size, table.ctypes.data
+            self._program.handle, self._step.address, threads, 0, self._size, table.ctypes.data
         )
         names = [span.name for span in self.spans for _ in range(span.begin, span.end)]
         names += ["draw"] * (self._size - len(names))
         return [OpBalance(name, *row) for name, row in zip(names, table.tolist(), strict=True)]
 
     def _run(self, begin: int, end: int) -> float:
-        return self._stage.run(self._step.address, begin, end, self._length)
+        return self._program.run(self._step.address, begin, end, self._length)
 
 
-def append_draw(library: ProgramLibrary, program: int, logits: torch.Tensor, stage: Stage) -> None:
+def append_draw(library: ProgramLibrary, handle: int, logits: torch.Tensor, program: ModelProgram) -> None:
     """Append the sampling of a step's tokens from ``logits [max_outputs, vocab]``."""
-    library.draw(*(program, logits.data_ptr(), logits.stride(0), FLOAT_CODES[logits.dtype], stage.vocab_size))
+    library.draw(
+        *(handle, logits.data_ptr(), logits.stride(0), FLOAT_CODES[logits.dtype], program.vocab_size)
+    )

@@ -1,7 +1,7 @@
 """Recorded program of one pipeline stage, or of the whole model.
 
-Owns the program, its KV memory and its rotations. Rank 0 orders the other ranks of the stage to run the same operations. A
-stage knows no plan and no slot table; its input is a `quintet.executor.backends.cpu.program.step.Step`.
+Owns the program, its KV memory and its rotations. Rank 0 orders the other ranks of the stage to run the same operations. The
+program knows no plan and no slot table; its input is a `quintet.executor.backends.cpu.program.step.Step`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quintet.executor.models.model import CausalModel
 from quintet.wire.config import EngineConfig
 
 
-class Stage:
+class ModelProgram:
     """Recorded layers of one process."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Stage:
             builder.keep(logits)
         recorded = builder.finish()
         self.spans = recorded.spans
-        self.program = builder.handle
+        self.handle = builder.handle
         self._keep_alive = (model, builder.memory)  # the program holds addresses into these
         self.end = self.spans[-1].end  # of the last operation, which may be that of the logits
         self.layers_end = recorded.parts[0] if recorded.parts else self.end
@@ -107,7 +107,7 @@ class Stage:
         started = time.perf_counter()
         if self._ranks is not None and begin < self.end:
             self._ranks.send_run(step, begin, min(end, self.end), length)
-        self.library.run(self.program, step, begin, end)
+        self.library.run(self.handle, step, begin, end)
         elapsed = time.perf_counter() - started
         self.seconds += elapsed
         return elapsed
@@ -166,9 +166,9 @@ class Stage:
 
     def run_ordered(self, step: object, begin: int, end: int, length: int) -> None:
         """Run the operations that rank 0 ordered. length: the step's largest position plus 1."""
-        assert end <= self.library.size(self.program), (begin, end)
+        assert end <= self.library.size(self.handle), (begin, end)
         self.rotations.reach(length)
-        self.library.run(self.program, step, begin, end)
+        self.library.run(self.handle, step, begin, end)
 
     def put_ordered(self, items: bytes) -> None:
         """Replace rows of the embedding, as rank 0 does."""
