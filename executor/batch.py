@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quintet.executor.backends.cpu.ops.paged_attention import MAX_FOLDED_TOKENS, AttentionGroup
+from quintet.executor.backends.cpu.ops.paged_attention import MAX_FOLDED_TOKENS, AttentionBucket
 from quintet.executor.backends.cpu.ops.state_rows import StateRows
 from quintet.executor.memory import to_device
 from quintet.executor.models.layers.attention import AttentionWindow, Heads
@@ -17,10 +17,10 @@ from quintet.executor.ragged import Int, ranges
 from quintet.executor.slots import Rows, SlotTables
 
 GATHER_BYTES = 32 << 20
-"""Limit on a group's gathered keys and values, so that they fit the processor's caches."""
+"""Limit on a bucket's gathered keys and values, so that they fit the processor's caches."""
 
 MAX_PADDING = 1.25
-"""Rows of one token share a group while padding to the longest costs at most this factor."""
+"""Rows of one token share a bucket while padding to the longest costs at most this factor."""
 
 
 View = tuple[int, AttentionWindow, Heads]
@@ -42,8 +42,8 @@ class Batch:
     """int64[T] for each group of layers: the block that holds the token's keys and values."""
     offsets: torch.Tensor
     """int64[T]: offset in that block."""
-    attention: dict[View, tuple[AttentionGroup, ...]]
-    """Attention groups of each distinct view of the model's layers."""
+    attention: dict[View, tuple[AttentionBucket, ...]]
+    """Attention buckets of each distinct view of the model's layers."""
     states: dict[int, StateRows]
     """State rows of each group with state blocks."""
 
@@ -96,7 +96,7 @@ class BatchBuilder:
                 for table in tables.block_table
             ),
             offsets=to_device(positions % block_size, device),
-            attention={view: self._groups(rows, tables, view) for view in self._views},
+            attention={view: self._buckets(rows, tables, view) for view in self._views},
             states={
                 index: state_rows(rows, tables, index)
                 for index, group in enumerate(tables.kv.groups)
@@ -104,9 +104,9 @@ class BatchBuilder:
             },
         )
 
-    def _groups(self, rows: Rows, tables: SlotTables, view: View) -> tuple[AttentionGroup, ...]:
+    def _buckets(self, rows: Rows, tables: SlotTables, view: View) -> tuple[AttentionBucket, ...]:
         """Partition the rows by new tokens, and by context length if padding is expensive."""
-        groups: list[AttentionGroup] = []
+        buckets: list[AttentionBucket] = []
         (group, attention_window, heads), block_size = view, self._block_size
         table = tables.block_table[group]
         first_blocks = _first_seen(attention_window, rows.starts) // block_size
@@ -114,12 +114,12 @@ class BatchBuilder:
         numbers = heads.num_kv_heads * (heads.head_dim + heads.value_width)
         for part in self._partition(rows, num_blocks, numbers * self._dtype.itemsize):
             whole = len(part) == len(rows.slots)
-            groups.append(
-                self._group(
+            buckets.append(
+                self._bucket(
                     rows, table, part, first_blocks[part], num_blocks[part], view, whole, tables.device
                 )
             )
-        return tuple(groups)
+        return tuple(buckets)
 
     def _partition(self, rows: Rows, num_blocks: Int, token_bytes: int) -> list[Int]:
         """Return index arrays that cover every row once. token_bytes: bytes of one token's keys and values."""
@@ -134,11 +134,7 @@ class BatchBuilder:
                 parts += np.split(same, np.flatnonzero(changes) + 1)
             else:
                 parts += self._by_length(same, num_blocks[same])
-        return [
-            part_of_group
-            for part in parts
-            for part_of_group in self._bounded(part, num_blocks[part], token_bytes)
-        ]
+        return [bucket for part in parts for bucket in self._bounded(part, num_blocks[part], token_bytes)]
 
     @staticmethod
     def _by_length(members: Int, blocks: Int) -> list[Int]:
@@ -149,12 +145,12 @@ class BatchBuilder:
         return [members[classes == value] for value in np.unique(classes).tolist()]
 
     def _bounded(self, members: Int, blocks: Int, token_bytes: int) -> list[Int]:
-        """Split a group so that the gathered keys and values of each part fit `GATHER_BYTES`."""
+        """Split a bucket so that the gathered keys and values of each part fit `GATHER_BYTES`."""
         row_bytes = int(blocks.max()) * self._block_size * token_bytes
         most = max(1, GATHER_BYTES // row_bytes)
         return [members[i : i + most] for i in range(0, len(members), most)]
 
-    def _group(
+    def _bucket(
         self,
         rows: Rows,
         table: NDArray[np.int32],
@@ -164,7 +160,7 @@ class BatchBuilder:
         view: View,
         whole: bool,
         device: torch.device,
-    ) -> AttentionGroup:
+    ) -> AttentionBucket:
         (_, attention_window, heads), block_size = view, self._block_size
         starts, num_new = rows.starts[members], int(rows.counts[members[0]])
         width = int(num_blocks.max())
@@ -186,7 +182,7 @@ class BatchBuilder:
             mask = to_device(visible[:, None], device)
             if num_new <= MAX_FOLDED_TOKENS:
                 bias = self._bias(mask, heads)
-        return AttentionGroup(
+        return AttentionBucket(
             num_rows=len(members),
             num_new=num_new,
             tokens=tokens,

@@ -38,8 +38,8 @@ DEFAULT_KV_BYTES = 4 << 30
 class RankMemory:
     """Descriptors of the memory that the ranks of a model share; empty for a single process."""
 
-    groups: tuple[int, ...] = ()
-    """Of each stage's ranks; see `quintet.executor.distributed.parallel.ranks`."""
+    stages: tuple[int, ...] = ()
+    """Of the ranks of each stage; see `quintet.executor.distributed.parallel.ranks`."""
     links: tuple[int, ...] = ()
     """Between each stage and the next; see `quintet.executor.distributed.parallel.rank_views`."""
     gather: tuple[int, ...] = ()

@@ -14,8 +14,8 @@ from tests.cuda.test_worker import model_on
 
 from quintet.executor.backends.cuda.boot import make_device_worker
 from quintet.executor.backends.cuda.ops.tables import HEADER_WORDS, PackedPlan
+from quintet.executor.backends.cuda.ranks.communicator import open_device_ranks
 from quintet.executor.backends.cuda.ranks.follower import follow
-from quintet.executor.backends.cuda.ranks.group import open_device_ranks
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.worker import DeviceWorker
 from quintet.executor.context import WorkerContext

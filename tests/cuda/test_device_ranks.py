@@ -35,10 +35,10 @@ from quintet.executor.backends.cuda.ops.peers import (
     RankDesyncError,
 )
 from quintet.executor.backends.cuda.ops.tables import PackedPlan
-from quintet.executor.backends.cuda.ranks.group import (
+from quintet.executor.backends.cuda.ranks.communicator import (
     ONE_SHOT_BYTES,
-    DeviceGroup,
-    group_of,
+    DeviceCommunicator,
+    communicator_of,
     open_device_ranks,
 )
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster, RankReceiver, StepOrder
@@ -269,17 +269,17 @@ def test_boot_waits_for_a_compiling_rank(tmp_path: Path) -> None:
 
     def run_rank(rank: int, descriptor: int) -> torch.Tensor:
         ranks = open_device_ranks(config, descriptor, rank)
-        group = group_of(devices[rank], ranks, config)
+        communicator = communicator_of(devices[rank], ranks, config)
         if rank == 1:
             assert not compiled.wait(0.2), "no message is sent: compile time passes"
-        total = group.add(torch.ones(1, 8))
-        group.check()
-        group.limit_waits()
+        total = communicator.add(torch.ones(1, 8))
+        communicator.check()
+        communicator.limit_waits()
         if rank == 0:
-            group.add(torch.ones(1, 8))
+            communicator.add(torch.ones(1, 8))
             waited.set()
             with pytest.raises(RankDesyncError, match=r"rank 0 of 2 timed out after 0\.05 s"):
-                group.check()
+                communicator.check()
         assert waited.wait(60.0)
         return total
 
@@ -347,9 +347,9 @@ def test_library_sums_large_messages_unless_batch_invariant() -> None:
     devices, bias = devices_of(2), torch.full((width,), 0.5)
 
     def work(peers: Peers, library: Library | None) -> list[torch.Tensor]:
-        group = DeviceGroup(devices[peers.rank], Share(peers.rank, 2), peers, library)
+        communicator = DeviceCommunicator(devices[peers.rank], Share(peers.rank, 2), peers, library)
         parts = [torch.full((count, width), float(peers.rank + 1)) for count in (1, rows)]
-        return [group.add(part, bias) for part in parts]
+        return [communicator.add(part, bias) for part in parts]
 
     libraries = [Library(rank) for rank in range(2)]
     for each in (libraries, [None, None]):

@@ -29,8 +29,8 @@ from quintet.wire.errors import ConfigError
 def make_worker(context: WorkerContext) -> StepWorker:
     """See `quintet.executor.backends.registry.Backend`. With several ranks, return when all are ready."""
     config, memory = context.config, context.memory
-    if memory.groups:
-        context.join(open_ranks(config, memory.groups[0], 0))
+    if memory.stages:
+        context.join(open_ranks(config, memory.stages[0], 0))
     if memory.links:
         return _make_pipeline_worker(context)
     program = open_program(context)

@@ -15,7 +15,11 @@ from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
 from quintet.executor.backends.cuda.kv_memory import graph_bytes, num_kv_blocks
-from quintet.executor.backends.cuda.ranks.group import DeviceGroup, group_of, open_device_ranks
+from quintet.executor.backends.cuda.ranks.communicator import (
+    DeviceCommunicator,
+    communicator_of,
+    open_device_ranks,
+)
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.runner import DeviceRunner
 from quintet.executor.backends.cuda.steps import DeviceSteps
@@ -50,8 +54,8 @@ def make_worker(context: WorkerContext) -> DeviceWorker:
     """See `quintet.executor.backends.registry.Backend`. Several ranks load their shares concurrently."""
     config, _ = context.config, context.platform  # the platform is opened first
     device = open_cuda_device(config.executor)
-    if context.memory.groups:
-        context.join(open_device_ranks(config, context.memory.groups[0], 0))
+    if context.memory.stages:
+        context.join(open_device_ranks(config, context.memory.stages[0], 0))
     worker = make_device_worker(device, context.load(on_device=True), context)
     worker.facts = {**context.facts(worker.num_blocks), **worker.facts}
     return worker
@@ -64,11 +68,11 @@ def make_device_worker(device: Device, model: CausalModel, context: WorkerContex
     With several ranks, return when all are ready; the others run `quintet.executor.backends.cuda.ranks.follower.follow`.
     """
     config, ranks = context.config, context.ranks
-    group = None if ranks is None else group_of(device, ranks, config)
-    opened = open_runner(device, model, config, group, ranks)
+    communicator = None if ranks is None else communicator_of(device, ranks, config)
+    opened = open_runner(device, model, config, communicator, ranks)
     steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
     broadcaster = None if ranks is None else RankBroadcaster(ranks)
-    worker = DeviceWorker(steps, config, opened.num_blocks, context.span, group, broadcaster)
+    worker = DeviceWorker(steps, config, opened.num_blocks, context.span, communicator, broadcaster)
     if ranks is not None:
         ranks.wait_for_all()
         worker.facts["ranks"] = str(ranks.share.size)
@@ -80,7 +84,7 @@ def open_runner(
     device: Device,
     model: CausalModel,
     config: EngineConfig,
-    group: DeviceGroup | None = None,
+    communicator: DeviceCommunicator | None = None,
     ranks: Ranks | None = None,
 ) -> OpenedRunner:
     """Return the runner with its KV memory. Several ranks call it concurrently; all get the smallest block count of any rank."""
@@ -104,7 +108,7 @@ def open_runner(
         staging,
         KvMemory.reserve(spec, 1, kv_dtype, torch_device),
         dtype,
-        group,
+        communicator,
     )
     started = time.monotonic()
     runner.run_largest_step(max_tokens, scheduler.max_num_seqs)
@@ -114,7 +118,7 @@ def open_runner(
     # Captures emptied the allocator's cache: allocate the largest step's memory again before the KV cache takes the rest.
     runner.run_largest_step(max_tokens, scheduler.max_num_seqs)
     device.checks_arguments = not is_gpu(device)
-    if group is not None:
+    if communicator is not None:
         runner.run_smallest_steps()
     reserved = 0
     if not config.executor.enforce_eager:
@@ -124,8 +128,8 @@ def open_runner(
     if ranks is not None:
         counts = ranks.all_gather(num_blocks.to_bytes(8, "little"))
         num_blocks = min(int.from_bytes(count, "little") for count in counts)
-    if group is not None:
-        group.limit_waits()
+    if communicator is not None:
+        communicator.limit_waits()
     runner.use_kv(KvMemory.reserve(spec, num_blocks, kv_dtype, torch_device))
     log.info(
         "largest step (%d tokens) and kernel selection took %.1f s; KV cache: %d blocks of %d tokens, %.1f GiB",

@@ -26,7 +26,7 @@ from quintet.executor.backends.cuda.ops.formats import PACK_BYTES
 from quintet.executor.backends.cuda.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv
 from quintet.executor.backends.cuda.ops.states import causal_conv, delta_rule, head_scan, selective_scan
-from quintet.executor.backends.cuda.ranks.group import DeviceGroup
+from quintet.executor.backends.cuda.ranks.communicator import DeviceCommunicator
 from quintet.executor.backends.cuda.rows import StepRows
 from quintet.executor.embeds import StepEmbeds
 from quintet.executor.kv_memory import KvMemory
@@ -75,14 +75,14 @@ class DevicePass:
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         backend: AttentionBackend | None = None,
         embeds: StepEmbeds | None = None,
-        group: DeviceGroup | None = None,
+        communicator: DeviceCommunicator | None = None,
     ) -> None:
         """Prepare the pass.
 
         - rotations: cosines and sines ``[num_tokens, rotary_dim]`` per rope of the model.
         - backend: attention backend of this step; None: our kernels.
         - embeds: input embeddings of tokens without ids.
-        - group: tensor-parallel ranks.
+        - communicator: of tensor-parallel ranks.
         """
         self._device = device
         self._multiply = linears
@@ -93,7 +93,7 @@ class DevicePass:
         self._rotations = rotations
         self._backend = backend
         self._embeds = embeds
-        self._group = group
+        self._communicator = communicator
         self.linears: dict[Linear, None] = {}
         """Linear layers of the pass, in order."""
         self.attentions: list[AttentionLayer] = []
@@ -172,9 +172,11 @@ class DevicePass:
 
     def _linear_of_ranks(self, layer: Linear, x: Value) -> Value:
         """Compute a row-parallel layer: each rank's result is rounded to the dtype, summed, and the bias is added."""
-        group, table = self._group, layer.method.table
-        assert group is not None and table is not None and not layer.activation, layer.shape
-        return Value(group.add(self._multiply.multiply(in_packs(x.materialized), table), layer.method.bias))
+        communicator, table = self._communicator, layer.method.table
+        assert communicator is not None and table is not None and not layer.activation, layer.shape
+        return Value(
+            communicator.add(self._multiply.multiply(in_packs(x.materialized), table), layer.method.bias)
+        )
 
     def add(self, x: Value, y: Value) -> Value:
         """See `ForwardPass`. Deferred, so that a norm that follows can fuse it."""
@@ -200,9 +202,9 @@ class DevicePass:
 
     def of_all_ranks(self, x: Value, kept: KeptRange) -> Value:
         """See `ForwardPass`."""
-        assert self._group is not None, kept
+        assert self._communicator is not None, kept
         self._note_width(kept.whole)
-        return Value(self._group.all_gather_columns(x.materialized, kept))
+        return Value(self._communicator.all_gather_columns(x.materialized, kept))
 
     def softcap(self, x: Value, cap: float) -> Value:
         """See `ForwardPass`."""
@@ -235,10 +237,10 @@ class DevicePass:
         y = experts(self._device, layer, x.materialized, scores.materialized)
         if not layer.is_partial:
             return Value(y)
-        assert self._group is not None and layer.kept.is_all, (
+        assert self._communicator is not None and layer.kept.is_all, (
             "expert parallelism is not supported: ranks divide the columns of every expert"
         )
-        return Value(self._group.add(y))
+        return Value(self._communicator.add(y))
 
     def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
         """See `ForwardPass`."""

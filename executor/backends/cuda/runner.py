@@ -21,7 +21,7 @@ from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks
 from quintet.executor.backends.cuda.ops.draw import draw
 from quintet.executor.backends.cuda.ops.peers import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import apply_plan, scatter_tokens
-from quintet.executor.backends.cuda.ranks.group import DeviceGroup
+from quintet.executor.backends.cuda.ranks.communicator import DeviceCommunicator
 from quintet.executor.backends.cuda.rows import SampledRows, StepRows
 from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.embeds import StepEmbeds
@@ -77,11 +77,11 @@ class DeviceRunner:
         staging: torch.Tensor,
         kv: KvMemory,
         dtype: torch.dtype,
-        group: DeviceGroup | None = None,
+        communicator: DeviceCommunicator | None = None,
     ) -> None:
-        """staging: int32 on the device, receives a plan's words before its step. group: given if several ranks launch a step."""
+        """staging: int32 on the device, receives a plan's words before its step. communicator: of several ranks, if any."""
         self._device = device
-        self._group = group
+        self._communicator = communicator
         self._model = model
         self._linears = linears
         self._attention = attention
@@ -165,8 +165,8 @@ class DeviceRunner:
         rows = self._memory.rows(num_rows, num_tokens, max_count)
         sampled = self._memory.sampled(num_sampled)
         apply_plan(self._device, staging, self.tables, rows, sampled)
-        if self._group is not None:
-            self._group.broadcast_ids(rows.token_ids)
+        if self._communicator is not None:
+            self._communicator.broadcast_ids(rows.token_ids)
         self._forward(rows, host, embeds)
         return self._draw(rows, sampled)
 
@@ -177,7 +177,7 @@ class DeviceRunner:
         try:
             drawn = self.compute(self._staging, num_rows, num_rows, 1, num_rows)
         except torch.OutOfMemoryError as error:
-            if self._group is None:
+            if self._communicator is None:
                 raise
             raise RankDesyncError(
                 f"this rank launched a step only in part, and the other ranks wait: {error}"
@@ -218,7 +218,7 @@ class DeviceRunner:
         rotations = self._rotations.of(rows)
         self._pass = DevicePass(
             *(self._device, self._linears, self._attention, rows, self.kv, rotations, backend, embeds),
-            self._group,
+            self._communicator,
         )
         self._hidden = self._model.forward(self._pass)
 
@@ -246,7 +246,11 @@ class DeviceRunner:
         """Return logits of the rows, gathered over the ranks' vocabulary shards; None at ranks other than 0."""
         assert self._pass is not None, "no step has run"
         logits = self._model.logits(self._pass, hidden).materialized
-        return logits if self._group is None else self._group.logits(logits, self._model.vocab_size)
+        return (
+            logits
+            if self._communicator is None
+            else self._communicator.logits(logits, self._model.vocab_size)
+        )
 
 
 class _Rotations:

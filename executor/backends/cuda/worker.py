@@ -30,7 +30,7 @@ from quintet.executor.backends.cuda.ops.entries import DeviceReport
 from quintet.executor.backends.cuda.ops.peers import RankDesyncError
 from quintet.executor.backends.cuda.ops.penalties import DevicePenalties
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
-from quintet.executor.backends.cuda.ranks.group import DeviceGroup
+from quintet.executor.backends.cuda.ranks.communicator import DeviceCommunicator
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.runner import DecodeGraph, Drawn
 from quintet.executor.backends.cuda.step_clock import StepClock
@@ -119,16 +119,16 @@ class DeviceWorker:
         config: EngineConfig,
         num_blocks: int,
         span: TraceSpan = no_span,
-        group: DeviceGroup | None = None,
+        communicator: DeviceCommunicator | None = None,
         broadcaster: RankBroadcaster | None = None,
     ) -> None:
-        """group, broadcaster: given for rank 0 of several ranks; the other ranks launch the same steps."""
+        """communicator, broadcaster: given for rank 0 of several ranks; the other ranks launch the same steps."""
         self.num_blocks = num_blocks
         self.facts = {"blocks": str(num_blocks)}
         self.runner = runner = steps.runner
         self.steps = steps
         self._device = device = runner.device
-        self._group = group
+        self._communicator = communicator
         self._broadcaster = broadcaster
         self._span = span
         scheduler, model = config.scheduler, config.model
@@ -328,8 +328,8 @@ class DeviceWorker:
             ) from error
 
     def _count(self) -> None:
-        if self._group is not None:
-            self._group.check()
+        if self._communicator is not None:
+            self._communicator.check()
         self._num_ended += 1
 
     def _upload(self, plan: StepPlan) -> tuple[PackedPlan, Words, torch.Tensor]:

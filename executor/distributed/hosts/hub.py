@@ -344,7 +344,7 @@ def _bind_to_first(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def _run(slot: ChildIdentity, config: EngineConfig) -> None:
-    with contextlib.closing(Hub(slot, config, slot.memory.links or slot.memory.groups)) as hub:
+    with contextlib.closing(Hub(slot, config, slot.memory.links or slot.memory.stages)) as hub:
         hub.run()
 
 

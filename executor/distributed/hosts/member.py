@@ -261,7 +261,7 @@ class Member:
         me, own = WorkerId(Role.EXECUTOR, 0, self._epoch), self._own
         followers = FollowerProcesses(me, config, own.host)
         self._carrier = Carrier(
-            config, own.host, followers.memory.links or followers.memory.groups, self._send
+            config, own.host, followers.memory.links or followers.memory.stages, self._send
         )
         self._poller.register(self._carrier.fileno(), zmq.POLLIN)
         log.info("host %d begins: starting %d ranks", own.host, config.executor.ranks_per_host)

@@ -41,8 +41,8 @@ def follow(context: WorkerContext, rank: int) -> Iterator[OrderKind | None]:
     """Load the rank's share, report ready, and execute orders; yield None once, then each order's kind."""
     config, memory = context.config, context.memory
     context.share = share_of_rank(config, rank)
-    if memory.groups:
-        context.join(open_ranks(config, memory.groups[context.share.stage], rank))
+    if memory.stages:
+        context.join(open_ranks(config, memory.stages[context.share.stage], rank))
     if context.share.rank == 0:
         return _run_stage(context)
     return _run_rank(context)
@@ -97,20 +97,20 @@ def _run_rank(context: WorkerContext) -> Iterator[OrderKind | None]:
 
 def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
     """Run the leader of a stage that is not the first."""
-    config, share, group, span = context.config, context.share, context.ranks, context.span
+    config, share, ranks, span = context.config, context.share, context.ranks, context.span
     links = open_links(config, context.memory.links, share.stage)
     stage = open_program(context)
     step, num_runs = _step_of(stage, config), 0
     preceding, following = links.preceding, links.following
-    groups = [each for each in (group, None if share.is_last else following) if each is not None]
-    moves = Moves(group, None if share.is_last else following)
+    others = [each for each in (ranks, None if share.is_last else following) if each is not None]
+    moves = Moves(ranks, None if share.is_last else following)
     host_blocks = HostBlocksOfAllRanks(_host_blocks(stage, config), moves)
     parts = _open_parts(context, stage)
-    for each in groups:
+    for each in others:
         each.wait_for_all()
     _report_loaded(preceding, context)
     is_over = threading.Event()
-    noting = (preceding, groups, stage, context, is_over)
+    noting = (preceding, others, stage, context, is_over)
     threading.Thread(target=_report_progress, args=noting, name="progress", daemon=True).start()
     yield None
     preceding.done()
@@ -135,7 +135,7 @@ def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
                     parts.done()
                 case OrderKind.IDLE_TASK:
                     stage.run_idle_task()
-                    for each in groups:
+                    for each in others:
                         each.send_idle_task()
                 case OrderKind.EMBEDS | OrderKind.MOVE_EXPERT:
                     raise AssertionError(f"{kind.name}: only sent within a stage")
@@ -205,13 +205,13 @@ def _report_loaded(ranks: Ranks, context: WorkerContext) -> None:
 
 def _report_progress(
     preceding: Ranks,
-    groups: list[Ranks],
+    others: list[Ranks],
     stage: ModelProgram,
     context: WorkerContext,
     is_over: threading.Event,
 ) -> None:
     """Report progress and idle tasks of this stage and of the following ones."""
     while not is_over.wait(PROGRESS_EVERY_S):
-        preceding.note(Note.PROGRESS, stage.work_done + sum(each.noted(Note.PROGRESS) for each in groups))
+        preceding.note(Note.PROGRESS, stage.work_done + sum(each.noted(Note.PROGRESS) for each in others))
         own = has_small_pages(context.pages) or stage.has_idle_tasks
-        preceding.note(Note.IDLE_TASKS, own + sum(each.noted(Note.IDLE_TASKS) for each in groups))
+        preceding.note(Note.IDLE_TASKS, own + sum(each.noted(Note.IDLE_TASKS) for each in others))

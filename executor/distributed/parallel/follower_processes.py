@@ -54,7 +54,7 @@ class FollowerProcesses:
             tuple(os.memfd_create("quintet-link") for _ in range(stages if stages > 1 else 0)),
             tuple(os.memfd_create("quintet-gather") for _ in range(config.cache.has_remote_tiers)),
         )
-        self._descriptors = (*self.memory.groups, *self.memory.links, *self.memory.gather)
+        self._descriptors = (*self.memory.stages, *self.memory.links, *self.memory.gather)
         ranks = (rank for rank in ranks_of(config.executor, host) if rank != 0)
         self._processes = {f"rank {rank}": self._start(RANK, rank) for rank in ranks}
         if host == 0 and config.executor.hosts is not None:

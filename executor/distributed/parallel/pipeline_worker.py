@@ -109,7 +109,7 @@ class PipelineWorker:
         self._span = context.span
         self._pages = [each for each in context.pages if each.is_fragmented]
         """Memory with small pages left."""
-        self._pipeline, self._group, config = pipeline, context.ranks, context.config
+        self._pipeline, self._ranks, config = pipeline, context.ranks, context.config
         self.experts = pipeline.expert_counts
         self._num_started = 0
         self._pending: deque[PipelinedStep] = deque()
@@ -168,14 +168,14 @@ class PipelineWorker:
     @property
     def has_idle_tasks(self) -> bool:
         """True if weights of any process remain on small pages, or experts on overloaded ranks."""
-        of_ranks = self._group is not None and self._group.noted(Note.IDLE_TASKS) > 0
+        of_ranks = self._ranks is not None and self._ranks.noted(Note.IDLE_TASKS) > 0
         return bool(self._pages) or of_ranks or self._pipeline.has_idle_tasks
 
     def run_idle_task(self) -> None:
         """Move some weights to huge pages in every process, or copy an expert to another rank."""
         self._pipeline.run_idle_task()
-        if self._group is not None:
-            self._group.send_idle_task()
+        if self._ranks is not None:
+            self._ranks.send_idle_task()
         gather_some(self._pages)
         self._pages = [each for each in self._pages if each.is_fragmented]
 

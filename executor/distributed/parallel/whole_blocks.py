@@ -29,18 +29,18 @@ from quintet.wire.config import EngineConfig
 class Moves:
     """Moves blocks on all ranks at the same time: on this stage and on the following ones."""
 
-    def __init__(self, group: Ranks | None, following: Ranks | None = None) -> None:
-        """group: the ranks of this stage, if there are several; following: the link to the next stage."""
-        self._group, self._following = group, following
+    def __init__(self, ranks: Ranks | None, following: Ranks | None = None) -> None:
+        """ranks: of this stage, if there are several; following: the link to the next stage."""
+        self._ranks, self._following = ranks, following
 
     def move(self, kind: OrderKind, pairs: bytes, own: Callable[[bytes], None]) -> None:
         """Send the order to the other ranks; ``own`` executes it on this rank."""
         if self._following is not None:
             self._following.send_items(kind, pairs, PAIR_BYTES)
-        if self._group is None:
+        if self._ranks is None:
             own(pairs)
         else:
-            self._group.move_blocks(kind, pairs, own)
+            self._ranks.move_blocks(kind, pairs, own)
 
 
 class HostBlocksOfAllRanks:

@@ -3,7 +3,7 @@
 KV layout of a layer: keys ``[num_blocks, num_kv_heads, block_size, head_dim]``, values ``[..., value_width]``; blocks may be
 strided. A head within a block is contiguous.
 
-Rows with equal numbers of new tokens form an `AttentionGroup`. Short rows: blocks are gathered into
+Rows with equal numbers of new tokens form an `AttentionBucket`. Short rows: blocks are gathered into
 ``[rows * kv_heads, context, head_dim]``, and the query heads of a KV head are folded into the matrix (Ainslie et al., "GQA",
 2023). Long rows: torch's fused kernel, which never holds the whole score matrix (Dao et al., "FlashAttention", 2022). Scores
 with softcap, ALiBi or sinks are computed in fp32, one KV head at a time.
@@ -23,7 +23,7 @@ MAX_FOLDED_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionGroup:
+class AttentionBucket:
     """Rows that are computed together: ``B`` rows of ``c`` new tokens over at most ``L`` keys.
 
     ::
@@ -35,7 +35,7 @@ class AttentionGroup:
     num_rows: int
     num_new: int
     tokens: torch.Tensor | None
-    """int64[B * c]: the group's tokens among the step's; None: all tokens, in order."""
+    """int64[B * c]: the bucket's tokens among the step's; None: all tokens, in order."""
     blocks: torch.Tensor
     """int64[B, 1, blocks]: block table of the rows."""
     distance: torch.Tensor
@@ -51,46 +51,46 @@ def paged_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    groups: tuple[AttentionGroup, ...],
+    buckets: tuple[AttentionBucket, ...],
 ) -> torch.Tensor:
     """Return attention outputs ``[num_tokens, num_heads, value_width]``.
 
-    q: ``[num_tokens, num_heads, head_dim]``; keys, values: the cache, which already holds the new tokens. groups: with the masks
+    q: ``[num_tokens, num_heads, head_dim]``; keys, values: the cache, which already holds the new tokens. buckets: with the masks
     of the layer's window.
     """
     out = q.new_empty((*q.shape[:2], layer.value_width))
-    for group in groups:
-        if group.tokens is None:
-            return _attend(layer, q, keys, values, group)
-        out[group.tokens] = _attend(layer, q[group.tokens], keys, values, group)
+    for bucket in buckets:
+        if bucket.tokens is None:
+            return _attend(layer, q, keys, values, bucket)
+        out[bucket.tokens] = _attend(layer, q[bucket.tokens], keys, values, bucket)
     return out
 
 
 def _attend(
-    layer: AttentionLayer, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: AttentionGroup
+    layer: AttentionLayer, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bucket: AttentionBucket
 ) -> torch.Tensor:
-    """Return the outputs of a group's tokens ``q [B * c, num_heads, head_dim]``."""
+    """Return the outputs of a bucket's tokens ``q [B * c, num_heads, head_dim]``."""
     heads = torch.arange(layer.num_kv_heads, device=q.device)[:, None]  # [kv_heads, 1]
-    keys, values = (cache[group.blocks, heads].flatten(2, 3) for cache in (keys, values))
+    keys, values = (cache[bucket.blocks, heads].flatten(2, 3) for cache in (keys, values))
     if not layer.is_product:
-        return _stepwise(layer, q, keys, values, group)
+        return _stepwise(layer, q, keys, values, bucket)
     # The bias has the head count of the first layer.
-    if group.bias is not None and len(group.bias) == len(keys) * layer.num_kv_heads:
-        return _folded(q, keys, values, group.num_new, group.bias, layer.scale)
-    return _fused(q, keys, values, group.num_new, group.mask, layer.scale)
+    if bucket.bias is not None and len(bucket.bias) == len(keys) * layer.num_kv_heads:
+        return _folded(q, keys, values, bucket.num_new, bucket.bias, layer.scale)
+    return _fused(q, keys, values, bucket.num_new, bucket.mask, layer.scale)
 
 
 def _stepwise(
-    layer: AttentionLayer, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: AttentionGroup
+    layer: AttentionLayer, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bucket: AttentionBucket
 ) -> torch.Tensor:
     """Compute scores in fp32 with softcap, ALiBi and sinks, one KV head at a time."""
-    rows, num_new, fold = group.num_rows, group.num_new, layer.num_heads // layer.num_kv_heads
-    mask = group.mask
+    rows, num_new, fold = bucket.num_rows, bucket.num_new, layer.num_heads // layer.num_kv_heads
+    mask = bucket.mask
     if mask is None:
         keys, values = keys[:, :, :num_new], values[:, :, :num_new]
         mask = torch.ones(1, 1, num_new, num_new, dtype=torch.bool, device=q.device).tril()
     offset = torch.arange(keys.shape[2], device=q.device) - torch.arange(num_new, device=q.device)[:, None]
-    distance = (group.distance[:, None, None] + offset).unsqueeze(1)  # [B, 1, c, L]
+    distance = (bucket.distance[:, None, None] + offset).unsqueeze(1)  # [B, 1, c, L]
     queries = q.view(rows, num_new, layer.num_heads, -1).transpose(1, 2)  # [B, heads, c, head_dim]
     parts = []
     for kv_head in range(layer.num_kv_heads):

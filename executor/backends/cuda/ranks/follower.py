@@ -13,7 +13,7 @@ from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.boot import open_runner
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.tables import HEADER_WORDS
-from quintet.executor.backends.cuda.ranks.group import group_of, open_device_ranks
+from quintet.executor.backends.cuda.ranks.communicator import communicator_of, open_device_ranks
 from quintet.executor.backends.cuda.ranks.rank_broadcast import (
     CaptureOrder,
     LogitsOrder,
@@ -34,7 +34,7 @@ def run_follower(context: WorkerContext, rank: int) -> None:
     assert not context.memory.gather, "CUDA does not support KV transfer between ranks"
     config, _ = context.config, context.platform  # the platform is opened first
     device = open_cuda_device(config.executor)
-    context.join(open_device_ranks(config, context.memory.groups[0], rank))
+    context.join(open_device_ranks(config, context.memory.stages[0], rank))
     for _ in follow(device, context.load(on_device=True), context):
         pass
 
@@ -47,8 +47,8 @@ def follow(device: Device, model: CausalModel, context: WorkerContext) -> Iterat
     """
     config, ranks = context.config, context.ranks
     assert ranks is not None
-    group = group_of(device, ranks, config)
-    opened = open_runner(device, model, config, group, ranks)
+    communicator = communicator_of(device, ranks, config)
+    opened = open_runner(device, model, config, communicator, ranks)
     steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
     receiver = RankReceiver(ranks)
     gc.freeze()
@@ -57,7 +57,7 @@ def follow(device: Device, model: CausalModel, context: WorkerContext) -> Iterat
     for number in count(1):
         order = receiver.next()
         context.span("wait", number)
-        group.check()
+        communicator.check()
         match order:
             case StepOrder():
                 _launch(steps, order)

@@ -23,7 +23,7 @@ UNAVAILABLE = b""
 
 
 class Nccl:
-    """One rank of a communicator; implements `quintet.executor.backends.cuda.ranks.group.AllReduceLibrary`."""
+    """One rank of a communicator; implements `quintet.executor.backends.cuda.ranks.communicator.AllReduceLibrary`."""
 
     def __init__(self, communicator: nccl.NcclCommunicator, index: int) -> None:
         """index: torch's device index."""

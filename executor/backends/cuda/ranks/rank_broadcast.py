@@ -1,7 +1,7 @@
 """Orders from rank 0 to the other ranks' devices: the same launches, in the same order, with the same words.
 
 Every rank applies a plan's words to its own tables. The words contain positions and blocks, but no drawn tokens: each step
-copies those from rank 0's device (`quintet.executor.backends.cuda.ranks.group`).
+copies those from rank 0's device (`quintet.executor.backends.cuda.ranks.communicator`).
 """
 
 from __future__ import annotations

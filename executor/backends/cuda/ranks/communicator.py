@@ -40,7 +40,7 @@ class AllReduceLibrary(Protocol):
         """Launch an in-place sum over all ranks' contiguous ``x``, rounded to its dtype."""
 
 
-class DeviceGroup:
+class DeviceCommunicator:
     """Collectives of one rank."""
 
     def __init__(
@@ -121,7 +121,7 @@ def open_device_ranks(config: EngineConfig, descriptor: int, rank: int) -> Ranks
     return Ranks(descriptor, share_of(config.executor, rank), shape, spins=SPINS)
 
 
-def group_of(device: Device, ranks: Ranks, config: EngineConfig) -> DeviceGroup:
+def communicator_of(device: Device, ranks: Ranks, config: EngineConfig) -> DeviceCommunicator:
     """Return a rank's collectives. All ranks call it."""
     peers = open_peers(device, ranks)
     library: AllReduceLibrary | None = None
@@ -129,4 +129,4 @@ def group_of(device: Device, ranks: Ranks, config: EngineConfig) -> DeviceGroup:
         from quintet.executor.backends.cuda.ranks.nccl import open_nccl  # needs CuPy
 
         library = open_nccl(ranks, device.torch_device.index)
-    return DeviceGroup(device, ranks.share, peers, library)
+    return DeviceCommunicator(device, ranks.share, peers, library)
