@@ -1,10 +1,10 @@
-// Common parts of the attention kernels: division of rows into pieces of work, visible positions of a query, merge of partial
+// Common parts of the attention kernels: division of rows into work items, visible positions of a query, merge of partial
 // softmax states. The kernels: attention_plan.cu (once per step), attention_decode.cu and attention_chunk.cu (matrix
 // instructions), attention_plain.cu.
 //
-// Terms. A ROW is a request in this step: `count` new tokens after `start` cached ones. A LINE is a (new token, query head)
-// pair of one KV head. A row has count * group lines per KV head, with line = token * group + head in the query group. So the
-// lines of a query group share every load of a key (Ainslie et al., "GQA", 2023). A PATCH is up to PATCH consecutive lines,
+// Terms. A ROW is a request in this step: `count` new tokens after `start` cached ones. A QUERY is a (new token, query head)
+// pair. A row has count * group queries per KV head, with query = token * group + head in the query group. So the queries of a
+// query group share every load of a key (Ainslie et al., "GQA", 2023). A QUERY TILE is up to QUERY_TILE consecutive queries,
 // computed together by one thread block. A TILE is 64 positions of the cache. A SPLIT is a range of full tiles at fixed
 // positions: split s is [s * size, (s + 1) * size) for every row.
 //
@@ -13,14 +13,14 @@
 //   splits      |       0         |        1       |        2
 //   a row       |------------ start ------------->|-- count --|
 //
-// A PIECE of work is (row, patch, KV head, split), or (row, patch, KV head) over all positions if the row is not split.
+// A WORK ITEM is (row, query tile, KV head, split), or (row, query tile, KV head) over all positions if the row is not split.
 //
-// Reduction order of a line: tiles ascending within a split by the online softmax (Milakov and Gimelshein, 2018; Dao et al.,
-// "FlashAttention-2", 2023), splits ascending by `SoftmaxMerge`. A tile or split without visible positions leaves the line's
-// state unchanged, exactly. So with a fixed split size, a line's bits are independent of the batch, of its chunk, of its patch
-// and of the kernel. One block may compute all splits in sequence, or several blocks may compute them in parallel:
+// Reduction order of a query: tiles ascending within a split by the online softmax (Milakov and Gimelshein, 2018; Dao et al.,
+// "FlashAttention-2", 2023), splits ascending by `SoftmaxMerge`. A tile or split without visible positions leaves the query's
+// state unchanged, exactly. So with a fixed split size, a query's bits are independent of the batch, of its chunk, of its query
+// tile and of the kernel. One block may compute all splits in sequence, or several blocks may compute them in parallel:
 // `SoftmaxMerge` combines the same numbers. In the parallel case partial states are stored in the workspace; the block that
-// stores the last one of a patch merges them.
+// stores the last one of a query tile merges them.
 #pragma once
 #include "device.cuh"
 
@@ -29,30 +29,29 @@
 namespace quintet {
 
 constexpr int TILE = 64;
-constexpr int DECODE_PATCH = 16;
+constexpr int DECODE_QUERY_TILE = 16;
 
 // Plan of one step for one attention window and one kernel: a table of ints, written by attention_plan.cu.
 struct Plan {
   int* table;
   int max_rows;
   __device__ __forceinline__ int split_size() const { return table[0]; }
-  __device__ __forceinline__ int num_pieces() const { return table[1]; }
-  // Number of pieces taken after the first one of each block; number of blocks that found no further piece. Both are 0 between
-  // launches.
+  __device__ __forceinline__ int num_items() const { return table[1]; }
+  // Number of work items taken after each block's first one; number of blocks that found no more. Both are 0 between launches.
   __device__ __forceinline__ int* taken() const { return table + 2; }
   __device__ __forceinline__ int* finished() const { return table + 3; }
-  // prefix()[row]: pieces of the previous rows; one entry more than rows.
+  // prefix()[row]: work items of the previous rows; one entry more than rows.
   __device__ __forceinline__ int* prefix() const { return table + 4; }
-  // parts()[row]: splits that are separate pieces; 1: a piece covers all positions.
+  // parts()[row]: splits that are separate work items; 1: a work item covers all positions.
   __device__ __forceinline__ int* parts() const { return table + 4 + max_rows + 1; }
-  // base()[row]: the row's first patch in the workspace, if it has several parts.
+  // base()[row]: the row's first query tile in the workspace, if it has several parts.
   __device__ __forceinline__ int* base() const { return table + 4 + 2 * max_rows + 1; }
 };
 
 __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// True for rows with lines that fit one patch of the decode kernel; the chunk kernel computes all other rows.
-__device__ __forceinline__ bool is_decode(int count, int group) { return count * group <= DECODE_PATCH; }
+// True for rows with queries that fit one query tile of the decode kernel; the chunk kernel computes all other rows.
+__device__ __forceinline__ bool is_decode(int count, int group) { return count * group <= DECODE_QUERY_TILE; }
 
 // Positions [begin, end) visible to the tokens [first, last], counted from the row's first new token.
 struct Range {
@@ -69,7 +68,7 @@ struct Attention {
   const unsigned char* kv;
   const int *slots, *starts, *counts, *offsets, *block_table;
   float *part_sums, *part_stats, *totals;
-  int* tickets;  // stored parts of a patch, at the slot of its first part; 0 between launches
+  int* tickets;  // stored parts of a query tile, at the slot of its first part; 0 between launches
   const float *alibi, *sinks;
   int num_rows, num_tokens, num_heads, num_kv_heads, head_dim, block_size, max_blocks, q_stride;
   AttentionWindow mask;
@@ -100,17 +99,17 @@ struct Attention {
         quintet::Scores{scale, soft_cap, soft_cap == 0.0f && alibi == nullptr}, value_scale, num_heads / num_kv_heads              \
   }
 
-// One piece of work. Empty if its patch sees no position of its split.
-struct Piece {
+// One work item. Empty if its query tile sees no position of its split.
+struct WorkItem {
   int head;         // KV head
   int token;        // index of the row's first token in the step
   int start;        // position of that token
-  int first_line;   // of the patch
-  int num_lines;    // of the patch, at most PATCH
+  int first_query;  // of the query tile
+  int num_queries;  // of the query tile, at most QUERY_TILE
   int begin, end;   // positions
-  int slot;         // patch of the workspace; -1: the result is final
-  int first_slot;   // of the patch's parts, which are num_kv_heads slots apart
-  int num_parts;    // of the patch
+  int slot;         // query tile of the workspace; -1: the result is final
+  int first_slot;   // of the query tile's parts, which are num_kv_heads slots apart
+  int num_parts;    // of the query tile
   const int* blocks;
   // Multiplier for the division by block_size: position / block_size is the upper word of position * inverse_size. Valid for
   // block_size >= 2 and position * block_size up to 2^32, as it exceeds 2^32 / block_size by less than 1.
@@ -131,90 +130,90 @@ __device__ __forceinline__ int find_row(const int* prefix, int num_rows, int ind
   return row;
 }
 
-// Returns the piece with this index. One warp; all lanes get the result.
-template <int PATCH>
-__device__ __forceinline__ Piece find_piece(const Attention& a, int index) {
+// Returns the work item with this index. One warp; all lanes get the result.
+template <int QUERY_TILE>
+__device__ __forceinline__ WorkItem find_item(const Attention& a, int index) {
   const int* prefix = a.plan.prefix();
   const int row = find_row(prefix, a.num_rows, index);
   int parts = a.plan.parts()[row], size = a.plan.split_size();
-  int start = a.starts[row], lines = a.counts[row] * a.group;
-  int patches = divide_up(lines, PATCH);
+  int start = a.starts[row], queries = a.counts[row] * a.group;
+  int query_tiles = divide_up(queries, QUERY_TILE);
 
-  // The last patches of a prompt see the most positions, so they come first.
+  // The last query tiles of a prompt see the most positions, so they come first.
   int within = index - prefix[row];
   int head = within % a.num_kv_heads;
   int part = within / a.num_kv_heads % parts;
-  int patch = patches - 1 - within / a.num_kv_heads / parts;
+  int query_tile = query_tiles - 1 - within / a.num_kv_heads / parts;
 
-  Piece piece;
-  piece.head = head;
-  piece.token = a.offsets[row];
-  piece.start = start;
-  piece.first_line = patch * PATCH;
-  piece.num_lines = lines - piece.first_line < PATCH ? lines - piece.first_line : PATCH;
-  piece.blocks = a.block_table + (long long)a.slots[row] * a.max_blocks;
-  Range range = seen_by(start, piece.first_line / a.group, (piece.first_line + piece.num_lines - 1) / a.group, a.mask);
-  piece.slot = -1;
-  piece.num_parts = 1;
+  WorkItem item;
+  item.head = head;
+  item.token = a.offsets[row];
+  item.start = start;
+  item.first_query = query_tile * QUERY_TILE;
+  item.num_queries = queries - item.first_query < QUERY_TILE ? queries - item.first_query : QUERY_TILE;
+  item.blocks = a.block_table + (long long)a.slots[row] * a.max_blocks;
+  Range range = seen_by(start, item.first_query / a.group, (item.first_query + item.num_queries - 1) / a.group, a.mask);
+  item.slot = -1;
+  item.num_parts = 1;
   if (parts > 1) {
     int first = seen_by(start, 0, 0, a.mask).begin / size;
     int first_seen = range.begin / size, last_seen = (range.end - 1) / size;
     if (first_seen != last_seen) {
-      int base = a.plan.base()[row] + patch * parts * a.num_kv_heads + head;
-      piece.slot = base + part * a.num_kv_heads;
-      piece.first_slot = base + (first_seen - first) * a.num_kv_heads;
-      piece.num_parts = last_seen - first_seen + 1;
+      int base = a.plan.base()[row] + query_tile * parts * a.num_kv_heads + head;
+      item.slot = base + part * a.num_kv_heads;
+      item.first_slot = base + (first_seen - first) * a.num_kv_heads;
+      item.num_parts = last_seen - first_seen + 1;
     }
     int from = (first + part) * size;
     if (from > range.begin) range.begin = from;
     if (from + size < range.end) range.end = from + size;
   }
-  piece.inverse_size = 0xffffffffu / unsigned(a.block_size) + 1u;
-  piece.begin = range.begin;
-  piece.end = range.end;
-  return piece;
+  item.inverse_size = 0xffffffffu / unsigned(a.block_size) + 1u;
+  item.begin = range.begin;
+  item.end = range.end;
+  return item;
 }
 
-// Starts the copy of a patch's queries to shared memory; lines beyond the patch are zero. It completes with the next group of
-// copies.
-template <class T, int DIM, int PATCH, int THREADS>
-__device__ __forceinline__ void copy_queries(const Attention& a, const Piece& piece, unsigned char* into) {
+// Starts the copy of a query tile's queries to shared memory; queries beyond the tile are zero. It completes with
+// the next group of copies.
+template <class T, int DIM, int QUERY_TILE, int THREADS>
+__device__ __forceinline__ void copy_queries(const Attention& a, const WorkItem& item, unsigned char* into) {
   constexpr int ROW = DIM * int(sizeof(T)) + 16, CHUNKS = DIM / 8;
-  for (int chunk = threadIdx.x; chunk < PATCH * CHUNKS; chunk += THREADS) {
+  for (int chunk = threadIdx.x; chunk < QUERY_TILE * CHUNKS; chunk += THREADS) {
     int row = chunk / CHUNKS, column = chunk % CHUNKS;
-    bool valid = row < piece.num_lines && column * 8 < a.head_dim;
+    bool valid = row < item.num_queries && column * 8 < a.head_dim;
     const T* source = reinterpret_cast<const T*>(a.q);
     if (valid) {
-      int line = piece.first_line + row;
-      int token = line / a.group, head = piece.head * a.group + line % a.group;
-      source += (long long)(piece.token + token) * a.q_stride + (long long)head * a.head_dim + column * 8;
+      int query = item.first_query + row;
+      int token = query / a.group, head = item.head * a.group + query % a.group;
+      source += (long long)(item.token + token) * a.q_stride + (long long)head * a.head_dim + column * 8;
     }
     copy_async_16(into + row * ROW + column * 16, source, valid);
   }
 }
 
-// Visible positions of one line; none beyond the end of the patch.
-struct Line {
-  int first, last;  // the last one is the line's own position
+// Visible positions of one query; none beyond the end of the query tile.
+struct QueryMask {
+  int first, last;  // the last one is the query's own position
   float slope;  // ALiBi (Press et al., "Train Short, Test Long", 2022)
-  __device__ __forceinline__ Line() {}
-  __device__ __forceinline__ Line(const Attention& a, const Piece& piece, int index) {
-    bool exists = index < piece.num_lines;
-    int line = piece.first_line + index;
-    last = exists ? piece.start + line / a.group : -1;
+  __device__ __forceinline__ QueryMask() {}
+  __device__ __forceinline__ QueryMask(const Attention& a, const WorkItem& item, int index) {
+    bool exists = index < item.num_queries;
+    int query = item.first_query + index;
+    last = exists ? item.start + query / a.group : -1;
     first = exists ? a.mask.first(last) : 0;
-    slope = a.alibi != nullptr && exists ? a.alibi[piece.head * a.group + line % a.group] : 0.0f;
+    slope = a.alibi != nullptr && exists ? a.alibi[item.head * a.group + query % a.group] : 0.0f;
   }
 };
 
-__device__ __forceinline__ bool sees(const Line& line, int position) {
-  return position <= line.last && position >= line.first;
+__device__ __forceinline__ bool sees(const QueryMask& mask, int position) {
+  return position <= mask.last && position >= mask.first;
 }
 
-// True if the tile needs a mask: a token of the patch does not see all its positions.
-__device__ __forceinline__ bool sees_partly(const Attention& a, const Piece& piece, int tile) {
-  int first = piece.start + piece.first_line / a.group;
-  int last = piece.start + (piece.first_line + piece.num_lines - 1) / a.group;
+// True if the tile needs a mask: a token of the query tile does not see all its positions.
+__device__ __forceinline__ bool sees_partly(const Attention& a, const WorkItem& item, int tile) {
+  int first = item.start + item.first_query / a.group;
+  int last = item.start + (item.first_query + item.num_queries - 1) / a.group;
   return (tile + 1) * TILE - 1 > first || tile * TILE < a.mask.first(last);
 }
 
@@ -222,16 +221,16 @@ __device__ __forceinline__ const float* sink_of(const Attention& a, int head) {
   return a.sinks != nullptr ? a.sinks + head : nullptr;
 }
 
-// Stores a line's result: final to the output, or unscaled to the workspace. This thread has two columns of every 8, from
-// `column` on. In the workspace, the thread with column 0 also stores the line's largest score and normalizer.
-template <class T, int PATCH, int COLUMNS>
-__device__ __forceinline__ void store_line(
-    const Attention& a, const Piece& piece, int index, int column, int half, const float (&sums)[COLUMNS][4],
+// Stores a query's result: final to the output, or unscaled to the workspace. This thread has two columns of every 8, from
+// `column` on. In the workspace, the thread with column 0 also stores the query's largest score and normalizer.
+template <class T, int QUERY_TILE, int COLUMNS>
+__device__ __forceinline__ void store_query(
+    const Attention& a, const WorkItem& item, int index, int column, int half, const float (&sums)[COLUMNS][4],
     float normalizer, float most) {
-  if (piece.slot < 0) {
-    const int line = piece.first_line + index;
-    const long long token = piece.token + line / a.group;
-    const int head = piece.head * a.group + line % a.group;
+  if (item.slot < 0) {
+    const int query = item.first_query + index;
+    const long long token = item.token + query / a.group;
+    const int head = item.head * a.group + query % a.group;
     T* to = reinterpret_cast<T*>(a.out) + (token * a.num_heads + head) * a.head_dim + column;
     const float share = share_of(normalizer, most, a.scores.unit(), sink_of(a, head)) * a.value_scale;
 #pragma unroll
@@ -242,7 +241,7 @@ __device__ __forceinline__ void store_line(
       }
     }
   } else {
-    const long long place = (long long)piece.slot * PATCH + index;
+    const long long place = (long long)item.slot * QUERY_TILE + index;
     float* to = a.part_sums + place * a.head_dim + column;
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
@@ -258,17 +257,17 @@ __device__ __forceinline__ void store_line(
   }
 }
 
-// Merges the parts of a patch from the workspace, if this block stored the last one. The parts' order is fixed, so the bits do
-// not depend on the block. A warp merges a line at a time; its lanes share the columns.
-template <class T, int DIM, int PATCH, int THREADS>
-__device__ __forceinline__ void merge_parts(const Attention& a, const Piece& piece) {
+// Merges the parts of a query tile from the workspace, if this block stored the last one. The parts' order is fixed, so
+// the bits do not depend on the block. A warp merges a query at a time; its lanes share the columns.
+template <class T, int DIM, int QUERY_TILE, int THREADS>
+__device__ __forceinline__ void merge_parts(const Attention& a, const WorkItem& item) {
   constexpr int PER_LANE = DIM / WARP_SIZE;
   __shared__ bool is_last;
   __threadfence();  // release: this thread's stores precede its ticket
   __syncthreads();
   if (threadIdx.x == 0) {
-    int* tickets = a.tickets + piece.first_slot;
-    is_last = atomicAdd(tickets, 1) == piece.num_parts - 1;
+    int* tickets = a.tickets + item.first_slot;
+    is_last = atomicAdd(tickets, 1) == item.num_parts - 1;
     if (is_last) *tickets = 0;
   }
   __syncthreads();
@@ -278,12 +277,12 @@ __device__ __forceinline__ void merge_parts(const Attention& a, const Piece& pie
   const int lane = threadIdx.x % WARP_SIZE;
   const float unit = a.scores.unit();
 #pragma unroll 1
-  for (int index = threadIdx.x / WARP_SIZE; index < piece.num_lines; index += THREADS / WARP_SIZE) {
+  for (int index = threadIdx.x / WARP_SIZE; index < item.num_queries; index += THREADS / WARP_SIZE) {
     float total[PER_LANE] = {}, normalizer = 0.0f, most = UNSEEN;
     // Branch-free, so that the loads of several parts are in flight before the first merge.
 #pragma unroll 4
-    for (int part = 0; part < piece.num_parts; ++part) {
-      const long long place = (long long)(piece.first_slot + part * a.num_kv_heads) * PATCH + index;
+    for (int part = 0; part < item.num_parts; ++part) {
+      const long long place = (long long)(item.first_slot + part * a.num_kv_heads) * QUERY_TILE + index;
       const float part_most = a.part_stats[place * 2], part_normalizer = a.part_stats[place * 2 + 1];
       const bool seen = has_seen(part_most), is_first = !has_seen(most);
       const SoftmaxMerge merge(most, part_most, unit);
@@ -296,9 +295,9 @@ __device__ __forceinline__ void merge_parts(const Attention& a, const Piece& pie
       normalizer = !seen ? normalizer : is_first ? part_normalizer : merge(normalizer, part_normalizer);
       most = merge.most;
     }
-    const int line = piece.first_line + index;
-    const long long token = piece.token + line / a.group;
-    const int head = piece.head * a.group + line % a.group;
+    const int query = item.first_query + index;
+    const long long token = item.token + query / a.group;
+    const int head = item.head * a.group + query % a.group;
     T* to = reinterpret_cast<T*>(a.out) + (token * a.num_heads + head) * a.head_dim;
     const float share = share_of(normalizer, most, unit, sink_of(a, head)) * a.value_scale;
 #pragma unroll
@@ -309,7 +308,7 @@ __device__ __forceinline__ void merge_parts(const Attention& a, const Piece& pie
   }
 }
 
-// Epilogue of a block without further pieces: zeroes its share of the padding tokens. The last block resets the counters for
+// Epilogue of a block without further work items: zeroes its share of the padding tokens. The last block resets the counters for
 // the next layer.
 template <class T, int THREADS>
 __device__ __forceinline__ void finish(const Attention& a) {

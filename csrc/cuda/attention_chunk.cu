@@ -1,20 +1,20 @@
 // Prefill attention over the paged cache, for rows of many new tokens: prompts, chunks of prompts, draft tokens.
 //
-// Ownership: a block of 4 warps takes pieces of work (attention.cuh) until none is left. A piece is 128 lines of one row and KV
-// head (64 if DIM is 256), over the positions of a split. A warp owns 32 lines (16) with their scores, weights and sums in
+// Ownership: a block of 4 warps takes work items (attention.cuh) until none is left. A work item is 128 queries of one row and KV
+// head (64 if DIM is 256), over the positions of a split. A warp owns 32 queries (16) with their scores, weights and sums in
 // registers, so every key loaded from shared memory is used twice. For each tile of 64 positions: scores, softmax within quads
 // of threads, sums. Weights are rounded to the model's format and multiplied by the values and by a column of ones; the latter
-// gives the normalizer. Warps with lines past the patch's end only copy. Barriers per tile: keys arrived; values arrived.
+// gives the normalizer. Warps with queries past the query tile's end only copy. Barriers per tile: keys arrived; values arrived.
 //
-// FLOPs: 4 * head_dim per line and visible position; tiles that no line of the patch sees are skipped. Bytes: the patch's
-// positions once per patch, mostly from L2. Limiter: matrix instructions (mma.sync, not Hopper's wgmma; so a library kernel may
-// be chosen for long prompts: executor/backends/cuda/attention). Shared memory per block, 16 bits:
+// FLOPs: 4 * head_dim per query and visible position; tiles that no query of the query tile sees are skipped. Bytes: the
+// positions of a query tile once, mostly from L2. Limiter: matrix instructions (mma.sync, not Hopper's wgmma; so a library
+// kernel may be chosen for long prompts: executor/backends/cuda/attention). Shared memory per block, 16 bits:
 //   queries 64 MT * (2 DIM + 16) and stages * 64 * (2 DIM + 16) for the ring
 //   DIM 128: 34 KiB + 17 KiB a stage: 2 blocks of 4 stages on sm_90 and sm_100 (227 KiB), 1 of 7 on sm_80 (163 KiB)
 //   DIM 256: 33 KiB + 33 KiB a stage: 1 block of 5 stages, 3 on sm_80
 //
-// With a fixed split size, a piece may cover several splits. Their totals are in global memory, private to the thread, because
-// no registers are left.
+// With a fixed split size, a work item may cover several splits. Their totals are in global memory, private to the thread,
+// because no registers are left.
 //
 // Reduction order: see attention.cuh; it depends on positions only, not on the batch size.
 #include "device.cuh"
@@ -26,7 +26,7 @@ namespace quintet {
 
 constexpr int CHUNK_THREADS = 128;
 
-// Totals of a line in global memory: a column of `totals [blocks][MT * 2 * (2 COLUMNS + 2)][threads]`.
+// Totals of a query in global memory: a column of `totals [blocks][MT * 2 * (2 COLUMNS + 2)][threads]`.
 struct FarTotals {
   float* numbers;
   __device__ __forceinline__ float& operator()(int i) const { return numbers[i * CHUNK_THREADS]; }
@@ -36,21 +36,21 @@ template <class T, class KV, int DIM, int MT>
 __device__ __forceinline__ void attention_chunk(const Attention& a) {
   using Cache = Ring<T, KV, DIM, CHUNK_THREADS>;
   constexpr int WARPS = CHUNK_THREADS / WARP_SIZE;
-  constexpr int PATCH = WARPS * MT * 16;
+  constexpr int QUERY_TILE = WARPS * MT * 16;
   constexpr int STEPS = DIM / 16;     // matrix steps along a head, for scores
   constexpr int COLUMNS = DIM / 8;    // matrix tiles of a head's columns, for sums
-  constexpr int PER_LINE = 2 * COLUMNS + 2;
+  constexpr int PER_QUERY = 2 * COLUMNS + 2;
   static_assert(DIM % 16 == 0 && TILE % 16 == 0, "two matrix tiles are loaded at a time");
 
   QT_DYNAMIC_SHARED(shared);
   unsigned char* queries = shared;
-  unsigned char* ring_memory = queries + PATCH * Cache::ROW;
-  __shared__ int next_piece;
-  __shared__ Piece piece;
+  unsigned char* ring_memory = queries + QUERY_TILE * Cache::ROW;
+  __shared__ int next_item;
+  __shared__ WorkItem item;
 
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const int quad = lane / 4, pair = lane % 4 * 2;
-  const int first_index = warp * MT * 16;  // the warp's first line in the patch
+  const int first_index = warp * MT * 16;  // the warp's first query in the query tile
   const float unit = a.scores.unit();
   const uint32_t ones[2] = {pack_pair<T>(1.0f, 1.0f), pack_pair<T>(1.0f, 1.0f)};
   // Addresses for load_matrix_x4: rows of A; 16 rows of keys as two B tiles; 16 rows of values as two B tiles.
@@ -58,27 +58,27 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
   const int keys_at = (lane / 16 * 8 + lane % 8) * Cache::ROW + lane / 8 % 2 * 16;
   const int values_at = lane % 16 * Cache::ROW + lane / 16 * 16;
   const auto total_of = [&](int m, int half) {
-    const int column = (blockIdx.x * MT * 2 + 2 * m + half) * PER_LINE;
+    const int column = (blockIdx.x * MT * 2 + 2 * m + half) * PER_QUERY;
     return FarTotals{a.totals + (long long)column * CHUNK_THREADS + threadIdx.x};
   };
 
-  for (int index = blockIdx.x; index < a.plan.num_pieces(); index = next_piece) {
-    __syncthreads();  // all threads have left the shared memory of the previous piece
+  for (int index = blockIdx.x; index < a.plan.num_items(); index = next_item) {
+    __syncthreads();  // all threads have left the shared memory of the previous work item
     if (warp == 0) {
       int upcoming = 0;
-      if (lane == 0) upcoming = gridDim.x + atomicAdd(a.plan.taken(), 1);  // its latency overlaps find_piece
-      const Piece found = find_piece<PATCH>(a, index);
+      if (lane == 0) upcoming = gridDim.x + atomicAdd(a.plan.taken(), 1);  // its latency overlaps find_item
+      const WorkItem found = find_item<QUERY_TILE>(a, index);
       if (lane == 0) {
-        next_piece = upcoming;
-        piece = found;
+        next_item = upcoming;
+        item = found;
       }
     }
     __syncthreads();
-    if (piece.begin < piece.end) {
-      Cache cache(a, piece, ring_memory);
-      copy_queries<T, DIM, PATCH, CHUNK_THREADS>(a, piece, queries);
+    if (item.begin < item.end) {
+      Cache cache(a, item, ring_memory);
+      copy_queries<T, DIM, QUERY_TILE, CHUNK_THREADS>(a, item, queries);
       cache.fill();
-      const bool works = first_index < piece.num_lines;
+      const bool works = first_index < item.num_queries;
       bool folded = false;
       float sums[MT][COLUMNS][4] = {}, normalizer[MT][4] = {}, most[MT][2];
 #pragma unroll
@@ -88,16 +88,16 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
       }
 
 #pragma unroll 1
-      for (int tile = piece.begin / TILE;; ++tile) {
-        const bool ends = tile * TILE >= piece.end;
-        if (ends ? folded : tile % a.split_tiles == 0 && tile * TILE > piece.begin) {
+      for (int tile = item.begin / TILE;; ++tile) {
+        const bool ends = tile * TILE >= item.end;
+        if (ends ? folded : tile % a.split_tiles == 0 && tile * TILE > item.begin) {
 #pragma unroll
           for (int m = 0; m < MT; ++m) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               const FarTotals total = total_of(m, half);
-              if (!folded) total(PER_LINE - 1) = UNSEEN;
-              fold_line<COLUMNS>(sums[m], normalizer[m], most[m][half], half, unit, total);
+              if (!folded) total(PER_QUERY - 1) = UNSEEN;
+              fold_query<COLUMNS>(sums[m], normalizer[m], most[m][half], half, unit, total);
             }
           }
           folded = true;
@@ -127,26 +127,26 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
           }
 
           const int position = tile * TILE + pair;
-          const bool masked = sees_partly(a, piece, tile);
+          const bool masked = sees_partly(a, item, tile);
 #pragma unroll
           for (int m = 0; m < MT; ++m) {
             float tile_most[2] = {UNSEEN, UNSEEN};
-            const int line = first_index + 16 * m + quad;
+            const int in_tile = first_index + 16 * m + quad;
             if (!a.scores.plain) {
-              const Line lines[2] = {Line(a, piece, line), Line(a, piece, line + 8)};
+              const QueryMask masks[2] = {QueryMask(a, item, in_tile), QueryMask(a, item, in_tile + 8)};
 #pragma unroll
               for (int i = 0; i < TILE / 2; ++i) {
                 const int at = position + i / 4 * 8 + i % 2;
                 float& one = score[m][i / 4][i % 4];
-                one = a.scores.logit(one, lines[i % 4 / 2].slope, at - lines[i % 4 / 2].last);
+                one = a.scores.logit(one, masks[i % 4 / 2].slope, at - masks[i % 4 / 2].last);
               }
             }
             if (masked) {
-              const Line lines[2] = {Line(a, piece, line), Line(a, piece, line + 8)};
+              const QueryMask masks[2] = {QueryMask(a, item, in_tile), QueryMask(a, item, in_tile + 8)};
 #pragma unroll
               for (int i = 0; i < TILE / 2; ++i) {
                 const int at = position + i / 4 * 8 + i % 2;
-                if (!sees(lines[i % 4 / 2], at)) score[m][i / 4][i % 4] = UNSEEN;
+                if (!sees(masks[i % 4 / 2], at)) score[m][i / 4][i % 4] = UNSEEN;
               }
             }
 #pragma unroll
@@ -203,14 +203,14 @@ __device__ __forceinline__ void attention_chunk(const Attention& a) {
       for (int m = 0; m < MT; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (folded) unfold_line<COLUMNS>(sums[m], normalizer[m], most[m][half], half, total_of(m, half));
-          const int line = first_index + 16 * m + 8 * half + quad;
-          if (line < piece.num_lines) {
-            store_line<T, PATCH, COLUMNS>(a, piece, line, pair, half, sums[m], normalizer[m][2 * half], most[m][half]);
+          if (folded) unfold_query<COLUMNS>(sums[m], normalizer[m], most[m][half], half, total_of(m, half));
+          const int in_tile = first_index + 16 * m + 8 * half + quad;
+          if (in_tile < item.num_queries) {
+            store_query<T, QUERY_TILE, COLUMNS>(a, item, in_tile, pair, half, sums[m], normalizer[m][2 * half], most[m][half]);
           }
         }
       }
-      if (piece.slot >= 0) merge_parts<T, DIM, PATCH, CHUNK_THREADS>(a, piece);
+      if (item.slot >= 0) merge_parts<T, DIM, QUERY_TILE, CHUNK_THREADS>(a, item);
     }
     __syncthreads();
   }

@@ -1,6 +1,6 @@
-// Decode attention over the paged cache: rows with at most 16 lines (new tokens times query group), one matrix tile.
+// Decode attention over the paged cache: rows with at most 16 queries (new tokens times query group), one matrix tile.
 //
-// Ownership: a block of 4 warps takes pieces of work (attention.cuh) until none is left. A piece is 16 lines of one row and KV
+// Ownership: a block of 4 warps takes work items (attention.cuh) until none is left. A work item is 16 queries of one row and KV
 // head, over the positions of a split. For each tile of 64 positions:
 //   scores    warp w multiplies the 16 queries (in registers up to DIM 128) by keys 16 w .. 16 w + 15;
 //   softmax   the warps combine their largest scores in shared memory and store the weights there, rounded to the model's format;
@@ -8,8 +8,8 @@
 //             normalizer is the sum of the rounded weights, in the order of the value sums.
 // All accumulators are in registers. Barriers per tile: keys arrived; largest scores; weights and values arrived.
 //
-// Bytes: 2 * head_dim numbers of the cache per position and KV head, each read once. FLOPs: 4 * head_dim * 16 lines, of which
-// `group` lines are useful. Limiter: memory bandwidth, hence bytes in flight. The ring holds units (64 keys or 64 values: 17
+// Bytes: 2 * head_dim numbers of the cache per position and KV head, each read once. FLOPs: 4 * head_dim * 16 queries, of which
+// `group` queries are useful. Limiter: memory bandwidth, hence bytes in flight. The ring holds units (64 keys or 64 values: 17
 // KiB at head_dim 128 in 16 bits); all but one are in flight. Shared memory per block, 16 bits:
 //   queries 16 * (2 DIM + 16) + weights 2304 + largest scores 256, and stages * 64 * (2 DIM + 16) for the ring
 //   DIM 128: 6.9 KiB + 17 KiB a stage: 2 blocks of 6 stages on sm_90 and sm_100 (227 KiB), 2 of 4 on sm_80 (163 KiB)
@@ -26,7 +26,7 @@ namespace quintet {
 
 constexpr int DECODE_THREADS = 128;
 
-// Totals of a line over the previous splits, in registers.
+// Totals of a query over the previous splits, in registers.
 struct Totals {
   float* numbers;
   __device__ __forceinline__ float& operator()(int i) const { return numbers[i]; }
@@ -44,14 +44,14 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
 
   QT_DYNAMIC_SHARED(shared);
   unsigned char* queries = shared;
-  unsigned char* weights = queries + DECODE_PATCH * Cache::ROW;
-  float* largest = reinterpret_cast<float*>(weights + DECODE_PATCH * WEIGHTS_ROW);  // [WARPS][16]
-  unsigned char* ring_memory = reinterpret_cast<unsigned char*>(largest + WARPS * DECODE_PATCH);
-  __shared__ int next_piece;
-  __shared__ Piece piece;
+  unsigned char* weights = queries + DECODE_QUERY_TILE * Cache::ROW;
+  float* largest = reinterpret_cast<float*>(weights + DECODE_QUERY_TILE * WEIGHTS_ROW);  // [WARPS][16]
+  unsigned char* ring_memory = reinterpret_cast<unsigned char*>(largest + WARPS * DECODE_QUERY_TILE);
+  __shared__ int next_item;
+  __shared__ WorkItem item;
 
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-  const int quad = lane / 4, pair = lane % 4 * 2;  // this thread's lines are quad and quad + 8
+  const int quad = lane / 4, pair = lane % 4 * 2;  // this thread's queries are quad and quad + 8
   const float unit = a.scores.unit();
   const uint32_t ones[2] = {pack_pair<T>(1.0f, 1.0f), pack_pair<T>(1.0f, 1.0f)};
   // Addresses for load_matrix_x4: rows of A; 16 rows of keys as two B tiles; 32 rows of values as two steps of one B tile.
@@ -60,24 +60,24 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
   const int keys_at = (16 * warp + lane / 16 * 8 + lane % 8) * Cache::ROW + lane / 8 % 2 * 16;
   const int values_at = lane * Cache::ROW + warp * COLUMNS * 16;
 
-  for (int index = blockIdx.x; index < a.plan.num_pieces(); index = next_piece) {
-    __syncthreads();  // all threads have left the shared memory of the previous piece
+  for (int index = blockIdx.x; index < a.plan.num_items(); index = next_item) {
+    __syncthreads();  // all threads have left the shared memory of the previous work item
     if (warp == 0) {
       int upcoming = 0;
-      if (lane == 0) upcoming = gridDim.x + atomicAdd(a.plan.taken(), 1);  // its latency overlaps find_piece
-      const Piece found = find_piece<DECODE_PATCH>(a, index);
+      if (lane == 0) upcoming = gridDim.x + atomicAdd(a.plan.taken(), 1);  // its latency overlaps find_item
+      const WorkItem found = find_item<DECODE_QUERY_TILE>(a, index);
       if (lane == 0) {
-        next_piece = upcoming;
-        piece = found;
+        next_item = upcoming;
+        item = found;
       }
     }
     __syncthreads();
-    if (piece.begin < piece.end) {
-      Cache cache(a, piece, ring_memory);
-      copy_queries<T, DIM, DECODE_PATCH, DECODE_THREADS>(a, piece, queries);
+    if (item.begin < item.end) {
+      Cache cache(a, item, ring_memory);
+      copy_queries<T, DIM, DECODE_QUERY_TILE, DECODE_THREADS>(a, item, queries);
       cache.fill();
       bool folded = false;
-      const Line lines[2] = {Line(a, piece, quad), Line(a, piece, quad + 8)};
+      const QueryMask masks[2] = {QueryMask(a, item, quad), QueryMask(a, item, quad + 8)};
 
       uint32_t query[KEEPS ? STEPS : 1][4];
       float sums[COLUMNS][4] = {}, normalizer[4] = {}, most[2] = {UNSEEN, UNSEEN};
@@ -85,12 +85,12 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
       totals[0][2 * COLUMNS + 1] = totals[1][2 * COLUMNS + 1] = UNSEEN;
 
 #pragma unroll 1
-      for (int tile = piece.begin / TILE;; ++tile) {
-        const bool ends = tile * TILE >= piece.end;
-        if (ends ? folded : tile % a.split_tiles == 0 && tile * TILE > piece.begin) {
+      for (int tile = item.begin / TILE;; ++tile) {
+        const bool ends = tile * TILE >= item.end;
+        if (ends ? folded : tile % a.split_tiles == 0 && tile * TILE > item.begin) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            fold_line<COLUMNS>(sums, normalizer, most[half], half, unit, Totals{totals[half]});
+            fold_query<COLUMNS>(sums, normalizer, most[half], half, unit, Totals{totals[half]});
           }
           folded = true;
         }
@@ -98,7 +98,7 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
 
         const unsigned char* keys = cache.take();
         if constexpr (KEEPS) {
-          if (tile == piece.begin / TILE) {
+          if (tile == item.begin / TILE) {
 #pragma unroll
             for (int k = 0; k < STEPS; ++k) load_matrix_x4(query[k], queries_at + k * 32);
           }
@@ -115,23 +115,23 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
         }
 
         const int position = tile * TILE + 16 * warp + pair;
-        const bool masked = sees_partly(a, piece, tile);
+        const bool masked = sees_partly(a, item, tile);
         float tile_most[2] = {UNSEEN, UNSEEN};
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const Line& line = lines[i / 2];
+            const QueryMask& mask = masks[i / 2];
             const int at = position + 8 * n + i % 2;
-            if (!a.scores.plain) score[n][i] = a.scores.logit(score[n][i], line.slope, at - line.last);
-            if (masked && !sees(line, at)) score[n][i] = UNSEEN;
+            if (!a.scores.plain) score[n][i] = a.scores.logit(score[n][i], mask.slope, at - mask.last);
+            if (masked && !sees(mask, at)) score[n][i] = UNSEEN;
             tile_most[i / 2] = fmaxf(tile_most[i / 2], score[n][i]);
           }
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           tile_most[half] = largest_of_quad(tile_most[half]);
-          if (lane % 4 == 0) largest[warp * DECODE_PATCH + quad + 8 * half] = tile_most[half];
+          if (lane % 4 == 0) largest[warp * DECODE_QUERY_TILE + quad + 8 * half] = tile_most[half];
         }
         __syncthreads();
 
@@ -140,7 +140,7 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
           for (int other = 0; other < WARPS; ++other) {
-            tile_most[half] = fmaxf(tile_most[half], largest[other * DECODE_PATCH + quad + 8 * half]);
+            tile_most[half] = fmaxf(tile_most[half], largest[other * DECODE_QUERY_TILE + quad + 8 * half]);
           }
           const Rise rise(most[half], tile_most[half], unit);
           most[half] = rise.most;
@@ -180,14 +180,14 @@ __device__ __forceinline__ void attention_decode(const Attention& a) {
 
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (folded) unfold_line<COLUMNS>(sums, normalizer, most[half], half, Totals{totals[half]});
-        const int line = quad + 8 * half;
-        if (line < piece.num_lines) {
-          store_line<T, DECODE_PATCH, COLUMNS>(a, piece, line, warp * COLUMNS * 8 + pair, half, sums,
+        if (folded) unfold_query<COLUMNS>(sums, normalizer, most[half], half, Totals{totals[half]});
+        const int in_tile = quad + 8 * half;
+        if (in_tile < item.num_queries) {
+          store_query<T, DECODE_QUERY_TILE, COLUMNS>(a, item, in_tile, warp * COLUMNS * 8 + pair, half, sums,
                                                normalizer[2 * half], most[half]);
         }
       }
-      if (piece.slot >= 0) merge_parts<T, DIM, DECODE_PATCH, DECODE_THREADS>(a, piece);
+      if (item.slot >= 0) merge_parts<T, DIM, DECODE_QUERY_TILE, DECODE_THREADS>(a, item);
     }
     __syncthreads();
   }

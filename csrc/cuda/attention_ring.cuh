@@ -1,4 +1,4 @@
-// Asynchronous copies of a piece's tiles from the paged cache to shared memory, with block table lookup and conversion of fp8.
+// Asynchronous copies of a work item's tiles from the paged cache to shared memory, with block table lookup and fp8 conversion.
 #pragma once
 #include "device.cuh"
 
@@ -6,7 +6,7 @@
 
 namespace quintet {
 
-// Ring of buffers in shared memory. Unit 2 t holds the keys of a piece's tile t, unit 2 t + 1 its values. Positions outside
+// Ring of buffers in shared memory. Unit 2 t holds the keys of a work item's tile t, unit 2 t + 1 its values. Positions outside
 // [begin, end) and elements past the head's end are zero, because 0 times uninitialized memory may be NaN.
 //
 // A row of a tile is padded by 16 bytes, so that the 8 rows of one matrix load are in different banks. An fp8 tile stays packed
@@ -35,32 +35,32 @@ struct Ring {
   }
 
   const Attention& a;
-  const Piece& piece;  // in shared memory
+  const WorkItem& item;  // in shared memory
   unsigned char* memory;
   int next = 0, into = 0, from = 0;  // unit to copy next, its stage, stage to use next
 
-  __device__ __forceinline__ Ring(const Attention& a, const Piece& piece, unsigned char* memory)
-      : a(a), piece(piece), memory(memory) {}
+  __device__ __forceinline__ Ring(const Attention& a, const WorkItem& item, unsigned char* memory)
+      : a(a), item(item), memory(memory) {}
 
   // Starts the copy of the next unit; past the last unit, commits an empty group, so that groups can be counted. A thread loads
   // all block numbers before its first copy: the compiler moves no load over a copy, so the loads wait for memory only once.
   // Zero-filled copies use the address of another position, to avoid a branch.
   __device__ __forceinline__ void copy() {
-    const int begin = piece.begin, end = piece.end;
+    const int begin = item.begin, end = item.end;
     const int first = (begin / TILE + next / 2) * TILE;
     if (first < end) {
       constexpr int COPIES = TILE * CHUNKS / THREADS;
-      const int* blocks = piece.blocks;
+      const int* blocks = item.blocks;
       const int row_bytes = a.head_dim * int(sizeof(KV)), head_bytes = a.block_size * row_bytes;
       const long long block_bytes = a.block_stride * int(sizeof(KV));
-      const unsigned char* plane = a.kv + (long long)piece.head * head_bytes;
+      const unsigned char* plane = a.kv + (long long)item.head * head_bytes;
       if (next % 2 != 0) plane += a.plane * int(sizeof(KV));
       unsigned char* unit = memory + WIDE + into * UNIT;
       int number[COPIES], place[COPIES];
 #pragma unroll
       for (int i = 0; i < COPIES; ++i) {
         const int position = max(begin, min(first + row_of(i), end - 1));
-        const int block = int(__umulhi(unsigned(position), piece.inverse_size));
+        const int block = int(__umulhi(unsigned(position), item.inverse_size));
         place[i] = position - block * a.block_size;
         number[i] = blocks[block];
       }

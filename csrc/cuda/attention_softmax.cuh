@@ -1,4 +1,4 @@
-// Softmax arithmetic of attention, for one line (a query of one head) at a time. It holds all roundings that the decode, chunk
+// Softmax arithmetic of attention, for one query of one head at a time. It holds all roundings that the decode, chunk
 // and merge kernels must share. Products followed by a sum are explicit fmaf, so contraction by the compiler cannot make two
 // kernels round differently. Independent of the memory layout.
 #pragma once
@@ -8,7 +8,7 @@ namespace quintet {
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// A masked score, and the largest score of a line without visible positions. Finite, so that no difference is NaN.
+// A masked score, and the largest score of a query without visible positions. Finite, so that no difference is NaN.
 constexpr float UNSEEN = -3.0e38f;
 __device__ __forceinline__ bool has_seen(float most) { return most > -1.0e38f; }
 
@@ -39,7 +39,7 @@ struct Scores {
   }
 };
 
-// Online softmax update of a line by one tile: the largest score may increase, previous sums are then scaled down; and the
+// Online softmax update of a query by one tile: the largest score may increase, previous sums are then scaled down; and the
 // weight of each score. A tile without visible positions keeps `most`, scales by exactly 1 and has weights of exactly 0.
 struct Rise {
   float most, shrink, base;
@@ -64,17 +64,17 @@ struct SoftmaxMerge {
   __device__ __forceinline__ float operator()(float total, float part) const { return fmaf(part, added, total * kept); }
 };
 
-// Final factor of a line's sums: the inverse of its normalizer. The normalizer includes the head's sink, a logit without a
-// value (null: none). A line without visible positions (only in padding) gives zeros.
+// Final factor of a query's sums: the inverse of its normalizer. The normalizer includes the head's sink, a logit without a
+// value (null: none). A query without visible positions (only in padding) gives zeros.
 __device__ __forceinline__ float share_of(float normalizer, float most, float unit, const float* sink) {
   if (sink != nullptr) normalizer += exp2_fast(fmaf(-most, unit, *sink * LOG2_E));
   return normalizer > 0.0f ? 1.0f / normalizer : 0.0f;
 }
 
-// Folds the part of line `half` of a matrix accumulator (numbers 2 half and 2 half + 1 of each column tile) into its total, and
+// Folds the part of row `half` of a matrix accumulator (numbers 2 half and 2 half + 1 of each column tile) into its total, and
 // clears the part. `total(i)` is the thread's i-th total: COLUMNS pairs of sums, the normalizer, the largest score.
 template <int COLUMNS, class Total>
-__device__ __forceinline__ void fold_line(
+__device__ __forceinline__ void fold_query(
     float (&sums)[COLUMNS][4], float (&normalizer)[4], float& most, int half, float unit, Total total) {
   if (has_seen(most)) {
     const float before = total(2 * COLUMNS + 1);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void fold_line(
 // Copies the total of all splits, the last one included, back to the accumulator, so that the store is the same with and
 // without folds.
 template <int COLUMNS, class Total>
-__device__ __forceinline__ void unfold_line(
+__device__ __forceinline__ void unfold_query(
     float (&sums)[COLUMNS][4], float (&normalizer)[4], float& most, int half, Total total) {
 #pragma unroll
   for (int i = 0; i < 2 * COLUMNS; ++i) sums[i / 2][2 * half + i % 2] = total(i);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void unfold_line(
   most = total(2 * COLUMNS + 1);
 }
 
-// Maximum over the four threads that share a line of an accumulator; all of them get it.
+// Maximum over the four threads that share a row of an accumulator; all of them get it.
 __device__ __forceinline__ float largest_of_quad(float value) {
   value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, 1));
   return fmaxf(value, __shfl_xor_sync(FULL_WARP, value, 2));

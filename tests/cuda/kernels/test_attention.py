@@ -1,4 +1,4 @@
-"""Attention over the paged cache against its reference, on shapes that straddle tiles, patches, splits and blocks."""
+"""Attention over the paged cache against its reference, on shapes that straddle tiles, query tiles, splits and blocks."""
 
 from __future__ import annotations
 
@@ -181,10 +181,10 @@ def test_many_rows_are_planned(device: Device) -> None:
     table = plan.table(AttentionWindow(), False).cpu()
     parts = table[4 + num_rows + 1 :][:num_rows]
     assert bool((parts[counts == 1] <= starts[counts == 1] // 256 + 1).all())
-    pieces = torch.where(counts == 1, 2 * parts, 0)
-    assert table[4 : 4 + num_rows + 1].tolist() == [0, *pieces.cumsum(0).tolist()]
-    assert int(table[1]) == int(pieces.sum())
-    stored = torch.where(parts > 1, pieces, 0)
+    items = torch.where(counts == 1, 2 * parts, 0)
+    assert table[4 : 4 + num_rows + 1].tolist() == [0, *items.cumsum(0).tolist()]
+    assert int(table[1]) == int(items.sum())
+    stored = torch.where(parts > 1, items, 0)
     bases = table[4 + 2 * num_rows + 1 :][:num_rows]
     assert torch.equal(bases, stored.cumsum(0) - stored)
     assert int(stored.sum()) <= plan.decode_sums.shape[0]
@@ -217,7 +217,7 @@ def test_errors_name_the_tensor(device: Device) -> None:
 
 
 def _parts(plan: AttentionPlan, window: int | None, num_rows: int) -> tuple[list[int], list[int]]:
-    """Return the number of pieces per patch and KV head of each row, by kernel."""
+    """Return the number of work items per query tile and KV head of each row, by kernel."""
     first = 4 + plan.max_rows + 1
     decode, chunk = (
         plan.table(AttentionWindow(window), for_chunks)[first : first + num_rows].tolist()

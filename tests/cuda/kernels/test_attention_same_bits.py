@@ -85,7 +85,7 @@ def test_bits_do_not_depend_on_parallel_splits(device: Device, rows: list[Row]) 
     shape = Shape(2, 1)
     problem = Problem(device, shape, [LENGTH])
     spread, confined = shape.plan(device, fixed_splits=True), shape.plan(device, fixed_splits=True)
-    confined._decode_patches = confined._chunk_patches = 0
+    confined._decode_query_tiles = confined._chunk_query_tiles = 0
     outputs = [problem.run(rows, plan=plan).out for plan in (spread, confined)]
     assert max(_parts(spread)) > 1
     assert max(_parts(confined)) == 1
@@ -93,5 +93,5 @@ def test_bits_do_not_depend_on_parallel_splits(device: Device, rows: list[Row]) 
 
 
 def _parts(plan: AttentionPlan) -> list[int]:
-    """Return the pieces of the only row, by kernel."""
+    """Return the work items of the only row, by kernel."""
     return plan.tables[0, :, 4 + plan.max_rows + 1].tolist()  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ import torch
 
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.attention_plan import (
-    DECODE_PATCH,
+    DECODE_QUERY_TILE,
     THREADS,
     AttentionPlan,
     MatrixKernels,
@@ -90,8 +90,8 @@ def _launch_matrix(device: Device, plan: AttentionPlan, kernels: MatrixKernels, 
     cache = (rows.block_size, rows.block_table.shape[1], call.q.stride(0), *limits, plan.split_tiles)
     plane = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
     tail = (plane, keys.stride(0), call.scale, call.soft_cap, call.value_scale)
-    # The decode kernel computes rows of at most 16 lines, the chunk kernel all others (`is_decode` in attention.cuh).
-    has_decode, has_chunks = plan.group <= DECODE_PATCH, rows.max_count * plan.group > DECODE_PATCH
+    # The decode kernel computes rows of at most 16 queries, the chunk kernel all others (`is_decode` in attention.cuh).
+    has_decode, has_chunks = plan.group <= DECODE_QUERY_TILE, rows.max_count * plan.group > DECODE_QUERY_TILE
     work: tuple[torch.Tensor | None, ...]
     if has_decode:
         fit = kernels.decode_fit

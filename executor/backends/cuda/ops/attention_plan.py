@@ -2,7 +2,7 @@
 
 Owns the buffers. Only the device reads and writes the plan (csrc/cuda/attention_plan.cu).
 
-Workspace: ``P * patch * (head_dim + 2) * 4`` bytes for ``P`` patches, 8 per resident decode block and 2 per resident chunk block.
+Workspace: ``P * query_tile * (head_dim + 2) * 4`` bytes for ``P`` query tiles, 8 per resident decode block and 2 per chunk block.
 With a head_dim of 128 and 132 multiprocessors that is 17 and 34 MiB. It suffices for every step: the planner only selects splits
 that fit. With fixed splits, chunk blocks need 18 MiB more for the totals of splits that they process in sequence.
 """
@@ -21,7 +21,7 @@ from quintet.executor.models.layers.attention import AttentionWindow
 
 TILE = 64
 """Positions of a tile; all split sizes are multiples of it."""
-DECODE_PATCH = 16
+DECODE_QUERY_TILE = 16
 """Lines ((new token, head) pairs of a KV head) of a block of the decode kernel: one matrix tile."""
 MATRIX_DIMS = (64, 128, 256)
 """Head dimensions of the matrix kernels; other dimensions are padded to the next one."""
@@ -32,8 +32,8 @@ _PLAN_THREADS = 1024
 _MAX_STAGES = 8
 _FIXED_SPLITS = 32
 _MIN_FIXED_SPLIT = 256
-_DECODE_PATCHES_PER_BLOCK = 8
-_CHUNK_PATCHES_PER_BLOCK = 2
+_DECODE_QUERY_TILES_PER_BLOCK = 8
+_CHUNK_QUERY_TILES_PER_BLOCK = 2
 _UNSPLIT_TILES = 1 << 30
 _PLAN = Kernel("attention_plan", "attention_plan", "ppppiiiiiiiiiii")
 _MATRIX_KINDS = "p" * 15 + "i" * 13 + "llfff"
@@ -76,7 +76,7 @@ class MatrixKernels:
     chunk: Kernel
     decode_fit: Fit
     chunk_fit: Fit
-    chunk_patch: int
+    chunk_query_tile: int
     totals_per_block: int
     """fp32 values that a chunk block keeps of its earlier splits."""
 
@@ -91,14 +91,14 @@ class MatrixKernels:
         widens = kv_dtype == torch.float8_e4m3fn
         unit, wide = (TILE * dim, 2 * TILE * row) if widens else (TILE * row, 0)
         tiles_per_warp = 1 if dim > 128 else 2
-        patch = 64 * tiles_per_warp
-        weights, largest = DECODE_PATCH * (2 * TILE + 16), 4 * DECODE_PATCH * 4
+        query_tile = 64 * tiles_per_warp
+        weights, largest = DECODE_QUERY_TILE * (2 * TILE + 16), 4 * DECODE_QUERY_TILE * 4
         return cls(
             Kernel("attention_decode", f"attention_decode_{dim}_{suffix}", _MATRIX_KINDS),
             Kernel("attention_chunk", f"attention_chunk_{dim}_{suffix}", _MATRIX_KINDS),
-            Fit.of(max_shared_bytes, DECODE_PATCH * row + weights + largest + wide, unit),
-            Fit.of(max_shared_bytes, patch * row + wide, unit),
-            patch,
+            Fit.of(max_shared_bytes, DECODE_QUERY_TILE * row + weights + largest + wide, unit),
+            Fit.of(max_shared_bytes, query_tile * row + wide, unit),
+            query_tile,
             tiles_per_warp * 2 * (dim // 4 + 2) * THREADS,
         )
 
@@ -168,19 +168,19 @@ class AttentionPlan:
         self.split_tiles = _UNSPLIT_TILES if self.split_size is None else self.split_size // TILE
         self.decode_blocks = self._device.num_multiprocessors * kernels.decode_fit.blocks
         self.chunk_blocks = self._device.num_multiprocessors * kernels.chunk_fit.blocks
-        self._decode_patches = self.decode_blocks * _DECODE_PATCHES_PER_BLOCK
-        self._chunk_patches = self.chunk_blocks * _CHUNK_PATCHES_PER_BLOCK
+        self._decode_query_tiles = self.decode_blocks * _DECODE_QUERY_TILES_PER_BLOCK
+        self._chunk_query_tiles = self.chunk_blocks * _CHUNK_QUERY_TILES_PER_BLOCK
 
         def floats(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
 
-        self.decode_sums = floats(self._decode_patches, DECODE_PATCH, self.head_dim)
-        self.decode_stats = floats(self._decode_patches, DECODE_PATCH, 2)
-        self.chunk_sums = floats(self._chunk_patches, kernels.chunk_patch, self.head_dim)
-        self.chunk_stats = floats(self._chunk_patches, kernels.chunk_patch, 2)
-        # 0 between launches: the block that stores the last part of a patch resets its ticket.
-        self.decode_tickets = torch.zeros(self._decode_patches, dtype=torch.int32, device=device)
-        self.chunk_tickets = torch.zeros(self._chunk_patches, dtype=torch.int32, device=device)
+        self.decode_sums = floats(self._decode_query_tiles, DECODE_QUERY_TILE, self.head_dim)
+        self.decode_stats = floats(self._decode_query_tiles, DECODE_QUERY_TILE, 2)
+        self.chunk_sums = floats(self._chunk_query_tiles, kernels.chunk_query_tile, self.head_dim)
+        self.chunk_stats = floats(self._chunk_query_tiles, kernels.chunk_query_tile, 2)
+        # 0 between launches: the block that stores the last part of a query tile resets its ticket.
+        self.decode_tickets = torch.zeros(self._decode_query_tiles, dtype=torch.int32, device=device)
+        self.chunk_tickets = torch.zeros(self._chunk_query_tiles, dtype=torch.int32, device=device)
         self.totals = floats(self.chunk_blocks, kernels.totals_per_block) if fixed_splits else None
         self._stride = 4 + 3 * self.max_rows + 1
         self.tables = torch.zeros(
@@ -226,12 +226,12 @@ class AttentionPlan:
                 self._stride,
                 self.group,
                 self.num_kv_heads,
-                self.matrix.chunk_patch,
+                self.matrix.chunk_query_tile,
                 self.split_size or 0,
                 self.decode_blocks,
                 self.chunk_blocks,
-                self._decode_patches,
-                self._chunk_patches,
+                self._decode_query_tiles,
+                self._chunk_query_tiles,
             ),
         )
 
