@@ -41,7 +41,7 @@ def plan_of_rows(slots: Int, starts: Int, counts: Int, draws: NDArray[np.bool_])
     )
 
 
-def plan_of_pieces(rows: Sequence[SequencePart], draws: bool) -> StepPlan:
+def plan_of_parts(rows: Sequence[SequencePart], draws: bool) -> StepPlan:
     """Return a step of these rows; ``draws``: whether each row draws a token."""
     slots, starts, counts = np.array(rows, np.int64).reshape(-1, 3).T
     return plan_of_rows(slots, starts, counts, np.full(len(rows), draws))

@@ -14,7 +14,7 @@ from tokenizers import Encoding, Tokenizer
 from quintet.tokenizer_proc.chat_template import ChatTemplates
 from quintet.tokenizer_proc.infill import no_infill, open_infill
 from quintet.tokenizer_proc.template_files import load_templates
-from quintet.tokenizer_proc.text_pieces import PIECE_CHARS, cutter_of
+from quintet.tokenizer_proc.text_chunks import CHUNK_CHARS, cutter_of
 from quintet.tokenizer_proc.token_lengths import most_chars_per_token
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import ModelConfig
@@ -112,8 +112,8 @@ class Encoder:
         return ids
 
     def encode_long(self, text: str, add_special_tokens: bool, most: int | None = None) -> Sequence[int]:
-        """Return the ids of a text, or more than ``most`` leading ones. Long texts are encoded in pieces, to bound the memory."""
-        if len(text) <= PIECE_CHARS or self._cutter is None:
+        """Return the ids of a text, or more than ``most`` leading ones. Long texts are encoded in chunks, to bound the memory."""
+        if len(text) <= CHUNK_CHARS or self._cutter is None:
             return self.encode(text, add_special_tokens)
         before, after = self._special_tokens_around() if add_special_tokens else ([], [])
         try:

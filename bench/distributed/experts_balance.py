@@ -93,10 +93,10 @@ class Carrier:
                 layer, copy.expert, copy.source, copy.target, copy.place, begin, end, EXPERT_BYTES
             )
 
-    def send(self, piece: CopyChunk) -> None:
+    def send(self, chunk: CopyChunk) -> None:
         """See there."""
-        is_there = piece.end == piece.size
-        self.layers[0].copies[piece.target, piece.place] = piece.expert if is_there else NO_EXPERT
+        is_there = chunk.end == chunk.size
+        self.layers[0].copies[chunk.target, chunk.place] = chunk.expert if is_there else NO_EXPERT
 
 
 def routing(seed: int, rows: int, zipf: float, drift: int, steps: int) -> Iterator[NDArray[np.int64]]:

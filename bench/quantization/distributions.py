@@ -20,7 +20,7 @@ import torch
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.executor.backends.registry import make_worker
-from quintet.executor.sequences import place, plan_of_pieces
+from quintet.executor.sequences import place, plan_of_parts
 from quintet.executor.slots import Rows
 from quintet.executor.worker import Worker
 
@@ -109,7 +109,7 @@ def _logprobs(worker: Worker, windows: Sequence[list[int]]) -> Iterator[torch.Te
     width = min(width, worker.tables.block_table.shape[-1])
     for tokens in windows:
         place(worker.tables, 0, torch.tensor(tokens, dtype=torch.int32), width)
-        runner.forward(Rows(plan_of_pieces([(0, 0, len(tokens))], draws=False)), worker.tables)
+        runner.forward(Rows(plan_of_parts([(0, 0, len(tokens))], draws=False)), worker.tables)
         asked = np.arange(len(tokens) - 1)
         pieces = [
             runner.logits(asked[begin : begin + runner.max_outputs]).float().log_softmax(-1)

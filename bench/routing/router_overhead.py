@@ -62,7 +62,7 @@ class Answering(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
-        """Take a piece of a request."""
+        """Take a chunk of a request."""
         self._parser.feed_data(data)
 
     def on_url(self, url: bytes) -> None:

@@ -1,8 +1,8 @@
 // One-shot all-reduce: y = the sum of all ranks' x (+ bias), for a layer with inputs divided over the ranks. Every rank reads
 // the numbers of all ranks and adds them itself.
 //
-// Ownership: a block owns a channel (peers.cuh) and pieces b, b + gridDim.x, … of the contiguous numbers. A thread owns packs
-// of 16 bytes of a piece, or single numbers if rows are not multiples of a pack. Bytes: a rank writes its numbers once to its
+// Ownership: a block owns a channel (peers.cuh) and chunks b, b + gridDim.x, … of the contiguous numbers. A thread owns packs
+// of 16 bytes of a chunk, or single numbers if rows are not multiples of a pack. Bytes: a rank writes its numbers once to its
 // own memory and reads N - 1 times as many from other ranks, for N - 1 additions each. Limiter for few rows: twice the latency
 // of a flag between devices, about two microseconds. Limiter for many rows: the links, with N - 1 times the message. A two-shot
 // all-reduce would transfer 2 (N - 1) / N times the message, but need a second barrier.
@@ -39,11 +39,11 @@ __device__ __forceinline__ void add_tree(float (&sum)[V], const Parts& parts) {
 
 template <int N, class T, int V>
 __device__ __forceinline__ void all_reduce(Channel<N> channel, const T* x, const T* bias, T* y, long long count, int width,
-                                           int piece) {
+                                           int chunk) {
   static_assert((N & (N - 1)) == 0, "halves of the ranks are as many");
 #pragma unroll 1
-  for (long long first = (long long)blockIdx.x * piece; first < count; first += (long long)gridDim.x * piece) {
-    const int numbers = int(min((long long)piece, count - first));
+  for (long long first = (long long)blockIdx.x * chunk; first < count; first += (long long)gridDim.x * chunk) {
+    const int numbers = int(min((long long)chunk, count - first));
     T* own = reinterpret_cast<T*>(channel.begin());
 #pragma unroll 1
     for (int at = threadIdx.x * V; at < numbers; at += THREADS * V) {
@@ -79,12 +79,12 @@ __device__ __forceinline__ void all_reduce(Channel<N> channel, const T* x, const
 using namespace quintet;
 
 // mailboxes, counts, alarm: see `Channel`. x, y: [count], y may be x; bias: [width], or null; count is a multiple of width.
-// piece: numbers of a block's exchange, full packs, at most HALF_BYTES. Every block has at least one piece.
+// chunk: numbers of a block's exchange, full packs, at most HALF_BYTES. Every block has at least one chunk.
 #define QT_ALL_REDUCE(n, variant, format, T, V)                                                                            \
   QT_KERNEL_OCCUPANCY(THREADS, 1, all_reduce_##n##variant##format,                                                                      \
             (const long long* mailboxes, int rank, unsigned* counts, unsigned* alarm, long long timeout_ns, const T* x,    \
-             const T* bias, T* y, long long count, int width, int piece)) {                                                \
-    all_reduce<n, T, V>(Channel<n>(mailboxes, rank, counts, alarm, timeout_ns), x, bias, y, count, width, piece);          \
+             const T* bias, T* y, long long count, int width, int chunk)) {                                                \
+    all_reduce<n, T, V>(Channel<n>(mailboxes, rank, counts, alarm, timeout_ns), x, bias, y, count, width, chunk);          \
   }
 
 #define QT_ALL_REDUCES(n, format, T)                       \

@@ -7,7 +7,7 @@ import contextlib
 import io
 import sys
 
-from quintet.deploy.tools.load_client.talk import Client, ListedModel, Piece, ServerError, Speed
+from quintet.deploy.tools.load_client.talk import Client, ListedModel, ServerError, Speed, TextDelta
 
 _EXAMPLES = """\
 examples:
@@ -197,13 +197,13 @@ class Chat:
         try:
             with contextlib.closing(response):
                 was_reasoning = False
-                for piece in response:
-                    if was_reasoning and not piece.is_reasoning:
+                for delta in response:
+                    if was_reasoning and not delta.is_reasoning:
                         print("\n", file=sys.stderr, flush=True)
-                    was_reasoning = piece.is_reasoning
-                    if not piece.is_reasoning:
-                        contents.append(piece.text)
-                    _print(piece)
+                    was_reasoning = delta.is_reasoning
+                    if not delta.is_reasoning:
+                        contents.append(delta.text)
+                    _print(delta)
             print()
         finally:
             if contents:
@@ -213,11 +213,11 @@ class Chat:
         return speed
 
 
-def _print(piece: Piece) -> None:
+def _print(delta: TextDelta) -> None:
     """Print content on standard output, and reasoning on standard error, dim on a terminal."""
-    if not piece.is_reasoning:
-        print(piece.text, end="", flush=True)
+    if not delta.is_reasoning:
+        print(delta.text, end="", flush=True)
     elif sys.stderr.isatty():
-        print(f"\x1b[2m{piece.text}\x1b[22m", end="", file=sys.stderr, flush=True)
+        print(f"\x1b[2m{delta.text}\x1b[22m", end="", file=sys.stderr, flush=True)
     else:
-        print(piece.text, end="", file=sys.stderr, flush=True)
+        print(delta.text, end="", file=sys.stderr, flush=True)

@@ -43,12 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
         client = Client.of(arguments.url, arguments.api_key)
         body = {"max_tokens": _DEFAULT_MAX_TOKENS, **sampling_of(arguments)}
         body |= {"model": arguments.model or client.first_model(), "prompt": text}
-        pieces = client.stream("/v1/completions", body)
-        with contextlib.closing(pieces):
+        deltas = client.stream("/v1/completions", body)
+        with contextlib.closing(deltas):
             if arguments.echo:
                 print(text, end="", flush=True)
-            for piece in pieces:
-                print(piece.text, end="", flush=True)
+            for delta in deltas:
+                print(delta.text, end="", flush=True)
     except ServerError as error:
         print(f"quintet complete: {error}", file=sys.stderr)
         return 1

@@ -239,10 +239,10 @@ class Connection(asyncio.Protocol):
         if self._on_head is not None and self._status >= 200:
             self._on_head()
 
-    def on_body(self, piece: bytes) -> None:
+    def on_body(self, chunk: bytes) -> None:
         """Handle a chunk of the body, without framing."""
         if not self._is_whole:
-            self._body.append(piece)
+            self._body.append(chunk)
 
     def on_message_complete(self) -> None:
         """Handle the end of a response; 1xx responses are informational."""

@@ -25,15 +25,15 @@ class Unreachable(ConnectionError):
 
 @dataclass(slots=True, eq=False)
 class ResponseFlow:
-    """An answer in progress: its head, and the received pieces of its body."""
+    """An answer in progress: its head, and the received chunks of its body."""
 
     connection: Connection
     whole: asyncio.Future[HttpAnswer] = field(init=False)
-    pieces: list[bytes] = field(default_factory=list)
+    chunks: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
     waiter: asyncio.Future[None] | None = None
-    on_piece: Callable[[bytes, float], None] = lambda payload, now_s: None
-    """Called with each piece of a stream and the time (`time.perf_counter`)."""
+    on_chunk: Callable[[bytes, float], None] = lambda payload, now_s: None
+    """Called with each chunk of a stream and the time (`time.perf_counter`)."""
     is_stream: bool = False
     """True once the head of a streamed answer is received."""
     sent_s: float = field(default_factory=time.perf_counter)
@@ -42,10 +42,10 @@ class ResponseFlow:
     """Copy of the answer's headers: the connection may be used by another request later."""
 
     def feed(self, payload: bytes, now_s: float) -> None:
-        """Receive a piece of a streamed body."""
-        self.pieces.append(payload)
+        """Receive a chunk of a streamed body."""
+        self.chunks.append(payload)
         self.num_bytes += len(payload)
-        self.on_piece(payload, now_s)
+        self.on_chunk(payload, now_s)
         if self.num_bytes > FULL_BYTES:
             self.connection.pause(True)
         self.wake()
@@ -79,21 +79,21 @@ class ResponseFlow:
 
     @property
     def is_read(self) -> bool:
-        """True if the answer is complete and all its pieces are taken."""
-        return not self.pieces and self.whole.done() and self.whole.exception() is None
+        """True if the answer is complete and all its chunks are taken."""
+        return not self.chunks and self.whole.done() and self.whole.exception() is None
 
     async def take(self) -> bytes:
         """Wait for and return the next bytes of the body; empty at its end. Raises `ConnectionError`."""
-        while not self.pieces:
+        while not self.chunks:
             if self.whole.done():
                 self.whole.result()
                 return b""
             await self._wait()
-        pieces, self.pieces = self.pieces, []
+        chunks, self.chunks = self.chunks, []
         if self.num_bytes > FULL_BYTES:
             self.connection.pause(False)
         self.num_bytes = 0
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 class ConnectionPool:
@@ -112,8 +112,8 @@ class ConnectionPool:
         self.round_trip_s = 0.0
         """Connect time of the newest connection."""
 
-    def record_piece(self, payload: bytes, now_s: float) -> None:
-        """Record the time of a stream's piece."""
+    def record_chunk(self, payload: bytes, now_s: float) -> None:
+        """Record the time of a stream's chunk."""
         self.last_received_s = now_s
         if not _is_keepalive(payload):
             self.last_event_s = now_s
@@ -121,7 +121,7 @@ class ConnectionPool:
     async def send(self, request: bytes, *, is_fresh: bool = False) -> ResponseFlow:
         """Send a request; ``is_fresh`` opens a new connection. Raises `Unreachable`. Later errors are raised by the flow."""
         connection = (None if is_fresh else self._take_idle()) or await self._connect()
-        flow = ResponseFlow(connection, on_piece=self.record_piece)
+        flow = ResponseFlow(connection, on_chunk=self.record_chunk)
         flow.whole = connection.send(request, flow, flow.note_head)
         flow.whole.add_done_callback(flow.wake)
         return flow
@@ -238,7 +238,7 @@ class ConnectionPool:
 
 
 def _is_keepalive(payload: bytes) -> bool:
-    """Return whether a piece of a stream is only a keep-alive comment or ping event."""
+    """Return whether a chunk of a stream is only a keep-alive comment or ping event."""
     if payload.startswith(b":"):
         return b"\ndata:" not in payload
     return payload.startswith(b"event: ping") and payload.find(b"\n\n") == len(payload) - 2

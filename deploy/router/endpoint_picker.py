@@ -56,7 +56,7 @@ MAX_STREAMS = 1024
 """Concurrent requests per gateway connection; more wait in the gateway or use another connection."""
 MIN_PING_S = 1.0
 """Minimum interval of a gateway's keepalive pings; gRPC's default closes connections with two pings in five minutes."""
-MAX_CHUNK = 62_000
+MAX_CHUNK_BYTES = 62_000
 """Bytes of a body per message: Envoy's limit is 64 KiB."""
 MAX_HEAD = 1 << 20
 """Maximum bytes of a message besides a body."""
@@ -170,11 +170,11 @@ class PickerStream:
             return
         yield self._picked(gateway_request.pick(), "request_headers")
         body = gateway_request.body()
-        starts = range(0, len(body), MAX_CHUNK) or range(1)
+        starts = range(0, len(body), MAX_CHUNK_BYTES) or range(1)
         for start in starts:
             is_last = start == starts[-1] and not has_trailers
-            piece = StreamedBodyResponse(body=body[start : start + MAX_CHUNK], end_of_stream=is_last)
-            yield ProcessingResponse(request_body=_body_response(piece))
+            chunk = StreamedBodyResponse(body=body[start : start + MAX_CHUNK_BYTES], end_of_stream=is_last)
+            yield ProcessingResponse(request_body=_body_response(chunk))
 
     def _current(self) -> GatewayRequest:
         assert self._gateway_request is not None
@@ -223,8 +223,8 @@ class PickerStream:
         )
 
 
-def _body_response(piece: StreamedBodyResponse) -> BodyResponse:
-    return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=piece)))
+def _body_response(chunk: StreamedBodyResponse) -> BodyResponse:
+    return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=chunk)))
 
 
 def _set(name: str, value: bytes) -> HeaderValueOption:

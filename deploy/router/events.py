@@ -44,7 +44,7 @@ class Events:
         self._outputs: list[list[int]] = []
         """Output tokens per choice at the last resumption."""
         self._last = b""
-        """Newest piece with an event id."""
+        """Newest chunk with an event id."""
         self.has_started = False
         """True once an event, not only comments, was returned."""
         self.is_over = False
@@ -52,46 +52,46 @@ class Events:
         self.is_withdrawn = False
         """True if the server reported that it cannot continue the stream. The report is not sent to the client."""
 
-    def take(self, piece: bytes) -> bytes:
+    def take(self, chunk: bytes) -> bytes:
         """Add received bytes; return the complete events for the client."""
         if self._rest:
-            piece, self._rest = self._rest + piece, b""
-        if not piece.endswith(_BLANKS):
-            end = max(piece.rfind(blank) + len(blank) if blank in piece else 0 for blank in _BLANKS)
-            if len(piece) - end > MAX_EVENT_BYTES:
+            chunk, self._rest = self._rest + chunk, b""
+        if not chunk.endswith(_BLANKS):
+            end = max(chunk.rfind(blank) + len(blank) if blank in chunk else 0 for blank in _BLANKS)
+            if len(chunk) - end > MAX_EVENT_BYTES:
                 self._is_torn = True
-            elif not _are_comments(piece[end:]):
-                piece, self._rest = piece[:end], piece[end:]
-        return self._filtered(piece)
+            elif not _are_comments(chunk[end:]):
+                chunk, self._rest = chunk[:end], chunk[end:]
+        return self._filtered(chunk)
 
     def flush(self) -> bytes:
         """Return the rest of a stream that has ended."""
-        piece, self._rest = self._rest, b""
-        return self._filtered(piece)
+        chunk, self._rest = self._rest, b""
+        return self._filtered(chunk)
 
-    def _filtered(self, piece: bytes) -> bytes:
-        if self._is_relayed and b'"error":' in piece:
-            piece = self._without_withdrawal(piece)
-        if self._is_relayed and b": withdrawn" in piece and (found := _WITHDRAWN.search(piece)):
+    def _filtered(self, chunk: bytes) -> bytes:
+        if self._is_relayed and b'"error":' in chunk:
+            chunk = self._without_withdrawal(chunk)
+        if self._is_relayed and b": withdrawn" in chunk and (found := _WITHDRAWN.search(chunk)):
             self.is_withdrawn = True
-            piece = piece[: found.start()]
-        if b": ids " in piece or b": told " in piece:
-            for note in _NOTE.findall(piece):
+            chunk = chunk[: found.start()]
+        if b": ids " in chunk or b": told " in chunk:
+            for note in _NOTE.findall(chunk):
                 self._notes += note + b"\n"
-            piece = _NOTE.sub(b"", piece)
-        if b"id: " in piece:
-            self._last = piece
+            chunk = _NOTE.sub(b"", chunk)
+        if b"id: " in chunk:
+            self._last = chunk
         if not self.has_started:
-            self.has_started = not _is_silence(piece)
-        if piece.rstrip(b"\r\n").endswith(DONE) or (
-            b"event: " in piece and any(end in piece for end in _ENDS)
+            self.has_started = not _is_silence(chunk)
+        if chunk.rstrip(b"\r\n").endswith(DONE) or (
+            b"event: " in chunk and any(end in chunk for end in _ENDS)
         ):
             self.is_over = True
-        return piece
+        return chunk
 
-    def _without_withdrawal(self, piece: bytes) -> bytes:
+    def _without_withdrawal(self, chunk: bytes) -> bytes:
         """Return the text before an unavailable error, which makes the router use another server."""
-        for found in _ERROR.finditer(piece):
+        for found in _ERROR.finditer(chunk):
             try:
                 error = json.loads(found[1])["error"]
                 is_unavailable = (
@@ -101,14 +101,14 @@ class Events:
                 continue
             if is_unavailable:
                 self.is_withdrawn = True
-                return piece[: found.start()]
-        return piece
+                return chunk[: found.start()]
+        return chunk
 
     def take_resume_state(self) -> tuple[str, str, list[list[int]] | None] | None:
         """Return the resume state after a server was lost: stream name, cursor, and output tokens per choice.
 
         The tokens are None if not all are known, for example after the client reconnected. The result is None if the
-        events had no id. Later pieces come from the server that resumes the stream.
+        events had no id. Later chunks come from the server that resumes the stream.
         """
         found = _EVENT_ID.findall(self._last)
         self._rest, self.is_withdrawn = b"", False

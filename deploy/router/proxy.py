@@ -277,16 +277,16 @@ class ProxiedRequest:
         events = self._events = Events(is_relayed=bool(self._ticket))
         while True:
             try:
-                piece = await flow.take()
-                is_lost = not piece and not (events.is_over or _has_framing(flow))
+                chunk = await flow.take()
+                is_lost = not chunk and not (events.is_over or _has_framing(flow))
             except ConnectionError:
-                is_lost, piece = not events.is_over, b""
+                is_lost, chunk = not events.is_over, b""
             if self._is_disconnected:
                 raise ClientDisconnected
-            forwarded = events.take(piece) if piece else b"" if is_lost else events.flush()
+            forwarded = events.take(chunk) if chunk else b"" if is_lost else events.flush()
             if self._attempt is not None and events.has_started:
                 self._attempt.held.answer()
-            is_over = not (piece or is_lost) or (events.is_over and flow.is_read)
+            is_over = not (chunk or is_lost) or (events.is_over and flow.is_read)
             is_last = is_over and not events.is_withdrawn
             if forwarded or is_last:
                 if not http_request.started:

@@ -73,26 +73,26 @@ class GatewayRequest:
 
     def __init__(self, picker: Picker, head: RequestHead, account: bytes) -> None:
         self._picker, self._head, self._account = picker, head, account
-        self._pieces: list[bytes] = []
+        self._chunks: list[bytes] = []
         self._num_bytes = 0
         self._held: HeldPrefixes | None = None
 
-    def take(self, piece: bytes) -> None:
-        """Buffer a piece of the body. Raises `RequestError` if the body is too large."""
+    def take(self, chunk: bytes) -> None:
+        """Buffer a chunk of the body. Raises `RequestError` if the body is too large."""
         bodies = self._picker.policy.bodies
-        if self._num_bytes + len(piece) > bodies.max_bytes:
+        if self._num_bytes + len(chunk) > bodies.max_bytes:
             raise RequestError(
                 ErrorCode.TOO_LARGE,
                 f"The request body exceeds {bodies.max_bytes} bytes (--max-body-bytes of the endpoint picker); send a "
                 "smaller body.",
             )
-        bodies.retain(len(piece))
-        self._num_bytes += len(piece)
-        self._pieces.append(piece)
+        bodies.retain(len(chunk))
+        self._num_bytes += len(chunk)
+        self._chunks.append(chunk)
 
     def body(self) -> bytes:
         """Return the buffered body and release the buffer."""
-        body = b"".join(self._pieces)
+        body = b"".join(self._chunks)
         self._release_body()
         return body
 
@@ -103,7 +103,7 @@ class GatewayRequest:
         """
         servers, among = self._picker.servers, self._head.among
         session = self._head.headers.get(SESSION_HEADER, "")
-        body = b"".join(self._pieces)
+        body = b"".join(self._chunks)
         summary = read(body, session) if body else RequestSummary(session=session)
         without = () if among is None else [server for server in servers if endpoint_of(server) not in among]
         self._held = servers.choose(summary, without)
@@ -143,7 +143,7 @@ class GatewayRequest:
 
     def _release_body(self) -> None:
         self._picker.policy.bodies.release(self._num_bytes)
-        self._pieces, self._num_bytes = [], 0
+        self._chunks, self._num_bytes = [], 0
 
 
 def endpoint_of(server: Server) -> str:

@@ -51,7 +51,7 @@ class Protocol(HttpToolsProtocol):
         self._is_in_body = False
         """True between the head and the end of a message."""
         self._num_framing_bytes = 0
-        """Bytes of an incomplete head, or since the last piece of a body."""
+        """Bytes of an incomplete head, or since the last chunk of a body."""
         self._half_open: HalfOpen | None = None
         self._callbacks: dict[str, Callable[[], None]] = {}
         """Callbacks between the connection and the application for this request."""
@@ -186,7 +186,7 @@ class Protocol(HttpToolsProtocol):
             close_delimited(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        """Add a piece to the body of the request."""
+        """Add a chunk to the body of the request."""
         self._num_framing_bytes = 0
         super().on_body(body)
 

@@ -11,7 +11,7 @@ from quintet.wire.params import shown
 
 ACCEPTED = "gzip, deflate"
 """Accepted Content-Encoding values, in addition to ``identity``."""
-PIECE_BYTES = 256 << 10
+CHUNK_BYTES = 256 << 10
 """Maximum bytes decompressed at once; other requests run in between."""
 BOM = b"\xef\xbb\xbf"
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
@@ -43,7 +43,7 @@ class Inflater:
         self._is_started = False
 
     def feed(self, compressed: bytes) -> Iterator[bytes]:
-        """Yield the decompressed bytes, at most `PIECE_BYTES` at once. Raises `RequestError`."""
+        """Yield the decompressed bytes, at most `CHUNK_BYTES` at once. Raises `RequestError`."""
         if not self._is_started and compressed:
             self._is_started = True
             if self._coding == "deflate" and compressed[0] & 0x0F != _DEFLATED:
@@ -54,12 +54,12 @@ class Inflater:
                     raise self._broken("there are bytes after its end")
                 self._stream = zlib.decompressobj(_GZIP)
             try:
-                piece = self._stream.decompress(compressed, PIECE_BYTES)
+                chunk = self._stream.decompress(compressed, CHUNK_BYTES)
             except zlib.error as error:
                 raise self._broken(str(error)) from None
             compressed = self._stream.unconsumed_tail or self._stream.unused_data
-            if piece:
-                yield piece
+            if chunk:
+                yield chunk
 
     def check_end(self) -> None:
         """Check that the compressed data is complete. Raises `RequestError`."""

@@ -165,18 +165,18 @@ class HttpRequest:
         body = bodies.open()
         try:
             while True:
-                message = await self._next_piece(bodies, body)
+                message = await self._next_message(bodies, body)
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnected
-                piece: bytes = message.get("body", b"")
-                num_received += len(piece)
-                bodies.grow(body, len(piece))
+                received: bytes = message.get("body", b"")
+                num_received += len(received)
+                bodies.grow(body, len(received))
                 if num_received > bodies.max_bytes:
                     raise _too_large(f"has more than {bodies.max_bytes} bytes", bodies.max_bytes)
                 if inflater is None:
-                    chunks.append(piece)
+                    chunks.append(received)
                 else:
-                    for chunk in inflater.feed(piece):
+                    for chunk in inflater.feed(received):
                         num_bytes += len(chunk)
                         bodies.grow(body, len(chunk))
                         if num_bytes > bodies.max_bytes:
@@ -203,7 +203,7 @@ class HttpRequest:
             self.headers_out.append((b"accept-encoding", ACCEPTED.encode()))
             raise
 
-    async def _next_piece(self, bodies: BodyBuffers, body: OpenBody) -> Message:
+    async def _next_message(self, bodies: BodyBuffers, body: OpenBody) -> Message:
         next_chunk_timeout_s, is_slow = bodies.next_chunk_timeout_s(body)
         try:
             async with asyncio.timeout(0 if body.is_given_up else next_chunk_timeout_s) as body.waiting:

@@ -13,16 +13,16 @@ import torch
 
 from quintet.executor.backends.cpu.ops import huge_memory
 from quintet.executor.backends.cpu.ops.huge_memory import (
+    CHUNK_BYTES,
     MIN_STALLS,
     PAGE_BYTES,
     PAGES_PER_STALL,
-    PIECE_BYTES,
     HugeMemory,
 )
 from quintet.executor.backends.cpu.ops.huge_pages import HugePages
 from quintet.executor.backends.platforms.memory_nodes import usable_nodes
 
-SIZE = 3 * PIECE_BYTES - 12345
+SIZE = 3 * CHUNK_BYTES - 12345
 ALLOWED = "always [madvise] never\n"
 
 
@@ -35,9 +35,9 @@ def write_huge_page_setting(folder: Path, words: str) -> Path:
 def simulate_stalls(
     monkeypatch: pytest.MonkeyPatch, num_compactions: int, num_fallbacks: int, slack_s: float = -1.0
 ) -> None:
-    """Make the system count more stalls of both kinds at each reading; every thread reads after each piece.
+    """Make the system count more stalls of both kinds at each reading; every thread reads after each chunk.
 
-    With the default ``slack_s`` every piece is too slow. The thread that waits prepares all pieces alone.
+    With the default ``slack_s`` every chunk is too slow. The thread that waits prepares all chunks alone.
     """
     counts = itertools.count()
     monkeypatch.setattr(huge_memory, "SLACK_S", slack_s)
@@ -109,7 +109,7 @@ def test_no_huge_pages_are_requested_where_disabled(
     ("num_compactions", "num_fallbacks", "slack_s", "is_fragmented"),
     [
         (0, 0, -1e6, False),  # slow, as on a hypervisor that allocates memory at the first access
-        (MIN_STALLS - 1, 0, -1e6, True),  # reached with the second piece
+        (MIN_STALLS - 1, 0, -1e6, True),  # reached with the second chunk
         (MIN_STALLS // 3 - 1, 0, -1e6, False),  # few enough for other processes to have caused them
         (MIN_STALLS, 0, 1e6, False),  # not slow
         (0, MIN_STALLS, 1e6, True),  # no huge pages, and failing takes no time
@@ -131,7 +131,7 @@ def test_fragmentation_depends_on_stalls_per_page(monkeypatch: pytest.MonkeyPatc
     """One stall in nine pages is too few, whatever their number; one in seven is enough."""
     monkeypatch.setattr(huge_memory, "MIN_STALLS", 0)
     for pages, is_fragmented in ((PAGES_PER_STALL + 1, False), (PAGES_PER_STALL - 1, True)):
-        monkeypatch.setattr(huge_memory, "PIECE_BYTES", pages * PAGE_BYTES)
+        monkeypatch.setattr(huge_memory, "CHUNK_BYTES", pages * PAGE_BYTES)
         simulate_stalls(monkeypatch, num_compactions=1, num_fallbacks=0, slack_s=-1e6)
         assert HugePages(SIZE, reserved(tmp_path)).is_fragmented is is_fragmented
 
@@ -150,9 +150,9 @@ def test_prefault_runs_in_the_background_and_taking_frees_the_rest(
     ahead.begin(2 * SIZE, 2)
     for thread in ahead._threads:
         thread.join()
-    assert resident_bytes(ahead) == 6 * PIECE_BYTES
+    assert resident_bytes(ahead) == 6 * CHUNK_BYTES
     ahead.shrink(SIZE)
-    assert ahead.length == 3 * PIECE_BYTES == resident_bytes(ahead)
+    assert ahead.length == 3 * CHUNK_BYTES == resident_bytes(ahead)
     assert len(ahead.map) == ahead.length + PAGE_BYTES
     pages = HugePages(SIZE, ahead)
     assert not pages.is_fragmented and not pages.memory.any()
@@ -166,7 +166,7 @@ def test_fragmentation_found_by_the_prefault_is_kept(monkeypatch: pytest.MonkeyP
     ahead.begin(4 * SIZE, 1)
     for thread in ahead._threads:
         thread.join()
-    assert resident_bytes(ahead) == PIECE_BYTES
+    assert resident_bytes(ahead) == CHUNK_BYTES
     ahead.shrink(SIZE)
     pages = HugePages(SIZE, ahead)
     assert pages.is_fragmented

@@ -12,14 +12,14 @@ import torch
 from tests.frontend.configs import make_config
 
 from quintet.executor import main
-from quintet.executor.backends.cpu.ops.huge_memory import PAGE_BYTES, PIECE_BYTES, HugeMemory
+from quintet.executor.backends.cpu.ops.huge_memory import CHUNK_BYTES, PAGE_BYTES, HugeMemory
 from quintet.executor.backends.registry import BACKENDS, Backend
 from quintet.executor.checkpoints.weights.read_ahead import reserve_ahead
 from quintet.executor.checkpoints.weights.store import Description, reserve
 from quintet.process.spans import no_span
 from quintet.wire.config import EngineConfig
 
-EXPECTED = 4 * PIECE_BYTES
+EXPECTED = 4 * CHUNK_BYTES
 
 
 class Layer:

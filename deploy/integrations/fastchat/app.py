@@ -126,8 +126,8 @@ class FastChatApp:
                 raise as_worker(error_in(whole.body, whole.status))
             events, response = EventData(), FastChatResponse()
             await http_request.start_stream(KIND)
-            while piece := await flow.take():
-                objects = [each for event in events.take(piece) for each in response.take(event)]
+            while chunk := await flow.take():
+                objects = [each for event in events.take(chunk) for each in response.take(event)]
                 # Each object contains all text so far, so only the last one is sent, and the final one with the finish reason.
                 for each in objects[-2:] if objects and objects[-1]["finish_reason"] else objects[-1:]:
                     await http_request.write(msgspec.json.encode(each) + b"\0")

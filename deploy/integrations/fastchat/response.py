@@ -93,9 +93,9 @@ class EventData:
     def __init__(self) -> None:
         self._rest = b""
 
-    def take(self, piece: bytes) -> Iterator[bytes]:
+    def take(self, chunk: bytes) -> Iterator[bytes]:
         """Yield the data of each completed event."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             if line.startswith(b"data: ") and not line.startswith(DONE, 6):
                 yield line[6:].rstrip(b"\r")

@@ -36,7 +36,7 @@ class _Models(msgspec.Struct):
     data: list[ListedModel]
 
 
-class Piece(NamedTuple):
+class TextDelta(NamedTuple):
     """A part of a streamed response."""
 
     text: str
@@ -101,8 +101,8 @@ class Client:
 
     def stream(
         self, path: str, body: Mapping[str, object], speed: Speed | None = None
-    ) -> Generator[Piece, None, None]:
-        """Post a streaming request and yield its pieces; closing the generator aborts the request.
+    ) -> Generator[TextDelta, None, None]:
+        """Post a streaming request and yield its deltas; closing the generator aborts the request.
 
         Fills in ``speed`` if given. Raises `ServerError`.
         """
@@ -116,7 +116,7 @@ class Client:
                     content = line[5:].strip()
                     if content == b"[DONE]":
                         return
-                    yield from _pieces(content, speed)
+                    yield from _deltas(content, speed)
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"The connection to {self.url} broke: {error}") from None
         raise ServerError(f"{self.url} closed the stream before its end.")
@@ -153,27 +153,27 @@ class Client:
         return answer
 
 
-def _pieces(content: bytes, speed: Speed) -> Generator[Piece, None, None]:
+def _deltas(content: bytes, speed: Speed) -> Generator[TextDelta, None, None]:
     chunk = msgspec.json.decode(content, type=Chunk)
     if chunk.usage is not None:
         speed.num_tokens = chunk.usage.completion_tokens
     if chunk.error is not None:
         raise ServerError(chunk.error if isinstance(chunk.error, str) else chunk.error.message)
     for choice in chunk.choices:
-        pieces = _pieces_of(choice)
-        if pieces:
+        deltas = _deltas_of(choice)
+        if deltas:
             speed.ended_s = time.perf_counter()
             if speed.first_s is None:
                 speed.first_s = speed.ended_s
             speed.num_tokens += chunk.usage is None
-            yield from pieces
+            yield from deltas
 
 
-def _pieces_of(choice: ChunkChoice) -> list[Piece]:
-    """Return the pieces of a choice: a delta at the end of the reasoning may contain both kinds."""
+def _deltas_of(choice: ChunkChoice) -> list[TextDelta]:
+    """Return the texts of a choice. The delta that ends the reasoning may contain both kinds."""
     delta = choice.delta
     if delta is None:
-        return [Piece(choice.text)] if choice.text else []
+        return [TextDelta(choice.text)] if choice.text else []
     reasoning = delta.reasoning or delta.reasoning_content  # some servers send both names
-    pieces = [Piece(reasoning, is_reasoning=True)] if reasoning else []
-    return [*pieces, Piece(delta.content)] if delta.content else pieces
+    deltas = [TextDelta(reasoning, is_reasoning=True)] if reasoning else []
+    return [*deltas, TextDelta(delta.content)] if delta.content else deltas

@@ -23,7 +23,7 @@ from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.hf_config import hf_config_of
 from quintet.executor.models.model import Setting, build_model
-from quintet.executor.sequences import place, plan_of_pieces
+from quintet.executor.sequences import place, plan_of_parts
 from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
@@ -113,4 +113,4 @@ def calibrated(
     kv = KvMemory.reserve(config.kv, len(windows) * num_groups * width, dtype, _CPU)
     runner = EagerRunner(model, _CPU, kv)
     pieces = [(slot, 0, len(tokens)) for slot, tokens in enumerate(windows)]
-    runner.forward(Rows(plan_of_pieces(pieces, draws=False)), tables)
+    runner.forward(Rows(plan_of_parts(pieces, draws=False)), tables)

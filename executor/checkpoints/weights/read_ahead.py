@@ -15,7 +15,7 @@ from quintet.executor.checkpoints.weights.files import checkpoint_files, packed_
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 
-PIECE_BYTES = 16 << 20
+CHUNK_BYTES = 16 << 20
 """Bytes of one request; a request for a whole file blocks until all of its pages are reserved."""
 MAX_SHARE_OF_MEMORY = 0.5
 """Maximum fraction of memory; beyond it the first pages are evicted before use."""
@@ -77,8 +77,8 @@ def _prefetch(paths: Sequence[Path]) -> None:
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                for begin in range(0, min(size, left), PIECE_BYTES):
-                    os.posix_fadvise(file.fileno(), begin, PIECE_BYTES, os.POSIX_FADV_WILLNEED)
+                for begin in range(0, min(size, left), CHUNK_BYTES):
+                    os.posix_fadvise(file.fileno(), begin, CHUNK_BYTES, os.POSIX_FADV_WILLNEED)
         except OSError:
             return
         left -= min(size, left)

@@ -83,7 +83,7 @@ class HostCollectives:
         return contribution
 
     def _rows(self, contribution: CLeft, other: int) -> Iterator[list[bytes | memoryview]]:
-        """Yield messages with a rank's contribution, in pieces of whole rows."""
+        """Yield messages with a rank's contribution, in chunks of whole rows."""
         if contribution.row_bytes == 0:
             return
         most = max(1, CHUNK_BYTES // contribution.row_bytes)

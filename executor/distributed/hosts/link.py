@@ -167,7 +167,7 @@ class LinkSender:
             self._ring()
 
     def take_chunk(self, chunk: memoryview) -> None:
-        """Store a piece of the next order's payload. Raises `InvalidMessage` if it does not fit."""
+        """Store a chunk of the next order's payload. Raises `InvalidMessage` if it does not fit."""
         self._check_depth()
         end = self._end
         if not 0 < len(chunk) <= end.shape.payload_bytes - self._num_bytes:
@@ -189,7 +189,7 @@ class LinkSender:
             raise InvalidMessage(f"sent more orders on link {self._end.link} than its depth")
 
     def send_order(self, message: LinkOrder, content: memoryview, payload: memoryview) -> None:
-        """Send an order with its payload, or with the last piece of it. Raises `InvalidMessage`."""
+        """Send an order with its payload, or with the last chunk of it. Raises `InvalidMessage`."""
         end, order = self._end, COrder(*message.order)
         library, handle = end.library, end.handle
         self._check_depth()

@@ -10,7 +10,7 @@
 Ranks of one stage on several hosts also use `CollectiveRows` and `CollectivesDone`, each with a destination host.
 
 Two frames follow a `LinkOrder`: the step's arrays (``csrc/cpu/ranks/step_bytes.cpp``) or the order's items, and its payload.
-A long payload is split: `PayloadChunk` messages of one frame each precede the order with all but the last piece. Each
+A long payload is split: `PayloadChunk` messages of one frame each precede the order with all but the last chunk. Each
 received chunk also counts as a heartbeat on a slow network.
 """
 
@@ -109,13 +109,13 @@ class HostHeartbeat(msgspec.Struct, tag=8, array_like=True, frozen=True):
 
 
 class PayloadChunk(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    """A piece of the payload of the link's next order."""
+    """A chunk of the payload of the link's next order."""
 
     link: int
 
 
 class CollectiveRows(msgspec.Struct, tag=10, array_like=True, frozen=True):
-    """Rows that a rank contributes to a collective, or a piece of them; the rows are in the next frame."""
+    """Rows that a rank contributes to a collective, or a chunk of them; the rows are in the next frame."""
 
     host: int
     """Host of the rank."""

@@ -1,6 +1,6 @@
 """Expert load balancer: the leader reads expert loads periodically and makes all ranks copy busy experts.
 
-Results do not depend on it. Each layer's check and each copied piece is one idle task between two steps.
+Results do not depend on it. Each layer's check and each copied chunk is one idle task between two steps.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Balancer:
 
     @property
     def has_idle_tasks(self) -> bool:
-        """True if layers or pieces are left to process. Any thread may read it."""
+        """True if layers or chunks are left to process. Any thread may read it."""
         return self._tasks is not None
 
     def run_idle_task(self) -> None:
-        """Check one layer or copy one piece of an expert; do nothing if none is left."""
+        """Check one layer or copy one chunk of an expert; do nothing if none is left."""
         if self._tasks is not None and next(self._tasks, None) is None:
             self._tasks = None
 

@@ -1,8 +1,8 @@
-"""Copy experts between ranks, one piece between two steps; all ranks execute the same order.
+"""Copy experts between ranks, one chunk between two steps; all ranks execute the same order.
 
-    source: piece of the expert ──▶ shared memory ── barrier ──▶ target: its slot
+    source: chunk of the expert ──▶ shared memory ── barrier ──▶ target: its slot
 
-A slot is empty from the first piece and serves from the last one, on every rank: all ranks know the slots' contents
+A slot is empty from the first chunk and serves from the last one, on every rank: all ranks know the slots' contents
 (`HostExperts.copies`). The original expert stays on its rank, so an interrupted copy loses nothing.
 """
 
@@ -44,7 +44,7 @@ class ExpertCopies:
         self._ranks = ranks
 
     def send(self, chunk: CopyChunk) -> None:
-        """On the leader: copy a piece, and make the followers do the same."""
+        """On the leader: copy a chunk, and make the followers do the same."""
         self._ranks.send_items(OrderKind.MOVE_EXPERT, _CHUNK.pack(*chunk), _CHUNK.size)
         self._move(chunk)
 
@@ -53,7 +53,7 @@ class ExpertCopies:
         self._move(CopyChunk(*_CHUNK.unpack(items)))
 
     def chunks_of(self, layer: int, copy: Copy) -> Iterator[CopyChunk]:
-        """Split a copy into pieces that fit the staging buffer."""
+        """Split a copy into chunks that fit the staging buffer."""
         size = sum(part.numel() for part in self.layers[layer].bytes_at(0))
         most = self._ranks.shape.staging_bytes
         for begin in range(0, size, most):
@@ -77,7 +77,7 @@ class ExpertCopies:
 
 
 def _within(parts: Sequence[torch.Tensor], chunk: CopyChunk) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield the piece's overlap with each part, and its offset in the piece."""
+    """Yield the chunk's overlap with each part, and its offset in the chunk."""
     at = 0
     for part in parts:
         begin, end = max(chunk.begin, at), min(chunk.end, at + part.numel())

@@ -31,7 +31,7 @@ class OrderKind(IntEnum):
     IDLE_TASK = 5
     """Run an idle task."""
     MOVE_EXPERT = 6
-    """Copy a piece of an expert between ranks; see `quintet.executor.distributed.parallel.expert_copies`."""
+    """Copy a chunk of an expert between ranks; see `quintet.executor.distributed.parallel.expert_copies`."""
     CARRY_OUT = 8
     """Copy parts of blocks to the gather memory: int32 pairs of block and row.
 

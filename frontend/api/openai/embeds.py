@@ -22,7 +22,7 @@ from quintet.wire.request import check_length
 FIELD = "prompt_embeds"
 EXAMPLE = "base64.b64encode(safetensors.torch.save({'prompt_embeds': tensor}))"
 MAX_HEADER_BYTES = 1 << 14
-PIECE_CHARS = 4 << 20
+CHUNK_CHARS = 4 << 20
 """Characters decoded at once: a few milliseconds, so that other requests run in between."""
 
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -83,11 +83,11 @@ async def _decoded(text: str, model: ModelConfig) -> EmbedsPrompt:
         raise _bad(
             f"has {num_bytes} bytes; its header requires {begin + size}, with {size} of numbers at {list(tensor.data_offsets)}"
         )
-    pieces = bytearray()
-    for at in range(0, len(text), PIECE_CHARS):
-        pieces += _base64(text[at : at + PIECE_CHARS])
+    decoded = bytearray()
+    for at in range(0, len(text), CHUNK_CHARS):
+        decoded += _base64(text[at : at + CHUNK_CHARS])
         await asyncio.sleep(0)
-    return EmbedsPrompt(tensor.dtype, model.embedding_width, bytes(memoryview(pieces)[begin:]))
+    return EmbedsPrompt(tensor.dtype, model.embedding_width, bytes(memoryview(decoded)[begin:]))
 
 
 def _tensor_of(header: bytes) -> TensorHeader:

@@ -21,12 +21,12 @@ from quintet.executor.backends.cuda.ops.peers import (
     MAILBOX_BYTES,
     Peers,
     RankDesyncError,
-    pieces_of,
+    chunks_of,
 )
 
 RANKS = (2, 4)
 SHAPES = ((1, 8), (3, 100), (5, 72), (1, 33), (9, 4104))
-"""One pack; no multiple of a pack or piece; single numbers; several pieces of packs."""
+"""One pack; no multiple of a pack or chunk; single numbers; several chunks of packs."""
 
 
 noise = partial(noise_on, where=torch.device("cpu"))
@@ -70,7 +70,7 @@ def test_eight_ranks() -> None:
 
 
 def test_bits_of_a_row_depend_on_the_row_only() -> None:
-    """Alone, among others, and at another offset of another piece, for every message size."""
+    """Alone, among others, and at another offset of another chunk, for every message size."""
     many = [noise(600, 64, dtype=torch.bfloat16, seed=rank) for rank in range(4)]
     together = sums_of_all(many, None)[0]
     for row in (0, 257, 599):
@@ -186,11 +186,11 @@ def test_missing_rank_is_an_error_and_not_a_hang() -> None:
     ("num_units", "unit_bytes"),
     [(1, 16), (512, 16), (513, 16), (CHANNELS * 2048, 16), (10**7, 2), (10**6, 4)],
 )
-def test_pieces_cover_a_message_and_fit_a_half(num_units: int, unit_bytes: int) -> None:
-    blocks, piece = pieces_of(num_units, unit_bytes)
+def test_chunks_cover_a_message_and_fit_a_half(num_units: int, unit_bytes: int) -> None:
+    blocks, chunk = chunks_of(num_units, unit_bytes)
     assert 1 <= blocks <= CHANNELS
-    assert piece * unit_bytes <= HALF_BYTES
-    assert (blocks - 1) * piece < num_units, "a block without a piece would not count its exchange"
+    assert chunk * unit_bytes <= HALF_BYTES
+    assert (blocks - 1) * chunk < num_units, "a block without a chunk would not count its exchange"
 
 
 def test_mailbox_size_equals_that_of_the_kernels() -> None:

@@ -573,11 +573,11 @@ def test_keep_alive_comments_are_no_progress() -> None:
     async def scenario() -> None:
         lines = ConnectionPool(Target.parse("http://127.0.0.1:1"), 1.0)
         for piece in (b": keep-alive\n", b": ping\n\n", b'event: ping\ndata: {"type": "ping"}\n\n'):
-            lines.record_piece(piece, 1.0)
+            lines.record_chunk(piece, 1.0)
             assert (lines.last_received_s, lines.last_event_s) == (1.0, 0.0)
         for piece in (event(0), b": ping\n\ndata: {}\n\n", b"data: {}\n\n"):
             lines.last_event_s = 0.0
-            lines.record_piece(piece, 1.0)
+            lines.record_chunk(piece, 1.0)
             assert lines.last_event_s == 1.0
 
     run(scenario())

@@ -122,8 +122,8 @@ class RankBench:
 
     def copy(self, copy: Copy) -> None:
         """Copy an expert on all ranks, as orders of rank 0 do."""
-        for piece in self.copies[0].chunks_of(0, copy):
-            self.on_all_ranks(lambda rank, piece=piece: self.copies[rank]._move(piece))  # type: ignore[misc]
+        for chunk in self.copies[0].chunks_of(0, copy):
+            self.on_all_ranks(lambda rank, chunk=chunk: self.copies[rank]._move(chunk))  # type: ignore[misc]
 
     def compute(self, x: torch.Tensor, scores: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return the layer's output of every rank, ``[ranks, tokens, hidden]``."""
@@ -177,11 +177,11 @@ def test_every_rank_has_the_bits_of_one_process_for_every_placement(name: str, k
         others = [expert for expert in range(experts) if homes[expert] != rank]
         for expert in others[: PLACES + 1]:
             place = expert % PLACES
-            pieces = list(ranks.copies[0].chunks_of(0, Copy(expert, homes[expert], rank, place)))
-            assert len(pieces) > 1
-            for piece in pieces:
-                ranks.on_all_ranks(lambda one, piece=piece: ranks.copies[one]._move(piece))  # type: ignore[misc]
-                is_there = piece is pieces[-1]
+            chunks = list(ranks.copies[0].chunks_of(0, Copy(expert, homes[expert], rank, place)))
+            assert len(chunks) > 1
+            for chunk in chunks:
+                ranks.on_all_ranks(lambda one, chunk=chunk: ranks.copies[one]._move(chunk))  # type: ignore[misc]
+                is_there = chunk is chunks[-1]
                 assert all(
                     each.copies[rank, place] == (expert if is_there else NO_EXPERT) for each in ranks.layers
                 )

@@ -24,8 +24,8 @@ from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.backends.platforms.memory_nodes import interleave, usable_nodes
 
 PAGE_BYTES = 2 << 20
-PIECE_BYTES = 8 * PAGE_BYTES
-"""Unit of work of a thread; it checks for fragmentation after each piece."""
+CHUNK_BYTES = 8 * PAGE_BYTES
+"""Unit of work of a thread; it checks for fragmentation after each chunk."""
 MAX_THREADS = 16
 """More threads do not help: memory bandwidth is the limit."""
 SLACK_S = 0.03
@@ -77,9 +77,9 @@ class HugeMemory:
         stalls = _stalls()
         with self._lock:
             self._until = 0 if self.is_fragmented else min(in_pages(until), self.length)
-            pieces = -(-(self._until - self._taken) // PIECE_BYTES)
+            chunks = -(-(self._until - self._taken) // CHUNK_BYTES)
             self._initial = None if stalls is None else (*stalls, self._taken)
-        for _ in range(min(num_threads, pieces)):
+        for _ in range(min(num_threads, chunks)):
             thread = threading.Thread(target=self._make_ready, name="huge-memory", daemon=True)
             try:
                 thread.start()
@@ -98,7 +98,7 @@ class HugeMemory:
     def shrink(self, size_bytes: int) -> None:
         """Free all but the first ``size_bytes`` (0: everything). No view of the memory may exist."""
         with self._lock:
-            self._until = 0  # stop the threads after their current piece
+            self._until = 0  # stop the threads after their current chunk
         self._join()
         length = in_pages(size_bytes)
         if length == 0:
@@ -114,11 +114,11 @@ class HugeMemory:
 
     def _make_ready(self) -> None:
         started, populated = time.thread_time(), 0
-        while piece := self._take():
+        while chunk := self._take():
             # MADV_POPULATE_WRITE would hold the process's mmap lock and block imports. Writing one byte per huge page would
             # miss pages that fall back to small ones. memset is one call and releases the GIL for imports.
-            ctypes.memset(self._address + piece.start, 0, len(piece))
-            populated += len(piece)
+            ctypes.memset(self._address + chunk.start, 0, len(chunk))
+            populated += len(chunk)
             if self._is_fragmented(time.thread_time() - started > SLACK_S + populated / BYTES_PER_S):
                 with self._lock:
                     self.is_fragmented, self._until = True, 0
@@ -126,7 +126,7 @@ class HugeMemory:
     def _take(self) -> range:
         """Return the byte range that the caller populates next; empty if none is left."""
         with self._lock:
-            begin, self._taken = self._taken, max(self._taken, min(self._taken + PIECE_BYTES, self._until))
+            begin, self._taken = self._taken, max(self._taken, min(self._taken + CHUNK_BYTES, self._until))
             return range(begin, self._taken)
 
     def _is_fragmented(self, is_slow: bool) -> bool:

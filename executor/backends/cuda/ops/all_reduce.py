@@ -6,7 +6,7 @@ import torch
 
 from quintet.executor.backends.cuda.device import Device, Kernel
 from quintet.executor.backends.cuda.ops.formats import PACK_BYTES, check_vector, describe, number_format
-from quintet.executor.backends.cuda.ops.peers import EXCHANGE, THREADS, Peers, pieces_of
+from quintet.executor.backends.cuda.ops.peers import EXCHANGE, THREADS, Peers, chunks_of
 
 
 def all_reduce(
@@ -34,13 +34,13 @@ def all_reduce(
         return out
     width, pack = x.shape[1], PACK_BYTES // x.element_size()
     unit = pack if width % pack == 0 else 1  # elements
-    blocks, piece = pieces_of(x.numel() // unit, unit * x.element_size())
+    blocks, chunk = chunks_of(x.numel() // unit, unit * x.element_size())
     variant = "" if unit > 1 else "single_"
     name = f"all_reduce_{peers.size}_{variant}{number_format(x)}"
     device.launch(
         Kernel("all_reduce", name, f"{EXCHANGE}ppplii"),
         (blocks, 1, 1),
         (THREADS, 1, 1),
-        (*peers.arguments, x, bias, out, x.numel(), width, piece * unit),
+        (*peers.arguments, x, bias, out, x.numel(), width, chunk * unit),
     )
     return out

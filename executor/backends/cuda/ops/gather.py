@@ -8,7 +8,7 @@ import torch
 
 from quintet.executor.backends.cuda.device import Device, Kernel
 from quintet.executor.backends.cuda.ops.formats import describe
-from quintet.executor.backends.cuda.ops.peers import EXCHANGE, THREADS, Peers, pieces_of
+from quintet.executor.backends.cuda.ops.peers import EXCHANGE, THREADS, Peers, chunks_of
 
 UNITS = (16, 4, 2)
 """Possible bytes per thread access; the largest that divides every rank's row size is used."""
@@ -64,10 +64,10 @@ def gather(
     if not num_rows:
         return
     widest = max(columns.widths) * columns.item_bytes // columns.unit_bytes
-    blocks, piece = pieces_of(num_rows * widest, columns.unit_bytes)
+    blocks, chunk = chunks_of(num_rows * widest, columns.unit_bytes)
     device.launch(
         Kernel("gather", f"gather_{peers.size}_{columns.unit_bytes}", f"{EXCHANGE}pppii"),
         (blocks, 1, 1),
         (THREADS, 1, 1),
-        (*peers.arguments, x, out, columns.begins, num_rows, piece),
+        (*peers.arguments, x, out, columns.begins, num_rows, chunk),
     )

@@ -63,7 +63,7 @@ class Peers:
             )
 
 
-def pieces_of(num_units: int, unit_bytes: int) -> tuple[int, int]:
+def chunks_of(num_units: int, unit_bytes: int) -> tuple[int, int]:
     """Return the number of blocks of an exchange, and the units per block."""
-    piece = min(max(-(-num_units // CHANNELS), THREADS), HALF_BYTES // unit_bytes)
-    return min(CHANNELS, -(-num_units // piece)), piece
+    chunk = min(max(-(-num_units // CHANNELS), THREADS), HALF_BYTES // unit_bytes)
+    return min(CHANNELS, -(-num_units // chunk)), chunk

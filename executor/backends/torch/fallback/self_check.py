@@ -14,7 +14,7 @@ import torch
 from quintet.executor.backends.torch.fallback.attention import UnsupportedModel
 from quintet.executor.backends.torch.fallback.model import TransformersModel
 from quintet.executor.runner import Runner
-from quintet.executor.sequences import SequencePart, place, plan_of_pieces
+from quintet.executor.sequences import SequencePart, place, plan_of_parts
 from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.config import ModelConfig
 
@@ -65,7 +65,7 @@ def _compare(
     runner: Runner, tables: SlotTables, pieces: Sequence[SequencePart], expected: Sequence[torch.Tensor]
 ) -> None:
     """Compute one step and compare all its tokens."""
-    runner.forward(Rows(plan_of_pieces(pieces, draws=True)), tables)
+    runner.forward(Rows(plan_of_parts(pieces, draws=True)), tables)
     actual = runner.logits(np.arange(sum(count for _, _, count in pieces))).float()
     target = torch.cat([expected[i][start : start + count] for i, start, count in pieces]).float()
     errors = (actual - target).norm(dim=1) / (target - target.mean(1, keepdim=True)).norm(dim=1)

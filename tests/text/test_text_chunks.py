@@ -1,4 +1,4 @@
-"""Texts encoded in pieces have the ids of the whole text; tokenizers that do not allow it encode the whole."""
+"""Texts encoded in chunks have the ids of the whole text; tokenizers that do not allow it encode the whole."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from quintet.deploy.embedded import default_model_path
-from quintet.tokenizer_proc import encode, text_pieces
+from quintet.tokenizer_proc import encode, text_chunks
 from quintet.tokenizer_proc.chat_template import ChatTemplates
 from quintet.tokenizer_proc.encode import Encoder
-from quintet.tokenizer_proc.text_pieces import APART, EXPRESSIONS, SPACE, Cutter, cutter_of, encoded
+from quintet.tokenizer_proc.text_chunks import APART, EXPRESSIONS, SPACE, Cutter, cutter_of, encoded
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import RequestError
 
@@ -141,7 +141,7 @@ def text_of_runs(seed: int, longest: int = 90) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_have_the_ids_of_the_whole_text(
+def test_chunks_have_the_ids_of_the_whole_text(
     kind: str, model_of: Callable[..., ModelConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = KINDS[kind]()
@@ -153,7 +153,7 @@ def test_pieces_have_the_ids_of_the_whole_text(
     for special in (False, True):
         whole = [list(encoder.encode_long(text, special)) for text in texts]
         for size in (7, 50):
-            monkeypatch.setattr(encode, "PIECE_CHARS", size)
+            monkeypatch.setattr(encode, "CHUNK_CHARS", size)
             monkeypatch.setattr(
                 Cutter, "ids_of", lambda self, text, most, size=size: ids_of(self, text, most, size)
             )
@@ -172,7 +172,7 @@ def test_a_text_of_runs_has_the_ids_of_the_whole_text(kind: str, request: pytest
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_are_bounded_in_size(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_bounded_in_size(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cutter = cutter_of(KINDS[kind]())
     assert cutter is not None
     text, sizes = "some words of a text " * 1000, []
@@ -181,7 +181,7 @@ def test_pieces_are_bounded_in_size(kind: str, monkeypatch: pytest.MonkeyPatch) 
         sizes.append(len(text))
         return encoded(tokenizer, text)
 
-    monkeypatch.setattr(text_pieces, "encoded", measured)
+    monkeypatch.setattr(text_chunks, "encoded", measured)
     assert list(cutter.ids_of(text, None, 1000)) == encoded(cutter.tokenizer, text)
     assert len(sizes) > 20 and max(sizes) < 1100
 
@@ -238,12 +238,12 @@ def test_the_ids_of_a_long_text_take_four_bytes_each(model_of: Callable[..., Mod
     """A list of ints would take 40 bytes each. The array over-allocates by an eighth."""
     tokenizer = KINDS["gpt2"]()
     encoder = Encoder(tokenizer, ChatTemplates({}, {}), model_of(tokenizer))
-    text = "the quick brown fox " * (2 * encode.PIECE_CHARS // 20 + 1)
+    text = "the quick brown fox " * (2 * encode.CHUNK_CHARS // 20 + 1)
     tracemalloc.start()
     try:
         ids = encoder.encode_long(text, False)
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(ids) > encode.PIECE_CHARS // 4
+    assert len(ids) > encode.CHUNK_CHARS // 4
     assert held < 5 * len(ids) + (64 << 10)

@@ -1,4 +1,4 @@
-"""Encoding of long texts in pieces with the ids of the whole text, to bound memory.
+"""Encoding of long texts in chunks with the ids of the whole text, to bound memory.
 
 The tokenizers library uses about 150 bytes of memory per byte of text, so a large text takes gigabytes.
 
@@ -10,7 +10,7 @@ The tokenizers library uses about 150 bytes of memory per byte of text, so a lar
 * SentencePiece writes a space as U+2581. Its models treat a text as one word, or split before each U+2581. Without the
   split, a cut between a letter and U+2581 is safe for BPE if no token has a letter followed by U+2581. Then the merges
   on the two sides are independent. The vocabulary is checked once.
-* Unigram models without the split are not cut: they compare sums of scores, which round differently in a piece.
+* Unigram models without the split are not cut: they compare sums of scores, which round differently in a chunk.
 
 Other tokenizers encode the whole text at once.
 """
@@ -29,8 +29,8 @@ from tokenizers.models import BPE
 
 from quintet.wire.errors import ErrorCode, RequestError
 
-PIECE_CHARS = 1 << 17
-MAX_PIECE_CHARS = 1 << 19
+CHUNK_CHARS = 1 << 17
+MAX_CHUNK_CHARS = 1 << 19
 """A byte-level tokenizer rejects a text with fewer borders: no person writes words of this length."""
 
 _CJK = "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
@@ -108,36 +108,36 @@ class _Step(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
-    """Encodes texts in pieces without changing the ids."""
+    """Encodes texts in chunks without changing the ids."""
 
     tokenizer: Tokenizer
     border: re.Pattern[str]
     """Zero-width match at positions where a text may be cut."""
     max_chars: int | None = None
-    """Maximum length of a piece; longer texts without a border are rejected. None: they are encoded whole."""
+    """Maximum length of a chunk; longer texts without a border are rejected. None: they are encoded whole."""
     drops_space: bool = False
-    """The tokenizer prepends a space to every text, so the leading space of a piece is removed."""
+    """The tokenizer prepends a space to every text, so the leading space of a chunk is removed."""
     added: tuple[str, ...] = ()
     """Added tokens, which are matched before the split and must not be cut."""
 
-    def ids_of(self, text: str, most: int | None = None, num_chars: int = PIECE_CHARS) -> array[int]:
-        """Return a text's ids, or more than ``most`` leading ones. Pieces have ``num_chars`` characters or more.
+    def ids_of(self, text: str, most: int | None = None, num_chars: int = CHUNK_CHARS) -> array[int]:
+        """Return a text's ids, or more than ``most`` leading ones. Chunks have ``num_chars`` characters or more.
 
         Raises `RequestError` for a text that cannot be cut.
         """
         ids, begin = array("i"), 0
         while begin < len(text) and (most is None or len(ids) <= most):
-            end = self._end_of_piece(text, begin, num_chars)
+            end = self._end_of_chunk(text, begin, num_chars)
             ids.extend(encoded(self.tokenizer, text[begin + (self.drops_space and begin > 0) : end]))
             begin = end
         return ids
 
-    def _end_of_piece(self, text: str, begin: int, num_chars: int) -> int:
+    def _end_of_chunk(self, text: str, begin: int, num_chars: int) -> int:
         most = len(text) if self.max_chars is None else min(len(text), begin + self.max_chars)
         if len(text) - begin <= num_chars:
             return len(text)
         border = next(self._borders_in(text, begin + num_chars, most), None)
-        if border is None and most < len(text):  # the next piece begins with the run of one kind
+        if border is None and most < len(text):  # the next chunk begins with the run of one kind
             border = max(self._borders_in(text, begin + 1, begin + num_chars), default=None)
             if border is None:
                 raise RequestError(
@@ -174,7 +174,7 @@ def cutter_of(tokenizer: Tokenizer) -> Cutter | None:
         return None
     contents = tuple(token.content for token in added)
     if _keeps_borders(normalizer) and splitter is not None and _splits_words(splitter):
-        return Cutter(tokenizer, BORDER, MAX_PIECE_CHARS, added=contents)
+        return Cutter(tokenizer, BORDER, MAX_CHUNK_CHARS, added=contents)
     writing = _spaces_written_by(normalizer, splitter)
     if writing is None or not (writing.splits or _merges_within_borders(tokenizer)):
         return None
@@ -225,7 +225,7 @@ def _merges_within_borders(tokenizer: Tokenizer) -> bool:
 
 
 def _keeps_borders(normalizer: _Step | None) -> bool:
-    """Return whether normalization of pieces equals that of the text: composition never joins across a border."""
+    """Return whether normalization of chunks equals that of the text: composition never joins across a border."""
     if normalizer is None:
         return True
     if normalizer.type == "Sequence":
