@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.parsers import registry
-from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser, joined
+from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser, joined
 from quintet.wire.channels import Channel, TextSpan
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import PROMPT_TAIL, Open
@@ -33,10 +33,10 @@ class OutputReader:
         """Parse the text of one token, which may be empty; return the text to send."""
         parser = self._parser
         was_reasoning = parser.is_reasoning
-        pieces = parser.push(text)
+        deltas = parser.push(text)
         if was_reasoning and parser.is_reasoning:
             self.num_reasoning_tokens += 1
-        return self._add_spans(pieces)
+        return self._add_spans(deltas)
 
     def finish(self, text: str = "", *, is_cut: bool = False) -> str:
         """Parse the flushed text and end the output; return the text held back. ``is_cut``: see `Parser.finish`."""
@@ -47,14 +47,14 @@ class OutputReader:
         spans, self._spans = self._spans, []
         return spans
 
-    def _add_spans(self, pieces: list[ChannelText]) -> str:
+    def _add_spans(self, deltas: list[ChannelText]) -> str:
         if self._requires_calls:
-            pieces = [piece for piece in pieces if piece.channel is not Channel.CONTENT]
-        if not pieces:
+            deltas = [delta for delta in deltas if delta.channel is not Channel.CONTENT]
+        if not deltas:
             return ""
         text_sent = ""
         spans = self._spans
-        for channel, call, text in pieces if len(pieces) == 1 else joined(pieces):
+        for channel, call, text in deltas if len(deltas) == 1 else joined(deltas):
             text_sent += text
             if channel is Channel.NAME:
                 self.num_calls += 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from quintet.detokenizer_proc.parsers.interface import ChannelText
 from quintet.detokenizer_proc.parsers.machine import MAX_SLICE, CallReader, slices
-from quintet.detokenizer_proc.parsers.pieces import ChannelText
 
 
 class EitherCalls:
@@ -21,14 +21,14 @@ class EitherCalls:
         """See `Parser`."""
         if len(text) <= MAX_SLICE:
             return self._follow(self._reader.push(text))
-        return [piece for part in slices(text) for piece in self.push(part)]
+        return [delta for part in slices(text) for delta in self.push(part)]
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
         """See `Parser`."""
         return self._follow(self._reader.finish(is_cut=is_cut))
 
-    def _follow(self, pieces: list[ChannelText]) -> list[ChannelText]:
+    def _follow(self, deltas: list[ChannelText]) -> list[ChannelText]:
         while self._reader.is_stopped:
             self._reader, self._other = self._other, self._reader
-            pieces = pieces + self._reader.resume(self._other)
-        return pieces
+            deltas = deltas + self._reader.resume(self._other)
+        return deltas

@@ -1,4 +1,4 @@
-"""Base state machine of the parsers: unread text, a state that consumes it, and the emitted pieces.
+"""Base state machine of the parsers: unread text, a state that consumes it, and the emitted deltas.
 
 Whitespace next to a mark belongs to the mark, because chat templates put it there.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from quintet.detokenizer_proc.parsers.interface import ChannelText
 from quintet.detokenizer_proc.parsers.marks import Marks
-from quintet.detokenizer_proc.parsers.pieces import ChannelText
 from quintet.wire.channels import Channel
 
 MAX_NAME = 256
@@ -38,14 +38,14 @@ class Machine:
         self._text = ""
         self._over = False
         self._is_cut = False
-        self._pieces: list[ChannelText] = []
+        self._deltas: list[ChannelText] = []
 
     def push(self, text: str) -> list[ChannelText]:
         """See `Parser`."""
         if len(text) <= MAX_SLICE:
             self._text += text
             return self._run()
-        return [piece for part in slices(text) for piece in self.push(part)]
+        return [delta for part in slices(text) for delta in self.push(part)]
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
         """See `Parser`."""
@@ -55,12 +55,12 @@ class Machine:
     def _run(self) -> list[ChannelText]:
         while self._state(self):
             pass
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def _emit(self, channel: Channel, text: str, call: int = 0) -> None:
         if text:
-            self._pieces.append(ChannelText(channel, call, text))
+            self._deltas.append(ChannelText(channel, call, text))
 
 
 class Prose:

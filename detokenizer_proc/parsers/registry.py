@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from quintet.detokenizer_proc.parsers.either_calls import EitherCalls
 from quintet.detokenizer_proc.parsers.harmony import Harmony
+from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser
 from quintet.detokenizer_proc.parsers.json_calls import FENCE, JsonCalls, JsonFormat
 from quintet.detokenizer_proc.parsers.literal_calls import LiteralCalls, LiteralFormat
 from quintet.detokenizer_proc.parsers.literals import GEMMA
 from quintet.detokenizer_proc.parsers.machine import LINE, CallReader
-from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser
 from quintet.detokenizer_proc.parsers.schemas import Schemas
 from quintet.detokenizer_proc.parsers.tagged_calls import TagFormat, TaggedCalls
 from quintet.detokenizer_proc.parsers.thinking import EmbeddedCalls, LateCloseFilter, ThinkFormat, Thinking
@@ -49,23 +49,23 @@ class Chain:
         found += parsed if self._reasoning.content_before_break is None else self._filter_close(parsed)
         return found + self._late.finish(is_cut=is_cut)
 
-    def _forward(self, pieces: Iterable[ChannelText]) -> list[ChannelText]:
+    def _forward(self, deltas: Iterable[ChannelText]) -> list[ChannelText]:
         found: list[ChannelText] = []
-        for piece in pieces:
-            if piece.channel is not Channel.CONTENT:
-                found.append(piece)
+        for delta in deltas:
+            if delta.channel is not Channel.CONTENT:
+                found.append(delta)
                 continue
             at = self._reasoning.content_before_break
             is_after_break = at is not None and self._num_content >= at
-            self._num_content += len(piece.text)
-            parsed = self._tools.push(piece.text)
+            self._num_content += len(delta.text)
+            parsed = self._tools.push(delta.text)
             found += self._filter_close(parsed) if is_after_break else parsed
         return found
 
-    def _filter_close(self, pieces: list[ChannelText]) -> list[ChannelText]:
+    def _filter_close(self, deltas: list[ChannelText]) -> list[ChannelText]:
         found: list[ChannelText] = []
-        for piece in pieces:
-            found += self._late.push(piece.text) if piece.channel is Channel.CONTENT else [piece]
+        for delta in deltas:
+            found += self._late.push(delta.text) if delta.channel is Channel.CONTENT else [delta]
         return found
 
 

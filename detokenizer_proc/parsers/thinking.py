@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser
 from quintet.detokenizer_proc.parsers.machine import Machine, Prose
 from quintet.detokenizer_proc.parsers.marks import Marks
-from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser
 from quintet.wire.channels import Channel, is_inside
 
 MAX_REPARSED = 1024
@@ -196,8 +196,8 @@ class Thinking(Machine):
         return bool(mark)
 
 
-def _first_channel(pieces: list[ChannelText]) -> Channel | None:
-    return pieces[0].channel if pieces else None
+def _first_channel(deltas: list[ChannelText]) -> Channel | None:
+    return deltas[0].channel if deltas else None
 
 
 class LateCloseFilter(Machine):

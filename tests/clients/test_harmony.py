@@ -66,16 +66,16 @@ class Parsed(NamedTuple):
 
 def parse(text: str) -> Parsed:
     parser = build("openai_gptoss", "openai", b"", "<|start|>assistant")
-    pieces = parser.push(text) + parser.finish()
+    deltas = parser.push(text) + parser.finish()
     texts = {
-        channel: "".join(piece.text for piece in pieces if piece.channel is channel)
+        channel: "".join(delta.text for delta in deltas if delta.channel is channel)
         for channel in (Channel.REASONING, Channel.CONTENT)
     }
-    names = {piece.call: piece.text for piece in pieces if piece.channel is Channel.NAME}
+    names = {delta.call: delta.text for delta in deltas if delta.channel is Channel.NAME}
     arguments = dict.fromkeys(names, "")
-    for piece in pieces:
-        if piece.channel is Channel.ARGUMENTS:
-            arguments[piece.call] += piece.text
+    for delta in deltas:
+        if delta.channel is Channel.ARGUMENTS:
+            arguments[delta.call] += delta.text
     calls = [(names[call], arguments[call].rstrip() or "{}") for call in names]
     return Parsed(texts[Channel.REASONING].rstrip(), texts[Channel.CONTENT].rstrip(), calls)
 

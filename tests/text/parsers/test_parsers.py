@@ -14,7 +14,7 @@ import pytest
 from tests.text.outputs import WRITERS, Call
 
 from quintet.detokenizer_proc.parsers.forced import forced_calls
-from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser, joined
+from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser, joined
 from quintet.detokenizer_proc.parsers.registry import TOOLS, build
 from quintet.wire.channels import Channel
 
@@ -62,19 +62,19 @@ def schemas_of(calls: Sequence[Call]) -> bytes:
 
 
 def read(parser: Parser, parts: Sequence[str]) -> list[ChannelText]:
-    return joined([piece for part in parts for piece in parser.push(part)] + parser.finish())
+    return joined([delta for part in parts for delta in parser.push(part)] + parser.finish())
 
 
-def text_of(pieces: Sequence[ChannelText], channel: Channel = Channel.CONTENT) -> str:
-    return "".join(piece.text for piece in pieces if piece.channel is channel)
+def text_of(deltas: Sequence[ChannelText], channel: Channel = Channel.CONTENT) -> str:
+    return "".join(delta.text for delta in deltas if delta.channel is channel)
 
 
-def calls_in(pieces: Sequence[ChannelText]) -> list[tuple[str, Any]]:
-    names = {piece.call: piece.text for piece in pieces if piece.channel is Channel.NAME}
+def calls_in(deltas: Sequence[ChannelText]) -> list[tuple[str, Any]]:
+    names = {delta.call: delta.text for delta in deltas if delta.channel is Channel.NAME}
     arguments = dict.fromkeys(names, "")
-    for piece in pieces:
-        if piece.channel is Channel.ARGUMENTS:
-            arguments[piece.call] += piece.text
+    for delta in deltas:
+        if delta.channel is Channel.ARGUMENTS:
+            arguments[delta.call] += delta.text
     return [(names[call], json.loads(arguments[call])) for call in sorted(names)]
 
 
@@ -84,9 +84,9 @@ def check_written(name: str, seed: int) -> None:
     calls = [(function, arguments_of(random)) for function in random.sample(NAMES, random.randint(1, 3))]
     before = random.choice(["", "Some words first."])
     text = before + write(calls) + "\n"
-    pieces = read(build("", name, schemas_of(calls), ""), [text])
-    assert calls_in(pieces) == calls, text
-    assert text_of(pieces).strip() == before, text
+    deltas = read(build("", name, schemas_of(calls), ""), [text])
+    assert calls_in(deltas) == calls, text
+    assert text_of(deltas).strip() == before, text
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -114,8 +114,8 @@ def test_required_calls_have_the_format_of_the_parser(name: str) -> None:
         for function, a in calls
     ]
     text = call_format.begin + call_format.separator.join(written) + call_format.end
-    pieces = read(build("", call_format.reader, b"", ""), list(text))
-    assert (calls_in(pieces), text_of(pieces)) == (calls, "")
+    deltas = read(build("", call_format.reader, b"", ""), list(text))
+    assert (calls_in(deltas), text_of(deltas)) == (calls, "")
 
 
 def parse_truncated(name: str, text: str, schemas: bytes = b"") -> list[ChannelText]:
@@ -179,7 +179,7 @@ def test_calls_with_usual_mistakes_are_complete(name: str, text: str) -> None:
 
 
 WORD = re.compile(r"w[0-9]+w")
-"""Words that no format uses: every one in an output must be in the parsed pieces."""
+"""Words that no format uses: every one in an output must be in the parsed deltas."""
 FRAGMENTS = [
     "", "", "", "{", "}", "[", "]", '"', "'", "\\", ",", ":", "=", "(", ")", "<", "\n", " ", "\\u00e9", "\\ud83d", "null",
     "<tool_call>", "</tool_call>", "```", "<think>", "</think>", "name", '"name": ', "&lt;", "日本", "😀",
@@ -220,16 +220,16 @@ def check_broken(reasoning: str, tools: str, random: Random) -> None:
     parts = [text[begin:end] for begin, end in itertools.pairwise([0, *at, len(text)])]
     whole = read(parser(), [text])
     assert read(parser(), parts) == whole, parts
-    # The pieces sent for a prefix depend on that prefix only, so that another process can resume there.
+    # The deltas sent for a prefix depend on that prefix only, so that another process can resume there.
     half = parts[: len(parts) // 2]
     parser_of_parts = parser()
-    assert joined(piece for part in half for piece in parser_of_parts.push(part)) == joined(
+    assert joined(delta for part in half for delta in parser_of_parts.push(part)) == joined(
         parser().push("".join(half))
     ), parts
-    assert all(piece.text for piece in whole), text
-    found = "\n".join(piece.text for piece in whole)
+    assert all(delta.text for delta in whole), text
+    found = "\n".join(delta.text for delta in whole)
     found.encode()
-    everything = "".join(piece.text for piece in whole)
+    everything = "".join(delta.text for delta in whole)
     lost = [word for word in WORD.findall(text) if word not in found and word not in everything]
     assert not lost, text
 
@@ -272,9 +272,9 @@ def test_work_is_linear(
 ) -> None:
     schemas = json.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}]).encode()
     began_s = time.process_time()
-    pieces = read(build(reasoning, tools, schemas, ""), parts)
+    deltas = read(build(reasoning, tools, schemas, ""), parts)
     assert time.process_time() - began_s < 2.0  # takes a tenth of this; quadratic work took 4 s and more
-    assert WORD.findall("".join(piece.text for piece in pieces)) == WORD.findall("".join(parts))
+    assert WORD.findall("".join(delta.text for delta in deltas)) == WORD.findall("".join(parts))
 
 
 @pytest.mark.parametrize("name", TOOLS)

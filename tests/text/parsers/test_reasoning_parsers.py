@@ -8,9 +8,9 @@ import pytest
 from tests.text.outputs import WRITERS, Call
 from tests.text.parsers.test_parsers import FEW, Random, calls_in, check_broken, read, schemas_of, text_of
 
+from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser, joined
 from quintet.detokenizer_proc.parsers.json_calls import JsonFormat
 from quintet.detokenizer_proc.parsers.literal_calls import LiteralFormat
-from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser, joined
 from quintet.detokenizer_proc.parsers.registry import REASONING, TOOLS, build, marks_of
 from quintet.detokenizer_proc.parsers.tagged_calls import TagFormat
 from quintet.detokenizer_proc.parsers.thinking import ThinkFormat
@@ -25,8 +25,8 @@ def test_text_between_the_marks_is_reasoning(name: str) -> None:
     form = THINKING[name]
     for opening, closing in zip(form.opens, form.closes, strict=True):
         text = f"{opening}\nHmm, {opening[:-1]}?\n\n{closing}\n\nYes: {closing}.\n"
-        pieces = read(build(name, "", b"", ""), [text])
-        assert pieces == [
+        deltas = read(build(name, "", b"", ""), [text])
+        assert deltas == [
             ChannelText(REASON, 0, f"Hmm, {opening[:-1]}?"),
             ChannelText(CONTENT, 0, f"Yes: {closing}.\n"),
         ]
@@ -228,8 +228,8 @@ def check_unclosed(
     assert read(parser(), list(text)) == whole
     for end in range(0, len(text), 5):
         one, many = parser(), parser()
-        in_pieces = joined(piece for sign in text[:end] for piece in many.push(sign))
-        assert joined(one.push(text[:end])) == in_pieces, "the pieces depend on the division of the text"
+        in_pieces = joined(delta for sign in text[:end] for delta in many.push(sign))
+        assert joined(one.push(text[:end])) == in_pieces, "the deltas depend on the division of the text"
 
 
 @pytest.mark.parametrize("tools", MARKED)
@@ -268,11 +268,11 @@ def test_a_call_in_unclosed_reasoning_may_contain_the_closing_mark() -> None:
 
 def test_a_truncated_call_in_unclosed_reasoning_is_dropped() -> None:
     parser = build("qwen3", "hermes", b"", "user:<think>")
-    pieces = joined(parser.push('So.\n<tool_call>{"name": "f') + parser.finish(is_cut=True))
-    assert [(piece.channel, piece.text) for piece in pieces] == [(Channel.REASONING, "So.")]
+    deltas = joined(parser.push('So.\n<tool_call>{"name": "f') + parser.finish(is_cut=True))
+    assert [(delta.channel, delta.text) for delta in deltas] == [(Channel.REASONING, "So.")]
 
 
 def test_a_header_ends_unclosed_harmony_reasoning() -> None:
     text = "<|channel|>analysis<|message|>So.<|channel|>commentary to=functions.f<|message|>{}<|call|>"
-    pieces = read(build("openai_gptoss", "openai", b"", ""), list(text))
-    assert (text_of(pieces, Channel.REASONING), calls_in(pieces), text_of(pieces)) == ("So.", [("f", {})], "")
+    deltas = read(build("openai_gptoss", "openai", b"", ""), list(text))
+    assert (text_of(deltas, Channel.REASONING), calls_in(deltas), text_of(deltas)) == ("So.", [("f", {})], "")

@@ -28,10 +28,10 @@ Output = tuple[list[tuple[str, Any]], str, str]
 
 def read(parts: Sequence[str], tools: str, reasoning: str) -> Output:
     parser = build(reasoning, tools, SCHEMAS, "")
-    pieces = [piece for part in parts for piece in parser.push(part)] + parser.finish()
+    deltas = [delta for part in parts for delta in parser.push(part)] + parser.finish()
     texts = dict.fromkeys((Channel.CONTENT, Channel.REASONING), "")
     names, arguments = list[str](), list[str]()
-    for channel, call, text in pieces:
+    for channel, call, text in deltas:
         if channel is Channel.NAME:
             names.append(text)
             arguments.append("")
@@ -238,8 +238,8 @@ def test_a_value_without_an_end_tag_ends_with_the_call(omitted: str, following: 
 def test_the_end_of_the_output_within_a_value_closes_the_arguments(value: str, is_cut: bool) -> None:
     text = qwen("s", value)[: -len("\n</parameter>\n</function>\n</tool_call>")]
     parser = build("", "qwen3_coder", SCHEMAS, "")
-    pieces = parser.push(text) + parser.finish(is_cut=is_cut)
-    written = "".join(piece.text for piece in pieces if piece.channel is Channel.ARGUMENTS)
+    deltas = parser.push(text) + parser.finish(is_cut=is_cut)
+    written = "".join(delta.text for delta in deltas if delta.channel is Channel.ARGUMENTS)
     assert written == (json.dumps({"s": value}) if not is_cut else json.dumps({"s": value})[:-2])
     assert is_cut or parse(text, "qwen3_coder") == ([("f", {"s": value})], "", "")
 

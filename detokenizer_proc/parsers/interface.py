@@ -29,16 +29,16 @@ class Parser(Protocol):
         """True if the last text belongs to the reasoning."""
 
     def push(self, text: str) -> list[ChannelText]:
-        """Read text; return the parsed pieces that are final."""
+        """Read text; return the parsed deltas that are final."""
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
-        """End the text; return the pieces held back. ``is_cut``: a limit ended the output, not the model."""
+        """End the text; return the deltas held back. ``is_cut``: a limit ended the output, not the model."""
 
 
-def joined(pieces: Iterable[ChannelText]) -> list[ChannelText]:
-    """Merge adjacent pieces of the same channel and call."""
+def joined(deltas: Iterable[ChannelText]) -> list[ChannelText]:
+    """Merge adjacent deltas of the same channel and call."""
     found: list[tuple[Channel, int, list[str]]] = []
-    for channel, call, text in pieces:
+    for channel, call, text in deltas:
         if found and found[-1][:2] == (channel, call) and channel is not Channel.NAME:
             found[-1][2].append(text)
         else:
