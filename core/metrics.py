@@ -47,11 +47,11 @@ def _transfer_counters(metrics: Metrics) -> Iterator[tuple[tuple[TierName, str],
             bytes_moved = metrics.counter(f"kv_{tier}_bytes", "Bytes of these blocks.", event=event)
             yield (tier, f"{event}_bytes"), bytes_moved
     for name, event, what in (
-        ("stored_objects", "kept", "stored"),
-        ("unstored_objects", "unkept", "not stored: the store is full, slow or unreachable"),
+        ("stored_objects", "stored", "written, or already present"),
+        ("unstored_objects", "unstored", "not stored: the store is full, slow or unreachable"),
     ):
         help = f"Chunks of KV blocks for the shared store, by event; {event}: {what}."
-        yield ("store", name), metrics.counter("kv_store_runs", help, event=event)
+        yield ("store", name), metrics.counter("kv_store_chunks", help, event=event)
 
 
 def _swap_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:

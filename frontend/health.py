@@ -67,7 +67,7 @@ async def health(service: Service, http_request: HttpRequest) -> None:
         "missing": missing,
     }
     if http_request.has_flag("verbose"):
-        answer["everyone"] = [_process_json(process) for process in (report.processes if report else [])]
+        answer["all_processes"] = [_process_json(process) for process in (report.processes if report else [])]
     await http_request.respond_json(answer, 200 if healthy else 503)
 
 

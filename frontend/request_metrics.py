@@ -49,7 +49,7 @@ class RequestMetrics:
             if reason
         }
         self.live = metrics.gauge("live_requests", "Live requests of this frontend.")
-        self.resumed = metrics.counter("adopted_requests", "Streams resumed by their clients.")
+        self.resumed = metrics.counter("resumed_streams", "Streams resumed by their clients.")
         self.duplicate_endings = metrics.counter(
             "duplicate_endings", "Endings of choices that had already ended; ignored."
         )

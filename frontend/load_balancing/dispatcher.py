@@ -66,7 +66,7 @@ class Dispatcher:
         self._lost_epochs: dict[int, int] = {}
         """Newest lost epoch of each detokenizer index."""
         self._resumed = {
-            role: metrics.counter("resumed_requests", "Requests sent again because a process was lost.", role=str(role))
+            role: metrics.counter("resumed_requests", "Requests resumed after the loss of a process.", role=str(role))
             for role in (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
         }  # fmt: skip
 

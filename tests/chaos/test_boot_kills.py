@@ -87,7 +87,7 @@ def await_state(server: Server, role: str, index: int, state: str = "ready", epo
             return any(
                 (each["role"], each["index"], each["state"]) == (role, index, state)
                 and each["epoch"] >= epoch
-                for each in json.loads(server.get("/health?verbose")[1]).get("everyone", [])
+                for each in json.loads(server.get("/health?verbose")[1]).get("all_processes", [])
             )
         return False
 

@@ -11,7 +11,7 @@ from bench.chaos.streams import StreamRequest, crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.chaos.test_ranks import RANK
-from tests.processes.kv.test_kv_store import num_runs
+from tests.processes.kv.test_kv_store import num_chunks
 from tests.processes.server import Server, serve, wait_until
 
 NUM_STREAMS = 24
@@ -73,7 +73,7 @@ def test_kill_during_store_reads_and_writes(scheme: str, size: int, stages: int,
         with serve(*store) as one, serve(*store) as other:
 
             def is_used(server: Server = one) -> bool:
-                return num_runs(server, "kept") + num_fetched_blocks(server) > 0
+                return num_chunks(server, "stored") + num_fetched_blocks(server) > 0
 
             async def disturb(roles: list[str] = roles) -> None:
                 await asyncio.to_thread(wait_until, is_used, "runs are stored or fetched")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from quintet.executor.kv_transfer.store.connector import open_connector
 from quintet.wire.config import KvStoreConfig
-from tests.processes.kv.test_kv_store import FLAGS, RUN_TOKENS, ask, num_runs
+from tests.processes.kv.test_kv_store import CHUNK_TOKENS, FLAGS, ask, num_chunks
 from tests.processes.server import serve, wait_until
 
 CONTENT = bytes(range(256)) * 12_000
@@ -37,8 +37,8 @@ def check_servers(url: str, end_storage: Callable[[], None]) -> None:
     with serve(*flags) as one, serve(*flags) as other:
         text, num_cached = ask(one)
         assert num_cached == 0
-        wait_until(lambda: num_runs(one, "kept") > 0, "the prompt in the store")
-        assert ask(other) == (text, RUN_TOKENS)
+        wait_until(lambda: num_chunks(one, "stored") > 0, "the prompt in the store")
+        assert ask(other) == (text, CHUNK_TOKENS)
         end_storage()
         started_s = time.monotonic()
         prompt = "No server has computed this. " * 40

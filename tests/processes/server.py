@@ -86,7 +86,7 @@ class Server:
 
         def all_are_newer() -> bool:
             now_s = time.monotonic()
-            everyone = json.loads(self.get("/health?verbose")[1]).get("everyone", [])
+            everyone = json.loads(self.get("/health?verbose")[1]).get("all_processes", [])
             newest_s = now_s - began_s - METRICS_S
             return bool(everyone) and all(each["heartbeat_age_s"] < newest_s for each in everyone)
 

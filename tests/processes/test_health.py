@@ -71,7 +71,7 @@ def test_long_step_is_no_stall() -> None:
             reported.update(named(health(server)[1]))
         asking.join()
         assert not reported & {"executor-0.1", "core-0.1"}
-        everyone = health(server, "/health?verbose")[1]["everyone"]
+        everyone = health(server, "/health?verbose")[1]["all_processes"]
         assert isinstance(everyone, list)
         assert {process["restarts"] for process in everyone} == {0}
         assert server.gauge("quintet:executor_steps_total") <= 2, (
@@ -85,7 +85,7 @@ def test_verbose_health_lists_all_processes() -> None:
         wait_until(lambda: "detokenizer-0.2" in server.get("/health?verbose")[1], "a replacement")
         wait_until(lambda: health(server)[0] == 200, "recovery")
         _, answer = health(server, "/health?verbose")
-        everyone = answer["everyone"]
+        everyone = answer["all_processes"]
         assert isinstance(everyone, list)
         by_name = {process["process"]: process for process in everyone}
         assert by_name.keys() == {
@@ -97,7 +97,7 @@ def test_verbose_health_lists_all_processes() -> None:
             assert process["state"] == "ready"
             assert psutil.pid_exists(process["pid"])
             assert 0 <= process["heartbeat_age_s"] < 30
-        assert "everyone" not in health(server)[1]
+        assert "all_processes" not in health(server)[1]
 
 
 def test_stopped_supervisor_is_reported() -> None:

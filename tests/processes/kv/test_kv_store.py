@@ -11,7 +11,7 @@ from tests.processes.test_disaggregation import num_cached_tokens
 
 FLAGS = ("--max-model-len", "1024", "--kv-cache-memory", "4MiB", "--threads", "1", "--audit")
 PROMPT = "The river runs under the bridge, " * 40
-RUN_TOKENS = 256
+CHUNK_TOKENS = 256
 """Number of tokens of a run."""
 
 
@@ -23,9 +23,9 @@ def ask(server: Server, prompt: str = PROMPT) -> tuple[str, int]:
     return answer["choices"][0]["text"], num_cached_tokens(answer)
 
 
-def num_runs(server: Server, event: str) -> int:
+def num_chunks(server: Server, event: str) -> int:
     server.await_metrics()
-    return int(server.gauge_of("quintet:kv_store_runs_total", event))
+    return int(server.gauge_of("quintet:kv_store_chunks_total", event))
 
 
 @pytest.mark.whole
@@ -34,8 +34,8 @@ def test_blocks_of_another_server_are_fetched(tmp_path: Path) -> None:
     with serve(*flags) as one, serve(*flags) as other:
         text, num_cached = ask(one)
         assert num_cached == 0
-        wait_until(lambda: num_runs(one, "kept") > 0, "the prompt in the store")
-        assert ask(other) == (text, RUN_TOKENS)
+        wait_until(lambda: num_chunks(one, "stored") > 0, "the prompt in the store")
+        assert ask(other) == (text, CHUNK_TOKENS)
         other.children()["quintet-executor-0"].kill()
         assert ask(other)[0] == text
 
@@ -46,5 +46,5 @@ def test_engines_share_blocks_through_the_store(tmp_path: Path) -> None:
     with serve(*flags, "--kv-store", f"local://{tmp_path}") as server:
         text, num_cached = ask(server)
         assert num_cached == 0
-        wait_until(lambda: num_runs(server, "kept") > 0, "the prompt in the store")
-        assert ask(server) == (text, RUN_TOKENS), "from the other engine"
+        wait_until(lambda: num_chunks(server, "stored") > 0, "the prompt in the store")
+        assert ask(server) == (text, CHUNK_TOKENS), "from the other engine"
