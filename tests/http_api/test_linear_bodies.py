@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quintet.frontend.api.anthropic import turns as anthropic
-from quintet.frontend.api.anthropic.types import Block, Turn
+from quintet.frontend.api.anthropic.types import ContentBlock, Turn
 from quintet.frontend.api.openai.offered_tools import SentTool, offered_tools
 from quintet.frontend.api.responses import items
 from quintet.frontend.api.responses.types import InputItem
@@ -47,7 +47,7 @@ def test_many_parts_take_linear_time(translate: Callable[[], list[dict[str, Any]
 def test_repeated_tool_references_have_a_limit() -> None:
     tool = SentTool(name="t", description="x" * 100_000, defer_loading=True)
     tools = offered_tools([tool])
-    reference = Block(type="tool_reference", tool_name="t")
+    reference = ContentBlock(type="tool_reference", tool_name="t")
     (message,), _ = anthropic.messages_of(None, [Turn(role="user", content=[reference] * 3)], tools)
     assert message["content"].count("x" * 100_000) == 3
     with pytest.raises(RequestError, match="definitions of more than") as caught:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quintet.frontend.api.anthropic.types import Block, ReferencedTool, Turn
+from quintet.frontend.api.anthropic.types import ContentBlock, ReferencedTool, Turn
 from quintet.frontend.api.merged_messages import MergedMessages
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.offered_tools import OfferedTool
@@ -31,7 +31,7 @@ _log = logging.getLogger("quintet")
 class _TextSource(msgspec.Struct, kw_only=True):
     type: str
     data: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
 
 
 _source = msgspec.json.Decoder(_TextSource)
@@ -49,7 +49,7 @@ class _Reader:
 
 
 def messages_of(
-    system: str | Sequence[Block] | None, turns: Sequence[Turn], tools: Sequence[OfferedTool] = ()
+    system: str | Sequence[ContentBlock] | None, turns: Sequence[Turn], tools: Sequence[OfferedTool] = ()
 ) -> tuple[list[Message], list[str]]:
     """Return a conversation as chat messages, and each one's place in the body.
 
@@ -119,7 +119,7 @@ def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:
     ]  # templates expect results after their calls
 
 
-def _result(block: Block, where: str, reader: _Reader) -> Message:
+def _result(block: ContentBlock, where: str, reader: _Reader) -> Message:
     """Return the tool message of a result."""
     call = given(block.tool_use_id, f"{where}.tool_use_id")
     content = _text(block.content or "", f"{where}.content", reader, is_result=True)
@@ -127,7 +127,7 @@ def _result(block: Block, where: str, reader: _Reader) -> Message:
     return message | ({"name": reader.names[call]} if call in reader.names else {})
 
 
-def _assistant(blocks: Sequence[Block], where: str, reader: _Reader) -> Message:
+def _assistant(blocks: Sequence[ContentBlock], where: str, reader: _Reader) -> Message:
     """Return one message with text, reasoning and calls."""
     texts: list[str] = []
     thoughts: list[str] = []
@@ -157,11 +157,15 @@ def _assistant(blocks: Sequence[Block], where: str, reader: _Reader) -> Message:
 
 
 def _text(
-    content: str | Sequence[Block] | Block, where: str, reader: _Reader, *, is_result: bool = False
+    content: str | Sequence[ContentBlock] | ContentBlock,
+    where: str,
+    reader: _Reader,
+    *,
+    is_result: bool = False,
 ) -> str:
     if isinstance(content, str):
         return content
-    blocks = [content] if isinstance(content, Block) else content
+    blocks = [content] if isinstance(content, ContentBlock) else content
     return "\n".join(
         text
         for i, block in enumerate(blocks)
@@ -170,7 +174,7 @@ def _text(
 
 
 def _text_of(
-    block: Block, where: str, reader: _Reader, *, is_answer: bool = False, is_result: bool = False
+    block: ContentBlock, where: str, reader: _Reader, *, is_answer: bool = False, is_result: bool = False
 ) -> list[str]:
     """Return a block's texts; empty for blocks of server tools, and for unknown ones of an answer.
 
@@ -235,7 +239,7 @@ def _reference(name: str, reader: _Reader) -> str:
     return f"Tool available: {definition}"
 
 
-def _document(block: Block, where: str, reader: _Reader, *, is_result: bool) -> str:
+def _document(block: ContentBlock, where: str, reader: _Reader, *, is_result: bool) -> str:
     """Return a document of text or of blocks, with its title."""
     source = parse.decode_part(block.source, _source, f"{where}.source")
     if source.type == "content" and source.content is not None:

@@ -23,7 +23,7 @@ class ReferencedTool(msgspec.Struct, kw_only=True):
     """The tool itself, as in ``tools``."""
 
 
-class Block(msgspec.Struct, kw_only=True):
+class ContentBlock(msgspec.Struct, kw_only=True):
     """A content block; ``type`` selects the other fields. ``cache_control`` is accepted and ignored: all prefixes are cached."""
 
     type: str
@@ -35,7 +35,7 @@ class Block(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: RawField = msgspec.UNSET
     tool_use_id: str | None = None
-    content: str | list[Block] | Block | None = None
+    content: str | list[ContentBlock] | ContentBlock | None = None
     tool_name: str | None = None
     tool: ReferencedTool | None = None
     is_error: bool | None = None
@@ -48,7 +48,7 @@ class Turn(msgspec.Struct, kw_only=True):
 
     role: str
     """user, assistant, system or developer."""
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
     """Null only for assistant and system messages without text."""
     output_config: OutputConfig | None = None
     """Of a system message; its effort takes precedence over earlier ones."""
@@ -87,7 +87,7 @@ class ConversationBody(FormFields, kw_only=True):
 
     model: str | None = None
     messages: list[Turn]
-    system: str | list[Block] | None = None
+    system: str | list[ContentBlock] | None = None
     tools: list[SentTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingChoice | None = None
