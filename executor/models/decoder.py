@@ -48,7 +48,7 @@ class Decoder:
         if self._is_first:
             self._declare_input(scope, spec)
         if setting.share.stages > 1:
-            self.weights.elsewhere.update(_other_stages_prefixes(names, setting.share, len(spec.layers)))
+            self.weights.on_other_ranks.update(_other_stages_prefixes(names, setting.share, len(spec.layers)))
         attentions: list[AttentionLayer] = []
         self._layers = [
             Layer(

@@ -67,13 +67,13 @@ def _is_unexpected(plan: WeightPlan, wanted: dict[str, str], name: str) -> bool:
     if name in wanted or _other_form(name) in wanted:
         return False
     expected = expected_spellings(name, plan.prefix)
-    if plan.elsewhere and any(_is_on_other_rank(plan, each) for each in expected):
+    if plan.on_other_ranks and any(_is_on_other_rank(plan, each) for each in expected):
         return False
     return not any(fnmatchcase(each, pattern) for each in expected for pattern in (*IGNORED, *plan.ignored))
 
 
 def _is_on_other_rank(plan: WeightPlan, name: str) -> bool:
-    return any(char == "." and name[:end] in plan.elsewhere for end, char in enumerate(name))
+    return any(char == "." and name[:end] in plan.on_other_ranks for end, char in enumerate(name))
 
 
 def _other_form(name: str) -> str:

@@ -69,7 +69,7 @@ class WeightPlan:
     """Alternative checkpoint names by expected name."""
     ignored: tuple[str, ...] = ()
     """Name patterns (``*`` matches anything) of checkpoint tensors that are ignored."""
-    elsewhere: set[str] = field(default_factory=set)
+    on_other_ranks: set[str] = field(default_factory=set)
     """Name prefixes, up to a dot, of tensors that other ranks load."""
     stores: list[PackedStore] = field(default_factory=list)
     num_bytes: int = 0

@@ -128,7 +128,7 @@ def _each(
 ) -> list[StackPiece]:
     """Return the pieces of a tensor per expert that this rank keeps."""
     names = [scope.name(name).format(expert=expert) for expert in range(own.whole)]
-    scope.weights.elsewhere.update(names[: own.begin], names[own.end :])
+    scope.weights.on_other_ranks.update(names[: own.begin], names[own.end :])
     return [
         StackPiece(
             names=(f"{its}.weight",),
