@@ -19,7 +19,7 @@ CHART = HERE / "quintet"
 MANIFESTS = HERE.parent / "kubernetes"
 VARIANTS = {
     "quintet": None,
-    "quintet-apart": "values-apart.yaml",
+    "quintet-disaggregated": "values-disaggregated.yaml",
     "quintet-gpu": "values-gpu.yaml",
     "quintet-hosts": "values-hosts.yaml",
     "quintet-replicas": "values-replicas.yaml",
