@@ -344,7 +344,9 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-RULES: tuple[Callable[[Schema], None], ...] = (
+Rules = tuple[Callable[[Schema], None], ...]
+
+RULES: Rules = (
     _plain_all_of,  # first: others read the keywords of the inner schema
     _usual_dialect,
     _usual_types,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quintet.tokenizer_proc.schema_keywords import RULES, Schema, is_anything, plain_names
+from quintet.tokenizer_proc.schema_keywords import RULES, Rules, Schema, is_anything, plain_names
 from quintet.tokenizer_proc.schema_unions import (
     Root,
     disjoin,
@@ -49,7 +49,8 @@ _NULLABLE = frozenset({"const", "default", "examples", "example"})
 
 def plain_schema(schema: Any) -> Any:
     """Return an equivalent schema without ineffective keywords, and with replacements of some unsupported keywords."""
-    plain = _plain(schema)
+    is_all_of_named = any("/allOf/" in str(each.get("$ref")) for each in schemas_of(schema))
+    plain = _plain(schema, RULES[is_all_of_named:])  # without the rule that moves the schemas in allOf
     if not isinstance(plain, dict):
         return plain
     anchors = {"$dynamicAnchor": "$dynamicRef", "$recursiveAnchor": "$recursiveRef"}
@@ -84,26 +85,26 @@ def schemas_of(schema: Any) -> Iterator[Schema]:
                 waiting += named.values() if isinstance(named, dict) else ()
 
 
-def _plain(schema: Any) -> Any:
+def _plain(schema: Any, rules: Rules) -> Any:
     if isinstance(schema, list):
-        return [_plain(each) for each in schema]
+        return [_plain(each, rules) for each in schema]
     if not isinstance(schema, dict):
         return schema
     plain = {
-        key: _plain_value(key, value)
+        key: _plain_value(key, value, rules)
         for key, value in schema.items()
         if value is not None or key in _NULLABLE
     }
-    for rule in RULES:
+    for rule in rules:
         rule(plain)
     return False if is_anything(plain.get("not")) else plain
 
 
-def _plain_value(key: str, value: Any) -> Any:
+def _plain_value(key: str, value: Any, rules: Rules) -> Any:
     if key in INNER:
-        return _plain(value)
+        return _plain(value, rules)
     if key in NAMED_INNER and isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain(each, rules) for name, each in value.items()}
     return value
 
 

@@ -214,6 +214,11 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"a": 1}, {"a": None}],
         [{"a": "1"}],
     ),
+    "a reference to the schema of allOf (zod)": (
+        {"type": "object", "properties": {"a": {"allOf": [INTEGER]}, "b": {"$ref": "#/properties/a/allOf/0"}}},
+        [{"a": 1, "b": 2}],
+        [{"a": "1"}, {"b": "1"}],
+    ),
     "one of several properties": (
         {"type": "object", "properties": {"a": INTEGER, "b": INTEGER, "c": INTEGER}, "required": ["c"],
          "oneOf": [{"required": ["a"]}, {"required": ["b"], "title": "b"}]},
