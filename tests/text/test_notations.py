@@ -59,6 +59,11 @@ def test_expressions_of_javascript_and_python_are_enforced(name: str, forms: tup
     assert [text for text in others if is_answer(grammar, text)] == []
 
 
+def test_any_character_of_javascript_is_refused(forms: tuple[Forms, Checks]) -> None:
+    with pytest.raises(RequestError, match="character class"):
+        grammar_of(forms[0], regex=r"^[^]*[a]$")
+
+
 def test_patterns_of_schemas_are_translated(forms: tuple[Forms, Checks]) -> None:
     pattern = r"^[^[\]]+$"
     schema = {

@@ -19,8 +19,8 @@ _TOKEN = re.compile(
 _IN_CLASS = re.compile(
     r"\\(?:[pPxu]\{[^}]{0,64}\}|0(?![0-9])|.)|\[:\^?[a-z]{1,8}:\]|\[|&&|~~|(?P<first>^\^?)?--", re.DOTALL
 )
-_SET_OPERATION = re.compile(r"(?:&&|--)\[")
-"""Rust's nested classes, which are also those of JavaScript's flag ``v``."""
+_UNCHANGED = re.compile(r"(?:&&|--)\[|^\[\^\][*+?{]")
+"""Classes left to the library: nested ones, also of JavaScript's flag ``v``, and JavaScript's any character, ``[^]``."""
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _ESCAPES = {r"\Z": r"\z", r"\0": r"\x00", r"\<": "<", r"\>": ">"}
 
@@ -38,7 +38,7 @@ def as_rust(pattern: str) -> str:
 def _plain(match: re.Match[str]) -> str:
     text = match[0]
     if text[0] == "[":
-        is_whole = text[-1] == "]" and not _SET_OPERATION.search(text)
+        is_whole = text[-1] == "]" and not _UNCHANGED.search(text)
         return f"[{_IN_CLASS.sub(_plain_in_class, text[1:-1])}]" if is_whole else text
     return r"\{" if text == "{" else _ESCAPES.get(text, text)
 
