@@ -329,4 +329,5 @@ class ListReader(CallReader):
             self._take(len(end))
             self._is_inside = False
             return True
-        return self._return()
+        is_unmarked = LINE in self._bare and self._begins.at_start(self._text) is None
+        return self._on_mark(LINE) if is_unmarked and not self._reads_one else self._return()

@@ -420,6 +420,18 @@ def test_hermes_reads_calls_without_marks_and_with_a_fence(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("hermes", '```json\n{"name": "f", "arguments": {"x": 1}}\n```\n\n' * 2),
+        ("hermes", hermes('{"x": 1}') + '\n\n{"name": "f", "arguments": {"x": 1}}'),
+        ("pythonic", "[f(x=1)]\n[f(x=1)]"),
+    ],
+)
+def test_a_call_without_a_mark_may_follow_another_call(tools: str, text: str) -> None:
+    assert parse(text, tools) == ([("f", {"x": 1})] * 2, "", "")
+
+
+@pytest.mark.parametrize(
     "text",
     [
         '{"name": "Bob", "age": 3}',
