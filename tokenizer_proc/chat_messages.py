@@ -5,11 +5,10 @@ Roles, contents and calls are kept as sent, as in transformers and vLLM. See doc
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from quintet.tokenizer_proc.content_parts import normal_parts
+from quintet.tokenizer_proc.content_parts import map_call_ids, normal_parts
 from quintet.tokenizer_proc.template_syntax import ContentFormat, TemplateTraits
 from quintet.tokenizer_proc.template_values import (
     ContentParts,
@@ -28,7 +27,6 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 TOOL_ROLES = ("tool", "function")
 ROLE_ALIASES = {"developer": "system", "function": "tool"}
 """Roles of OpenAI's API that few templates support, and their replacement."""
-ALPHANUMERIC = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 def normal_messages(
@@ -158,30 +156,3 @@ def _without_billing_header(content: Any) -> Any:
         return content
     kept = without_billing_header(str(content))
     return PartsText(kept) if isinstance(content, PartsText) else kept
-
-
-def map_call_ids(messages: list[Message], length: int) -> None:
-    """Rewrite the ids of calls and results to the length that the template requires. Valid ids are kept."""
-    pending: list[str] = []
-    number = 0
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            call["id"] = _fitting_id(call.get("id") or f"call {number}", length)
-            pending.append(call["id"])
-            number += 1
-        if message["role"] == "tool":
-            sent = message.get("tool_call_id")
-            known = _fitting_id(sent, length) if isinstance(sent, str) and sent else None
-            message["tool_call_id"] = known or (pending[0] if pending else _fitting_id("call", length))
-            if message["tool_call_id"] in pending:
-                pending.remove(message["tool_call_id"])
-
-
-def _fitting_id(sent: Any, length: int) -> str:
-    """Return an alphanumeric id of ``length``: the one sent if valid, otherwise a hash of it."""
-    text = str(sent)
-    if len(text) == length and text.isascii() and text.isalnum():
-        return text
-    number = int.from_bytes(hashlib.blake2b(text.encode()).digest(), "little")
-    base = len(ALPHANUMERIC)
-    return "".join(ALPHANUMERIC[number // base**place % base] for place in range(length))

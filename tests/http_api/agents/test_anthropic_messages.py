@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from quintet.frontend.api.anthropic.turns import messages_of
-from quintet.frontend.api.anthropic.types import Block, Turn
+from quintet.frontend.api.anthropic.types import ContentBlock, Turn
 from quintet.wire.chat import decode_messages
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import ChatPrompt, Submit
@@ -187,7 +187,7 @@ def test_a_final_assistant_message_is_continued(shared: Any) -> None:
 
 def test_a_document_of_text_is_text() -> None:
     source = msgspec.Raw(json.dumps({"type": "text", "media_type": "text/plain", "data": "words"}).encode())
-    document = Block(type="document", title="A title", source=source)
+    document = ContentBlock(type="document", title="A title", source=source)
     (message,), places = messages_of(None, [Turn(role="user", content=[document])])
     assert places == ["messages[0]"]
     assert message == {"role": "user", "content": "A title\nwords"}
