@@ -110,5 +110,5 @@ def in_ranks(
         worker.run_idle_task()
         for thread in threads:
             thread.join()
-        for descriptor in (*memory.groups, *memory.links, *memory.gather):
+        for descriptor in (*memory.stages, *memory.links, *memory.gather):
             os.close(descriptor)
