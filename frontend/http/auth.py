@@ -121,6 +121,9 @@ def with_cors(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
     """Add CORS for the configured origins (``*`` for all).
 
     All methods and headers are allowed unless configured otherwise: OpenAI clients send many headers of their own.
+
+    Chrome asks in a preflight whether a page of the Internet may call a server of a private network. Every page may only if
+    it needs an API key.
     """
     if not config.allowed_origins:
         return app
@@ -130,7 +133,7 @@ def with_cors(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
         allow_methods=config.allowed_methods or ("*",),
         allow_headers=config.allowed_headers or ("*",),
         allow_credentials=config.allow_credentials,
-        allow_private_network=True,  # otherwise Chrome's preflight of a page on the Internet for a local server fails
+        allow_private_network=bool(config.api_keys) or "*" not in config.allowed_origins,
         expose_headers=("X-Request-Id", "Request-Id", "X-Stream-Id"),
     )
 

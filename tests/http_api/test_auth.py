@@ -1,5 +1,6 @@
 """API keys on every route, CORS, request ids, body limits."""
 
+import asyncio
 import http.client
 import json
 import socket
@@ -7,12 +8,14 @@ import ssl
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from quintet.frontend.http.auth import with_cors
 from quintet.frontend.routes import ROUTES
+from quintet.wire.config import FrontendConfig
 
 OPEN = {"/livez", "/readyz", "/health", "/ping", "/openapi.json", "/docs", "/docs/rapidoc-min.js"} | {
     "/v2/health/live",
@@ -92,6 +95,31 @@ def test_preflight_allows_the_headers_of_clients(serve: Callable[..., Any]) -> N
     closed = serve(api_keys=["k"])
     refused = closed.ask("OPTIONS", "/v1/completions", headers={**asking, "origin": "https://app.example"})
     assert refused.status == 401 and "access-control-allow-origin" not in refused.headers
+
+
+@pytest.mark.parametrize(
+    ("keys", "origins", "allowed"),
+    [([], ["*"], False), ([], ["https://app.example"], True), (["k"], ["*"], True)],
+)
+def test_not_every_page_may_call_a_server_of_a_private_network_without_a_key(
+    keys: list[str], origins: list[str], allowed: bool
+) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    preflight = {
+        "origin": "https://app.example",
+        "access-control-request-method": "POST",
+        "access-control-request-private-network": "true",
+    }
+    headers = [(name.encode(), value.encode()) for name, value in preflight.items()]
+    scope = {"type": "http", "method": "OPTIONS", "path": "/v1/completions", "headers": headers}
+    app: Any = with_cors(cast(Any, None), FrontendConfig(api_keys=keys, allowed_origins=origins))
+    asyncio.run(app(scope, None, send))
+    answered = [name for name, _ in sent[0]["headers"]]
+    assert (b"access-control-allow-private-network" in answered) is allowed
 
 
 def test_request_ids_are_echoed_or_made(shared: Any) -> None:
