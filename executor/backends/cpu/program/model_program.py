@@ -1,7 +1,7 @@
 """Recorded program of one pipeline stage, or of the whole model.
 
-Owns the program, its KV memory and its rotations. Rank 0 orders the other ranks of the stage to run the same operations. The
-program knows no plan and no slot table; its input is a `quintet.executor.backends.cpu.program.step.Step`.
+Owns the recorded operations, the KV memory and the rotations. Rank 0 orders the other ranks of the stage to run the same
+operations. The program knows no plan and no slot table; its input is a `quintet.executor.backends.cpu.program.step.Step`.
 """
 
 from __future__ import annotations

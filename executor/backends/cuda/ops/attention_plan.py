@@ -22,7 +22,7 @@ from quintet.executor.models.layers.attention import AttentionWindow
 TILE = 64
 """Positions of a tile; all split sizes are multiples of it."""
 DECODE_QUERY_TILE = 16
-"""Lines ((new token, head) pairs of a KV head) of a block of the decode kernel: one matrix tile."""
+"""Queries ((new token, query head) pairs of a KV head) that a block of the decode kernel computes: one matrix tile."""
 MATRIX_DIMS = (64, 128, 256)
 """Head dimensions of the matrix kernels; other dimensions are padded to the next one."""
 PLAIN_MAX_DIM, PLAIN_MAX_VALUE_DIM = 576, 512
