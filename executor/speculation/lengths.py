@@ -164,7 +164,8 @@ class DraftLengths:
         self._began = np.zeros(num_slots, np.int64)
         """First step of the request, by slot."""
         self._last_draft = np.zeros(num_slots, np.int64)
-        self._trial_every = np.full(num_slots, TRIAL_EVERY)
+        self._trial_every = TRIAL_EVERY
+        """Of all slots, since trials at the same time share a draft model's steps."""
         self._row_s = 0.0
         """Mean time of a row with drafts, besides that of a draft model's steps and of verification."""
 
@@ -173,8 +174,7 @@ class DraftLengths:
         self._accepted[slot] = self._weights[slot] = 0.0
         self._found[slot] = 1.0
         self._began[slot] = self._last_draft[slot] = self._next_choice = self._num_steps
-        self._trial_every[slot] = TRIAL_EVERY
-        self._pause = MIN_PAUSE
+        self._pause, self._trial_every = MIN_PAUSE, TRIAL_EVERY
         self._budget.begin(slot)
 
     def end(self, slot: int) -> None:
@@ -259,23 +259,22 @@ class DraftLengths:
         )
         counts = problem.best_counts(_expected(rates, most, num_forced))
         waited = np.where(counts > 0, 0, self._num_steps - self._last_draft[slots])
-        self._trial_every[slots[counts > 0]] = TRIAL_EVERY
-        if (waited >= self._trial_every[slots]).any():
+        if (waited >= self._trial_every).any():
             rates[:, 0] = MAX_SHARE
             is_possible = problem.best_counts(_expected(rates, most, num_forced)) > 0
-            tries = (most > 0) & (waited >= np.where(is_possible, self._trial_every[slots], RECHECK_EVERY))
+            tries = (most > 0) & (waited >= np.where(is_possible, self._trial_every, RECHECK_EVERY))
             self._limit_trials(tries, self._row_s + each + draft_each + draft_base + missing_s)
         else:
             tries = waited < 0
         self._next_choice = self._num_steps
         if counts.any():
-            self._pause = MIN_PAUSE
+            self._pause, self._trial_every = MIN_PAUSE, TRIAL_EVERY
         else:
             self._next_choice += self._pause
             self._pause = min(2 * self._pause, MAX_PAUSE)
         counts[tries] = 1
-        self._trial_every[slots[tries]] += TRIAL_EVERY
-        np.minimum(self._trial_every, MAX_TRIAL_EVERY, out=self._trial_every)
+        if tries.any():
+            self._trial_every = min(self._trial_every + TRIAL_EVERY // 2, MAX_TRIAL_EVERY)
         asked = counts > 0
         is_first = bool((self._last_draft[slots[asked]] == self._began[slots[asked]]).any())
         self._last_draft[slots[asked]] = self._num_steps
