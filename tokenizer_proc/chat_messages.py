@@ -74,7 +74,8 @@ def _normal_message(
     content = message.get("content")
     if role in TOOL_ROLES:
         content = text_only_result(content, f"{where}.content")
-    parts = _parts_of(content, f"{where}.content", is_answer=role == "assistant")
+    is_text = content is None or isinstance(content, str)
+    parts = None if is_text else normal_parts(message, content, f"{where}.content")
     if parts and not (traits.has_thinking_parts and form == "openai"):
         parts = _move_thinking(normal, parts)
     normal["content"] = _content(content, parts, form, is_forced=content_format is not None)
@@ -83,13 +84,6 @@ def _normal_message(
     if calls:
         normal["tool_calls"] = [_normal_call(call) for call in calls]
     return normal
-
-
-def _parts_of(content: Any, where: str, *, is_answer: bool) -> list[Part] | None:
-    """Return a content's parts as text and thinking; None for a content that is not a list."""
-    if content is None or isinstance(content, str):
-        return None
-    return normal_parts(content, where, is_answer=is_answer)
 
 
 def _move_thinking(message: Message, parts: list[Part]) -> list[Part]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 from quintet.tokenizer_proc.template_values import ContentParts, Part, text_part
 from quintet.wire.chat import Message
 from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.message_text import MEDIA_TYPES
 from quintet.wire.params import shown
 
 TEXT_PARTS = {
@@ -22,30 +22,33 @@ TEXT_PARTS = {
 """Types of text parts, and the field with the text."""
 THINKING_PARTS = ("thinking", "reasoning")
 ALPHANUMERIC = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+CALL_PARTS = ("tool_use", "tool_call", "tool-call", "function_call")
+"""Types of parts that repeat a call of the message's ``tool_calls``."""
 
 
-def normal_parts(content: Sequence[Any] | dict[str, Any], where: str, *, is_answer: bool) -> list[Part]:
-    """Return the parts as text and thinking, without those of an answer that have no text.
+def normal_parts(message: Message, content: Any, where: str) -> list[Part]:
+    """Return a content's parts as text and thinking, without those of an answer that have no text.
 
     Raises `RequestError` that names the invalid part.
     """
     if isinstance(content, dict):
         raise _invalid(f"{where} is an object; it must be a string or a list of parts.", where)
+    is_answer = message["role"] == "assistant"
+    has_calls = bool(message.get("tool_calls") or message.get("function_call"))
     return [
         _normal_part(part, f"{where}[{i}]")
         for i, part in enumerate(content)
-        if not (is_answer and _has_no_text(part))
+        if not (is_answer and _has_no_text(part, has_calls=has_calls))
     ]
 
 
-def _has_no_text(part: Any) -> bool:
+def _has_no_text(part: Any, *, has_calls: bool) -> bool:
     """Return whether a part is of another type: a call, which is also in ``tool_calls``, or encrypted reasoning."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str):
+    if not isinstance(kind, str) or kind in MEDIA_TYPES or (kind in CALL_PARTS and not has_calls):
         return False
-    return kind not in TEXT_PARTS or (
-        kind in THINKING_PARTS and not isinstance(_text_of(part, kind), str | list)
-    )
+    has_text = kind not in THINKING_PARTS or isinstance(_text_of(part, kind), str | list)
+    return kind not in TEXT_PARTS or not has_text
 
 
 def _text_of(part: Part, kind: str) -> Any:
@@ -64,7 +67,7 @@ def _normal_part(part: Any, where: str, *, is_nested: bool = False) -> Part:
         # Agents that find these words remove the images and send the conversation again.
         raise _invalid(
             f"{where} has type {shown(kind)}; this is not a multimodal model: it does not support image input or other "
-            f"media. Allowed types: {', '.join(TEXT_PARTS)}.",
+            f"media. Calls belong in tool_calls. Allowed types: {', '.join(TEXT_PARTS)}.",
             where,
         )
     text = _text_of(part, kind)

@@ -16,14 +16,14 @@ from quintet.wire.params import MAX_SHOWN, shown
 
 _LINE = re.compile(r"\s*x-anthropic-[\w-]+:[^\n]*(?:\n+|\Z)")
 _IN_JSON = re.compile(rb'x-anthropic-[\w-]+:(?:[^"\\]|\\[^n])*')
-_MEDIA = {
+MEDIA_TYPES = {
     f"{before}{medium}{after}": medium
     for medium in ("image", "audio", "video", "document", "file")
     for before in ("", "input_")
     for after in ("", "_url")
 }
 """Types of parts that are not text: ``input_image``, ``image_url``, ``input_file``, …"""
-_PAYLOADS = frozenset({"source", "file_id", "file_data", "file_url", *_MEDIA})
+_PAYLOADS = frozenset({"source", "file_id", "file_data", "file_url", *MEDIA_TYPES})
 _MEDIA_PAYLOADS = _PAYLOADS | {"data", "url"}
 """Fields of such parts, one of which each has. A file or document with only a URL is data, such as a row of a listing."""
 TEXT_FIELDS = ("text", "refusal", "thinking")
@@ -55,13 +55,13 @@ def text_only_result(content: Any, where: str, fields: Collection[str] = TEXT_FI
 
 def omitted_media(kind: str, where: str) -> str | None:
     """Return the text that replaces a part of this type; None if the type is not of media. Logs the replacement."""
-    return omitted_part(kind, where) if kind in _MEDIA else None
+    return omitted_part(kind, where) if kind in MEDIA_TYPES else None
 
 
 def omitted_part(kind: str, where: str) -> str:
     """Return the text that replaces a part of this type in a tool result. Logs the replacement."""
     _log.info("%s, of type %s in a tool result, was replaced by text", where, shown(kind))
-    return f"[{_MEDIA.get(kind, kind)[:MAX_SHOWN]} omitted: this model reads text only]"
+    return f"[{MEDIA_TYPES.get(kind, kind)[:MAX_SHOWN]} omitted: this model reads text only]"
 
 
 def json_text(value: Any) -> str:
@@ -79,7 +79,7 @@ def _is_part(value: Any, fields: Collection[str]) -> bool:
 
 def _is_media(part: dict[str, Any]) -> bool:
     kind = part.get("type")
-    medium = _MEDIA.get(kind) if isinstance(kind, str) else None
+    medium = MEDIA_TYPES.get(kind) if isinstance(kind, str) else None
     payloads = _PAYLOADS if medium in ("file", "document") else _MEDIA_PAYLOADS
     return medium is not None and not payloads.isdisjoint(part)
 

@@ -113,7 +113,22 @@ def test_calls_and_reasoning_in_the_parts_of_an_answer_are_read_or_skipped() -> 
         {"type": "tool_call", "id": "c", "name": "f", "args": {}},
         {"type": "reasoning", "summary": []},
     ]
-    assert render(template, {"role": "assistant", "content": parts}) == "hm|a"
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    assert render(template, {"role": "assistant", "content": parts, "tool_calls": calls}) == "hm|a"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        IMAGE,
+        {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+        {"type": "tool-call", "toolCallId": "c", "toolName": "f", "input": {}},
+    ],
+)
+def test_media_and_calls_only_in_the_parts_of_an_answer_are_not_lost(part: Any) -> None:
+    content = [{"type": "text", "text": "a"}, part]
+    with pytest.raises(RequestError, match=r"content\[1\]"):
+        render(DUMP, {"role": "assistant", "content": content})
 
 
 @pytest.mark.parametrize("content", [[IMAGE], {"temp": 3}, [{"temp": 3}], [[PARTS]], [3]])
