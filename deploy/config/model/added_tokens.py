@@ -24,7 +24,8 @@ def declared_tokens(tokenizer_config: Json) -> dict[int, Json]:
     found: dict[int, Json] = {}
     for key, token in declared.items() if isinstance(declared, dict) else ():
         is_id = isinstance(key, str) and key.isdecimal() and len(key) <= _MAX_DIGITS
-        if is_id and isinstance(token, dict) and isinstance(token.get("content"), str):
+        content = token.get("content") if isinstance(token, dict) else None
+        if is_id and isinstance(content, str) and content:  # the tokenizers library skips empty tokens
             found[int(key)] = token
     return dict(sorted(found.items()))
 

@@ -12,6 +12,7 @@ from tests.gguf.vocabularies import KINDS, write_file
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from quintet.deploy.config.model.added_tokens import with_declared_tokens
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.wire.errors import ConfigError
 
@@ -109,3 +110,9 @@ def test_declared_tokens_are_added_as_transformers_adds_them(tmp_path: Path, spe
 def test_folder_without_further_tokens_is_used_itself(tmp_path: Path, declared: dict[str, Any]) -> None:
     folder = write_tokenizer(tmp_path / "model", declared)
     assert tokenizer_folder(folder, tmp_path / "cache") == folder
+
+
+def test_a_declared_token_without_text_takes_no_id() -> None:
+    tokenizer = json.dumps({"added_tokens": [], "model": {"vocab": {"a": 0}}}).encode()
+    declared = {"1": {"content": ""}, "2": {"content": "<x>"}}
+    assert with_declared_tokens(tokenizer, {"added_tokens_decoder": declared}) is None
