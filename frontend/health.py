@@ -109,10 +109,10 @@ async def models(service: Service, http_request: HttpRequest) -> None:
     names = service.config.model.served_names
     data = [_model(service, name) for name in names]
     pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-    is_codex = http_request.query_param("client_version") is not None
+    # Codex, which sends its version, requires this field. Its entries have a format of its own.
     catalogue: dict[str, list[str]] = (
-        {"models": []} if is_codex else {}
-    )  # in its own format; the field is required
+        {} if http_request.query_param("client_version") is None else {"models": []}
+    )
     await http_request.respond_json({"object": "list", "data": data, **pages, **catalogue})
 
 

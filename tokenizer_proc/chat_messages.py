@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quintet.tokenizer_proc.content_parts import map_call_ids, normal_parts
+from quintet.tokenizer_proc.call_ids import map_call_ids
+from quintet.tokenizer_proc.content_parts import normal_parts
 from quintet.tokenizer_proc.template_syntax import ContentFormat, TemplateTraits
 from quintet.tokenizer_proc.template_values import (
     ContentParts,

@@ -16,11 +16,11 @@ import jinja2
 import msgspec
 
 from quintet.tokenizer_proc.chat_messages import invalid, name_of, normal_messages
+from quintet.tokenizer_proc.reasoning_efforts import with_other_efforts
 from quintet.tokenizer_proc.system_messages import hides_system, rearranged
 from quintet.tokenizer_proc.template_environment import make_environment
 from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
 from quintet.tokenizer_proc.template_values import ContentParts, PartsText, TracedMessage, text_part
-from quintet.tokenizer_proc.thinking import with_other_efforts
 from quintet.wire.chat import Message, decode_messages
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.config import ChatContentFormat

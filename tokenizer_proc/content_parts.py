@@ -1,8 +1,7 @@
-"""Parts of a message's content in every format that clients send, as text and thinking; call ids as the template requires."""
+"""Parts of a message's content in every format that clients send, as text and thinking."""
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from quintet.tokenizer_proc.template_values import ContentParts, Part, text_part
@@ -21,7 +20,6 @@ TEXT_PARTS = {
 }
 """Types of text parts, and the field with the text."""
 THINKING_PARTS = ("thinking", "reasoning")
-ALPHANUMERIC = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 CALL_PARTS = ("tool_use", "tool_call", "tool-call", "function_call")
 """Types of parts that repeat a call of the message's ``tool_calls``."""
 
@@ -81,30 +79,3 @@ def _normal_part(part: Any, where: str, *, is_nested: bool = False) -> Part:
 
 def _invalid(message: str, param: str) -> RequestError:
     return RequestError(ErrorCode.INVALID, message, param)
-
-
-def map_call_ids(messages: list[Message], length: int) -> None:
-    """Rewrite the ids of calls and results to the length that the template requires. Valid ids are kept."""
-    pending: list[str] = []
-    number = 0
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            call["id"] = _fitting_id(call.get("id") or f"call {number}", length)
-            pending.append(call["id"])
-            number += 1
-        if message["role"] == "tool":
-            sent = message.get("tool_call_id")
-            known = _fitting_id(sent, length) if isinstance(sent, str) and sent else None
-            message["tool_call_id"] = known or (pending[0] if pending else _fitting_id("call", length))
-            if message["tool_call_id"] in pending:
-                pending.remove(message["tool_call_id"])
-
-
-def _fitting_id(sent: Any, length: int) -> str:
-    """Return an alphanumeric id of ``length``: the one sent if valid, otherwise a hash of it."""
-    text = str(sent)
-    if len(text) == length and text.isascii() and text.isalnum():
-        return text
-    number = int.from_bytes(hashlib.blake2b(text.encode()).digest(), "little")
-    base = len(ALPHANUMERIC)
-    return "".join(ALPHANUMERIC[number // base**place % base] for place in range(length))

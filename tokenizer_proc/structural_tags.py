@@ -14,7 +14,7 @@ import msgspec
 
 from quintet.tokenizer_proc.nesting_depth import check_schema
 from quintet.tokenizer_proc.notations.regexes import escaped
-from quintet.tokenizer_proc.schemas import plain_schema, with_blanks
+from quintet.tokenizer_proc.notations.schemas import plain_schema, with_blanks
 from quintet.wire.errors import ErrorCode, RequestError
 
 Node = Mapping[str, Any]

@@ -20,9 +20,9 @@ from quintet.process.grammars import bounds, named_tokens, open_matcher, open_vo
 from quintet.tokenizer_proc.nesting_depth import check_grammar, check_schema, schemas_in
 from quintet.tokenizer_proc.notations.gbnf import is_gbnf, plain_gbnf
 from quintet.tokenizer_proc.notations.regexes import as_rust, escaped
+from quintet.tokenizer_proc.notations.schema_keywords import close
+from quintet.tokenizer_proc.notations.schemas import plain_schema, schemas_of, with_blanks
 from quintet.tokenizer_proc.reasoning_grammar import or_calls, with_reasoning
-from quintet.tokenizer_proc.schema_keywords import close
-from quintet.tokenizer_proc.schemas import plain_schema, schemas_of, with_blanks
 from quintet.tokenizer_proc.structural_tags import lark_of_tags, lark_of_text
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError

@@ -1,10 +1,9 @@
-"""Conversion of ``thinking_token_budget`` to token ids, and of reasoning efforts to those that a chat template accepts."""
+"""Conversion of ``thinking_token_budget`` to token ids: the sequences that open and close a request's reasoning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
 
 import msgspec
 
@@ -16,9 +15,6 @@ from quintet.wire.params import SamplingParams, Thinking, ThinkingBound
 FIELD = "thinking_token_budget"
 AROUND = ("word\n", "\nWord")
 """Context in which a mark must have the same tokens as alone."""
-EFFORT = "reasoning_effort"
-SCALE = {"none": 0, "no_think": 0, "minimal": 1, "low": 2, "medium": 3, "high": 4, "xhigh": 5, "max": 6}
-"""Position of each effort. Templates accept some of them: none and high, or low, medium and xhigh. Agents always send one."""
 
 
 class Budgets:
@@ -76,17 +72,3 @@ class Budgets:
 
 def _refused(reason: str) -> RequestError:
     return RequestError(ErrorCode.INVALID, f"{FIELD} cannot be enforced: {reason}.", FIELD)
-
-
-def with_other_efforts(variables: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
-    """Return a template's variables with each other effort, nearest first and the higher of two, and last without one.
-
-    Empty if the template does not read an effort, or the request's is not on the scale.
-    """
-    sent = variables.get(EFFORT)
-    if EFFORT not in source or not isinstance(sent, str) or sent not in SCALE:
-        return []
-    others = [effort for effort in SCALE if effort != sent]
-    others.sort(key=lambda effort: (abs(SCALE[effort] - SCALE[sent]), -SCALE[effort]))
-    without = {name: value for name, value in variables.items() if name != EFFORT}
-    return [*({**variables, EFFORT: effort} for effort in others), without]

@@ -16,8 +16,8 @@ from tests.text.test_structured import accepts, grammar_of
 from tokenizers import Tokenizer
 
 from quintet.process.grammars import open_vocabulary
-from quintet.tokenizer_proc.schema_keywords import ANNOTATIONS, APPLICATORS, WITHOUT_LOOKAROUND
-from quintet.tokenizer_proc.schemas import INNER, NAMED_INNER, plain_schema
+from quintet.tokenizer_proc.notations.schema_keywords import ANNOTATIONS, APPLICATORS, WITHOUT_LOOKAROUND
+from quintet.tokenizer_proc.notations.schemas import INNER, NAMED_INNER, plain_schema
 from quintet.tokenizer_proc.structured import Forms
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import RequestError

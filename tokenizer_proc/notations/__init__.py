@@ -1,1 +1,1 @@
-"""Notations of regular expressions and grammars, translated to those of the grammar library."""
+"""JSON Schemas, regular expressions and grammars, translated to what the grammar library supports."""

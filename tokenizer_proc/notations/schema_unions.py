@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from quintet.tokenizer_proc.nesting_depth import target_of
-from quintet.tokenizer_proc.schema_keywords import ANNOTATIONS, TYPES, Schema, as_list
+from quintet.tokenizer_proc.notations.schema_keywords import ANNOTATIONS, TYPES, Schema, as_list
 
 MAX_ORDERS = 100
 """Permutations enumerated for a set; enough for four values."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quintet.tokenizer_proc.schema_keywords import RULES, Rules, Schema, is_anything, plain_names
-from quintet.tokenizer_proc.schema_unions import (
+from quintet.tokenizer_proc.notations.schema_keywords import RULES, Rules, Schema, is_anything, plain_names
+from quintet.tokenizer_proc.notations.schema_unions import (
     Root,
     disjoin,
     require_discriminator,
