@@ -164,7 +164,7 @@ FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         {"structural_tag": {"format": {"type": "tag", "begin": "<a>", "end": ["</a>", "</b>"],
                                        "content": {"type": "any_text", "excludes": ["no/", "x\ny"]}}}},
         ["<a>yes</a>", "<a>x y</b>"],
-        ["<a>no/</a>", "<a>x\ny</a>", "<a>yes</a>!", "<a>yes"],
+        ["<a>no/</a>", "<a>x\ny</a>", "<a>yes</a>!", "<a>yes", "<a>yes</a> and</b>", "<a>yes</b> and</a>"],
     ),
     "a tag with several ends": (
         {"structural_tag": {"format": {"type": "tag", "begin": "<a>", "end": ["</a>", "."],
