@@ -62,11 +62,14 @@ def _normal_part(part: Any, where: str, *, is_nested: bool = False) -> Part:
         kind = "text"
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if kind is None or field is None:
-        # Agents that find these words remove the images and send the conversation again.
+        # Agents that find the words about images remove them and send the conversation again.
+        reason = (
+            "calls belong in tool_calls"
+            if kind in CALL_PARTS
+            else "this is not a multimodal model: it does not support image input or other media"
+        )
         raise _invalid(
-            f"{where} has type {shown(kind)}; this is not a multimodal model: it does not support image input or other "
-            f"media. Calls belong in tool_calls. Allowed types: {', '.join(TEXT_PARTS)}.",
-            where,
+            f"{where} has type {shown(kind)}; {reason}. Allowed types: {', '.join(TEXT_PARTS)}.", where
         )
     text = _text_of(part, kind)
     if kind in THINKING_PARTS and isinstance(text, list) and not is_nested:  # Mistral's clients nest parts
