@@ -1,11 +1,12 @@
 """Time the core takes per step, without sockets: planning, encoding, committing a step's result, encoding its tokens.
 
-    python bench/core_step.py [--steps 400] [--running 1 64 256 1024]
+    python bench/core_step.py [--steps 400] [--running 1 64 256 1024] [--drafts 8]
 
 Every request decodes; results come back two plans later, as with a real executor. The garbage collector is frozen as
 in the process. ``request``: processor time per request of waves of as many, each of 32 to 47 tokens in and 2 out: what coming and
 going costs, the least of a number of waves, since nothing makes one faster than it is. Prints one JSON object: medians in
-microseconds for each number of running requests.
+microseconds for each number of running requests. With --drafts, each row may verify so many draft tokens, but
+the executor proposes none.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections import deque
 
 from quintet.core.engine import Engine
 from quintet.wire import codec
-from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
+from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.messages import Admit, Tokens
 from quintet.wire.params import SamplingParams
@@ -31,7 +32,7 @@ from quintet.wire.step import Capacity, StepPlan, StepResult
 PROMPT_TOKENS, NUM_OUTPUTS, BLOCK_SIZE, MAX_LEN = 32, 2, 16, 4096
 
 
-def make_engine(num_running: int, num_slots: int | None = None) -> Engine:
+def make_engine(num_running: int, num_slots: int | None = None, num_drafts: int = 0) -> Engine:
     """Return an engine with ``num_running`` requests admitted, and slots for as many if not for another number."""
     num_slots = num_slots or num_running
     model = ModelConfig(
@@ -45,7 +46,10 @@ def make_engine(num_running: int, num_slots: int | None = None) -> Engine:
         eos_token_ids=[2],
         kv=full_layers(1, 1, 1, 2, BLOCK_SIZE),
     )
-    scheduler = SchedulerConfig(max_num_seqs=num_slots, max_num_batched_tokens=max(8192, num_slots))
+    speculative = SpeculativeConfig(num_speculative_tokens=num_drafts) if num_drafts else None
+    scheduler = SchedulerConfig(
+        max_num_seqs=num_slots, max_num_batched_tokens=max(8192, num_slots), speculative=speculative
+    )
     engine = Engine(model, CacheConfig(memory_bytes=0), scheduler)
     engine.capacity(Capacity(1, num_slots * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, num_slots, MAX_LEN), 0)
     for admit in arrivals(0, num_running, None):
@@ -87,9 +91,9 @@ def turnover_us(num_running: int, num_waves: int = 40) -> float:
     return round(min(waves), 1)
 
 
-def measure(num_running: int, num_steps: int) -> dict[str, float]:
+def measure(num_running: int, num_steps: int, num_drafts: int = 0) -> dict[str, float]:
     """Return the medians over ``num_steps`` decode steps of all requests."""
-    engine = make_engine(num_running)
+    engine = make_engine(num_running, num_drafts=num_drafts)
     results: deque[StepResult] = deque()
     times: dict[str, list[int]] = {
         "plan": [],
@@ -109,7 +113,10 @@ def measure(num_running: int, num_steps: int) -> dict[str, float]:
         codec.encode(plan)
         encoded = clock()
         num_drawn = sum(plan.samples)
-        results.append(StepResult(plan.step, 0, codec.pack_i32([5 + plan.step % 1000] * num_drawn)))
+        result = StepResult(plan.step, 0, codec.pack_i32([5 + plan.step % 1000] * num_drawn))
+        if num_drafts:
+            result.num_tokens, result.num_drafts = b"\1" * num_drawn, bytes(num_drawn)
+        results.append(result)
         if len(results) < 2:
             continue
         result = results.popleft()
@@ -138,9 +145,10 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
+    parser.add_argument("--drafts", type=int, default=0)
     arguments = parser.parse_args()
     report = {
-        str(count): measure(count, arguments.steps) | {"request_us": turnover_us(count)}
+        str(count): measure(count, arguments.steps, arguments.drafts) | {"request_us": turnover_us(count)}
         for count in arguments.running
     }
     json.dump({"core_step": report}, sys.stdout, indent=2)

@@ -38,13 +38,15 @@ def claim(state: SchedulerState, request: Request) -> bool:
 def attach(most: int, state: SchedulerState, step: StepBuilder) -> None:
     """Attach the number of drafts that each row may verify: at most ``most``, within the request's limit and its blocks."""
     drafts = bytearray(len(step.rows))
-    for row, request in enumerate(step.rows):
-        if not step.samples[row] or step.counts[row] != 1:
+    for row, (request, is_sampled, count) in enumerate(
+        zip(step.rows, step.samples, step.counts, strict=True)
+    ):
+        if count != 1 or not is_sampled:
             continue
-        wanted = min(most, request.plan_until - request.length)
-        if request.num_covered - request.planned < wanted:
-            block_manager.extend_early(state, step, request, wanted)
-        num_drafts = min(wanted, request.num_covered - request.planned)
+        num_drafts = min(most, request.plan_until - request.length)
+        if request.num_covered - request.planned < num_drafts:
+            block_manager.extend_early(state, step, request, num_drafts)
+            num_drafts = min(num_drafts, request.num_covered - request.planned)
         request.num_unverified_drafts += num_drafts
         request.num_covered -= num_drafts
         request.plan_until -= num_drafts

@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from quintet.executor.speculation.gram_index import Context, GramIndex, Matches, Tokens
+from quintet.executor.speculation.gram_index import GramIndex, Matches, Tokens
 
 END = -1
 """Marks the end of each output; it equals no token."""
@@ -72,7 +72,7 @@ class OutputCache:
         self._scopes[at : at + len(tokens)] = scope
         self._index.add(start + 1, start + len(tokens), start, scope, self._starts[0])
 
-    def find(self, context: Context, scope: int) -> Matches:
+    def find(self, context: Tokens, scope: int) -> Matches:
         """Return the indexes in the ring after the longest match in outputs of this scope, newest first."""
         oldest = self._starts[0] if self._starts else self._next
         found = self._index.find(context, scope, oldest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.executor.speculation.gram_index import MAX_PLACES, Context, GramIndex, Matches, Tokens
+from quintet.executor.speculation.gram_index import MAX_PLACES, GramIndex, Matches, Tokens
 
 MIN_CAPACITY = 1024
 """Tokens of the smallest index. A request that outgrows its index gets one of twice its tokens."""
@@ -23,12 +23,11 @@ class RequestIndexes:
         """Forget the request of a slot."""
         self._indexes.pop(slot, None)
 
-    def context(self, slot: int, num_tokens: int) -> Context:
+    def context(self, slot: int, num_tokens: int) -> Tokens:
         """Return the newest tokens of a request with so many known tokens."""
-        newest = self._token_ids[slot, max(0, num_tokens - self._max_match) : num_tokens]
-        return Context(newest, self._grams, self._max_match)
+        return self._token_ids[slot, max(0, num_tokens - self._max_match) : num_tokens]
 
-    def find(self, slot: int, num_tokens: int, context: Context, enough: int = MAX_PLACES) -> Matches:
+    def find(self, slot: int, num_tokens: int, context: Tokens, enough: int = MAX_PLACES) -> Matches:
         """Add the tokens since the last call to the index, and return the earlier places of the context."""
         index, num_added = self._indexes.get(slot, (None, 1))
         if index is None or num_tokens > index.capacity:

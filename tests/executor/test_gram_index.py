@@ -7,14 +7,16 @@ import random
 import numpy as np
 import pytest
 
-from quintet.executor.speculation.gram_index import MAX_PLACES, Context, GramIndex, Matches, Tokens, doubling
+from quintet.executor.speculation import gram_index
+from quintet.executor.speculation.gram_index import MAX_PLACES, GramIndex, Matches, Tokens, doubling
 from quintet.executor.speculation.output_cache import OutputCache
+from quintet.wire.errors import ConfigError
 
 GRAMS, MAX_MATCH = (1, 2, 4, 8), 13
 
 
-def context_of(tokens: list[int]) -> Context:
-    return Context(np.array(tokens[-MAX_MATCH:], np.int32), GRAMS, MAX_MATCH)
+def context_of(tokens: list[int]) -> Tokens:
+    return np.array(tokens[-MAX_MATCH:], np.int32)
 
 
 def match_length(text: list[int], place: int, context: list[int]) -> int:
@@ -122,6 +124,11 @@ def test_search_ends_after_enough_longest_matches() -> None:
     tokens = np.array([5] * 40, np.int32)
     index = GramIndex(tokens, doubling(2, 5), 5)
     index.add(1, 40, 0)
-    context = Context(tokens[-5:], index.grams, 5)
     assert index.grams == (2, 4)
-    assert index.find(context, enough=1) == Matches(5, [39])
+    assert index.find(tokens[-5:], enough=1) == Matches(5, [39])
+
+
+def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gram_index, "open_library", lambda: None)
+    with pytest.raises(ConfigError, match="--speculative-config needs the compiled kernels"):
+        GramIndex(np.zeros(9, np.int32), GRAMS, MAX_MATCH)

@@ -14,6 +14,7 @@ MIRRORED = (
     "attention.hpp",
     "blocks.hpp",
     "experts.hpp",
+    "gram_index.hpp",
     "program.hpp",
     "ranks.hpp",
     "sampling.hpp",
