@@ -61,6 +61,10 @@ UNCONSTRAINED: list[dict[str, Any]] = [
         )
     ),
     {"$id": "A person", "type": "object"},
+    {"type": "object", "properties": [], "required": {}, "$defs": []},
+    {"type": "object", "properties": {"a": {"type": "object", "required": True}}, "required": False},
+    {"type": "any"},
+    {"type": ""},
 ]
 """Schemas with keywords that constrain nothing."""
 
@@ -99,6 +103,26 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
          "type": "object"},
         [{"a": "1", "b": 2}],
         [{"a": 1}, {"c": 1}],
+    ),
+    "names of a union of values": (
+        {"type": "object", "propertyNames": {"anyOf": [{"const": "a", "type": "string"}, {"enum": ["b"]}]}},
+        [{}, {"a": 1, "b": None}],
+        [{"c": 1}],
+    ),
+    "zod's local time": (
+        {"type": "string", "format": "time", "pattern": r"^(?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?$"},
+        ["10:20", "23:59:59.5"],
+        ["24:00", "10:20:00Z"],
+    ),
+    "a date-time without a zone": (
+        {"type": "string", "format": "date-time", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d$"},
+        ["2026-11-29T10:20"],
+        ["2026-11-29T10:20Z"],
+    ),
+    "Python's names of types": (
+        {"type": "object", "properties": {"a": {"type": "str"}, "b": {"type": ["Int", "null"]}, "c": {"type": "list"}}},
+        [{"a": "x", "b": 1, "c": []}, {"b": None}],
+        [{"a": 1}, {"b": "x"}, {"c": {}}],
     ),
     "names of a pattern": (
         {"type": "object", "propertyNames": {"type": "string", "pattern": "^[a-c]$"}, "additionalProperties": INTEGER},

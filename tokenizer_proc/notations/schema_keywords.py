@@ -15,6 +15,8 @@ FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
 )
 """Formats that the library enforces."""
+TIMES = frozenset({"date-time", "time"})
+"""Formats that require a time zone, which patterns beside them may exclude, as zod's of times do."""
 ANNOTATIONS = frozenset(
     {
         "title",
@@ -50,6 +52,10 @@ MAX_NAME_LENGTH = 1000
 MAX_EXCLUSIVE = 20
 """Branches of a ``oneOf`` that each require another property."""
 TYPES = {"null", "boolean", "string", "integer", "number", "array", "object"}
+PYTHON_TYPES = {
+    "str": "string", "text": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean",
+    "dict": "object", "list": "array",
+}  # fmt: skip
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 MAX_INTEGER, MAX_NUMBER = 1 << 62, 1e18
 """Largest bounds of integers and numbers that the library supports."""
@@ -77,7 +83,7 @@ def is_anything(schema: Any) -> bool:
 
 def _drop_annotations(schema: Schema) -> None:
     declared = schema.get("format")
-    if isinstance(declared, str) and declared not in FORMATS:
+    if isinstance(declared, str) and (declared not in FORMATS or (declared in TIMES and "pattern" in schema)):
         del schema["format"]
     if schema.get("uniqueItems") is False or _at_most_one(schema):
         schema.pop("uniqueItems", None)
@@ -102,16 +108,30 @@ def _usual_dialect(schema: Schema) -> None:
 
 
 def _usual_types(schema: Schema) -> None:
-    """Write types in lower case: Gemini's schemas have ``OBJECT``."""
+    """Write types by JSON's names: Gemini's schemas have ``OBJECT``, and those of some tools ``str`` and ``any``."""
     declared = schema.get("type")
-    if isinstance(declared, str):
-        schema["type"] = _lower(declared)
+    if "any" in as_list(declared) or declared == "":
+        del schema["type"]
+    elif isinstance(declared, str):
+        schema["type"] = _usual_type(declared)
     elif isinstance(declared, list):
-        schema["type"] = [_lower(each) for each in declared]
+        schema["type"] = [_usual_type(each) for each in declared]
 
 
-def _lower(name: Any) -> Any:
-    return name.lower() if isinstance(name, str) and name.lower() in TYPES else name
+def _usual_type(name: Any) -> Any:
+    if not isinstance(name, str):
+        return name
+    usual = PYTHON_TYPES.get(name.lower(), name.lower())
+    return usual if usual in TYPES else name
+
+
+def _usual_objects(schema: Schema) -> None:
+    """Replace an empty list by an empty object, as PHP writes both alike. Drop the boolean ``required`` of draft 3."""
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
+        if schema.get(key) == []:
+            schema[key] = {}
+    if isinstance(schema.get("required"), bool) or schema.get("required") == {}:
+        del schema["required"]
 
 
 def _usual_numbers(schema: Schema) -> None:
@@ -350,6 +370,7 @@ RULES: Rules = (
     _plain_all_of,  # first: others read the keywords of the inner schema
     _usual_dialect,
     _usual_types,
+    _usual_objects,
     _usual_numbers,
     _usual_reference,
     _plain_pattern,

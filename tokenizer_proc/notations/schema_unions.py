@@ -43,6 +43,14 @@ def resolved(schema: Any, root: Root) -> Any:
     return None
 
 
+def enumerated(schema: Any, root: Root) -> Any:
+    """Resolve a schema, and write a union of values as ``enum``; return other schemas unchanged."""
+    schema = resolved(schema, root)
+    is_union = isinstance(schema, dict) and "anyOf" in schema
+    values = _values(schema, root, is_exact=True) if is_union else None
+    return schema if values is None else {"enum": values}
+
+
 def require_discriminator(schema: Schema, root: Root) -> None:
     """Add the discriminator property (OpenAPI's ``discriminator``) to ``required`` in each branch of a union.
 

@@ -17,8 +17,8 @@ from quintet.tokenizer_proc.notations.schema_keywords import RULES, Rules, Schem
 from quintet.tokenizer_proc.notations.schema_unions import (
     Root,
     disjoin,
+    enumerated,
     require_discriminator,
-    resolved,
     write_out_set,
 )
 
@@ -62,7 +62,7 @@ def plain_schema(schema: Any) -> Any:
         for anchor, reference in anchors.items():
             if reference not in used:
                 each.pop(anchor, None)
-        plain_names(each, resolved(each.get("propertyNames"), root))
+        plain_names(each, enumerated(each.get("propertyNames"), root))
         require_discriminator(each, root)
         num_written_out += write_out_set(each, root, MAX_WRITTEN_OUT - num_written_out)
     for each in found:
