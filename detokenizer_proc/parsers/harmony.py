@@ -21,9 +21,16 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
 _BUILT_IN = frozenset({"browser", "container", "python"})
 """Tools that the model was trained to use in its reasoning; the server does not have them."""
+_ROLES = frozenset({"all", "assistant", "user"})
+"""Recipients that are no tools."""
+_CHANNELS = re.compile(r"<\|channel\|>\s*(\w*)")
 _HEADER = re.compile(
-    r"(<\|start\|>)?\s*(assistant)?\s*(to=[^\s<]+)?\s*(<\|channel\|>\s*(analysis|commentary|final))?\s*(to=[^\s<]+)?\s*"
-    r"(<\|constrain\|>)?\s*(json|code|text)?\s*"
+    r"(<\|start\|>)?\s*(assistant)?\s*"
+    r"((to=[^\s<]+|<\|channel\|>\s*(analysis|commentary|final)?|<\|constrain\|>|json|code|text)\s*)*"
+)
+"""A model may write a channel twice; the last one counts."""
+_MARKUP = re.compile(
+    r"(<\|start\|>\s*(assistant\s*)?)?(<\|channel\|>\s*((?P<channel>analysis|commentary|final)\s*)?)*"
 )
 _HEADER_BEGINS = Marks(CHANNEL, START, MESSAGE, "to=")
 _HEADER_ENDS = Marks(MESSAGE, START, *ENDS)
@@ -103,9 +110,14 @@ class Harmony(Machine):
         return bool(mark)
 
     def _emit_header(self) -> bool:
-        """Emit a header without a message as content."""
-        self._prose = Prose(Channel.CONTENT, leading=True)
-        self._emit_prose(self._header)
+        """Emit the text of a header without a message, or with unknown parts. It is content only if its channel would be."""
+        markup = _MARKUP.match(self._header)
+        assert markup is not None  # all parts are optional
+        has_channel = CHANNEL in self._header
+        is_thought = has_channel and markup["channel"] != "final" and self._with_reasoning
+        self._prose = Prose(Channel.REASONING if is_thought else Channel.CONTENT, leading=True)
+        is_dropped = has_channel and _RECIPIENT.search(self._header) is None
+        self._emit_prose(self._header[markup.end() if is_dropped else 0 :])
         self._state = Harmony._outside
         return True
 
@@ -114,8 +126,10 @@ class Harmony(Machine):
         if _HEADER.fullmatch(" ".join(self._header.split())) is None:
             self._emit_header()
         recipient = _RECIPIENT.search(self._header)
+        if recipient is not None and recipient[1] in _ROLES:
+            recipient = None
         is_built_in = recipient is not None and recipient[1].partition(".")[0] in _BUILT_IN
-        is_analysis = CHANNEL + "analysis" in self._header
+        is_analysis = _CHANNELS.findall(self._header)[-1:] == ["analysis"]
         self._is_empty = True
         if recipient is not None and not is_built_in and self._with_calls:
             name = recipient[1].removeprefix(_FUNCTIONS) or recipient[1]

@@ -109,6 +109,37 @@ def test_harmony_channels_are_parsed() -> None:
     ]
 
 
+def test_a_channel_of_harmony_may_be_written_twice() -> None:
+    """gpt-oss-20b sometimes writes a header of commentary, also to itself, before the header of another channel."""
+    for first in ("<|channel|>commentary", "<|channel|>commentary to=assistant"):
+        thought = f"{first}<|channel|>analysis<|message|>hm<|end|>"
+        call = '<|start|>assistant<|channel|>commentary to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+        assert read(build("openai_gptoss", "openai", b"", "<|start|>assistant"), list(thought + call)) == [
+            ChannelText(REASON, 0, "hm"),
+            ChannelText(NAME, 0, "f"),
+            ChannelText(ARGUMENTS, 0, '{"a": 1}'),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("header", "reasoning", "content"),
+    [
+        ("<|channel|>commentary?commentary?<|end|>", "?commentary?", ""),
+        ("<|channel|>?? <|end|>", "?? ", ""),
+        ("<|channel|>commentary to=assistant<|channel|>commentary?", None, ""),
+        ("<|channel|>final It rains.", "", "It rains."),
+        ("<|channel|>final<|message|>It rains.", "", "It rains."),
+        ("It rains.", "", "It rains."),
+    ],
+)
+def test_malformed_headers_of_harmony_are_no_content(
+    header: str, reasoning: str | None, content: str
+) -> None:
+    deltas = read(build("openai_gptoss", "openai", b"", "<|start|>assistant"), list(header))
+    assert text_of(deltas) == content
+    assert reasoning is None or text_of(deltas, REASON) == reasoning
+
+
 PAIRS = [
     ("deepseek_r1", "deepseek_v3"), ("gemma", "gemma"), ("glm45", "glm45"), ("granite", "granite"), ("kimi_k2", "kimi_k2"),
     ("minimax_m2", "minimax_m2"), ("mistral", "mistral"), ("openai_gptoss", "openai"), ("qwen3", "hermes"),
