@@ -37,15 +37,17 @@ class Schemas:
         for tool in listed if isinstance(listed, list) else []:
             function = _mapping(_mapping(tool).get("function", tool))
             parameters = _mapping(function.get("parameters"))
-            properties = _mapping(parameters.get("properties"))
             found = _Types({**_mapping(parameters.get("$defs")), **_mapping(parameters.get("definitions"))})
-            self._types[str(function.get("name"))] = {
-                key: found.of(schema) for key, schema in properties.items()
-            }
+            self._types[str(function.get("name"))] = found.of_properties(parameters)
 
     def types(self, function: str, parameter: str) -> Types:
         """Return the allowed types of a parameter; empty if unknown."""
         return self._types.get(function, {}).get(parameter, frozenset())
+
+    def key_after_name(self, text: str) -> str:
+        """Return the parameter in the text of a function's name and one of its parameters; else an empty text."""
+        named = [(text.removeprefix(name).strip(), known) for name, known in self._types.items() if name]
+        return next((key for key, known in named if key in known and key != text), "")
 
     def lack(self, function: str, parameter: str) -> bool:
         """Return whether a function has parameters, but not this one."""
@@ -57,10 +59,10 @@ def json_of(text: str, types: Types) -> str:
     """Convert a parameter's text to JSON of one of the types, or of any type if ``types`` is empty."""
     trimmed = text.strip()
     if "string" in types:
-        is_other = (trimmed == "null" and "null" in types) or (
-            _nested_type(trimmed) in types and _is_json(trimmed)
-        )
-        return trimmed if is_other else quoted(text)
+        if trimmed in {"None", "null"} and "null" in types:
+            return "null"
+        is_nested = _nested_type(trimmed) in types and _is_json(trimmed)
+        return trimmed if is_nested else quoted(text)
     if "boolean" in types and trimmed.lower() in {"true", "false"}:
         return trimmed.lower()
     if trimmed in {"None", "null"}:
@@ -130,6 +132,23 @@ class _Types:
         self._definitions = definitions
         self._known: dict[str, Types] = {}
 
+    def of_properties(self, schema: object) -> dict[str, Types]:
+        """Return the types of the properties of an object or of its alternatives."""
+        found: dict[str, Types] = {}
+        seen: set[str] = set()
+        schemas = [(schema, 0)]
+        while schemas:
+            each, depth = schemas.pop()
+            each = _mapping(each)
+            for key, value in _mapping(each.get("properties")).items():
+                found[key] = found.get(key, frozenset()) | self.of(value)
+            reference = str(each.get("$ref", "")).rpartition("/")[2]
+            parts = _parts(each) if reference in seen else [*_parts(each), self._definitions.get(reference)]
+            seen.add(reference)
+            if depth < MAX_DEPTH:
+                schemas += [(part, depth + 1) for part in parts]
+        return found
+
     def of(self, schema: object, depth: int = 0) -> Types:
         """Return the types that a schema allows; empty if it has no type."""
         schema = _mapping(schema)
@@ -146,14 +165,18 @@ class _Types:
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list):
             return frozenset(map(_type_name, values))
-        parts = [part for key in _COMBINED if isinstance(schema.get(key), list) for part in schema[key]]
-        return frozenset().union(*(self.of(part, depth + 1) for part in parts))
+        return frozenset().union(*(self.of(part, depth + 1) for part in _parts(schema)))
 
     def _named(self, name: str, depth: int) -> Types:
         if name not in self._known:
             self._known[name] = frozenset()  # a recursive reference adds no types
             self._known[name] = self.of(self._definitions.get(name), depth)
         return self._known[name]
+
+
+def _parts(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the alternatives of a schema."""
+    return [part for key in _COMBINED if isinstance(schema.get(key), list) for part in schema[key]]
 
 
 def _json_type(name: str) -> str:

@@ -209,6 +209,8 @@ def test_example_outputs_are_parsed(
         ({"type": "boolean"}, "True", True),
         ({"type": ["integer", "null"]}, "null", None),
         ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": "string"}, "None", "None"),
         ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"type": "array"}, "['a', None]", ["a", None]),
@@ -224,6 +226,26 @@ def test_types_in_tags_come_from_the_tools(schema: dict[str, object], text: str,
     tools = json.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}]).encode()
     output = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
     assert calls_in(read(build("", "qwen3_coder", tools, ""), [output])) == [("f", {"a": value})]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/definitions/A", "definitions": {"A": {"properties": {"a": {"type": "string"}}}}},
+        {
+            "anyOf": [
+                {"$ref": "#"},
+                {"properties": {"a": {"const": "7"}}},
+                {"properties": {"b": {"type": "integer"}}},
+            ]
+        },
+        {"properties": {"b": {}}, "allOf": [{"properties": {"a": {"type": "string"}}}]},
+    ],
+)
+def test_types_also_come_from_references_and_alternatives(parameters: dict[str, object]) -> None:
+    tools = json.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}]).encode()
+    output = "<function=f><parameter=a>7</parameter><parameter=b>7</parameter></function>"
+    assert calls_in(read(build("", "qwen3_coder", tools, ""), [output])) == [("f", {"a": "7", "b": 7})]
 
 
 @pytest.mark.parametrize(
