@@ -14,6 +14,8 @@ from quintet.wire.errors import ConfigError
 
 AUTO, NONE = "auto", "none"
 TOOL_ALIASES = {
+    "apertus2509": "apertus",
+    "cohere_command4": "cohere_command3",
     "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek_v31",
     "deepseekv32": "deepseek_v32",
@@ -25,15 +27,23 @@ TOOL_ALIASES = {
     "glm47": "glm45",
     "gpt_oss": "openai",
     "granite4": "granite",
+    "interns1": "internlm",
+    "ling3": "glm45",
     "llama3": "llama3_json",
+    "llama_nemotron_json": "nemotron_json",
     "mimo": "qwen3_coder",
     "minimax": "jamba",
+    "poolside_v1": "glm45",
     "qwen": "hermes",
     "qwen25": "hermes",
+    "spark25": "glm45",
     "step3p5": "qwen3_coder",
+    "trinity": "hermes",
 }
 """Names of vLLM and SGLang for formats that have another name here, with ``_`` for ``-``."""
 REASONING_ALIASES = {
+    "apertus2509": "apertus",
+    "cohere_command4": "cohere_command3",
     "deepseek_v31": "deepseek_v3",
     "deepseek_v32": "deepseek_v3",
     "deepseek_v4": "deepseek_v3",
@@ -42,11 +52,17 @@ REASONING_ALIASES = {
     "gpt_oss": "openai_gptoss",
     "gptoss": "openai_gptoss",
     "holo2": "deepseek_r1",
+    "hunyuan": "hunyuan_a13b",
     "identity": NONE,
+    "interns1": "qwen3",
     "minimax": "minimax_m2",
     "mimo": "qwen3",
+    "nano_v3": "nemotron_v3",
+    "nemotron_3": "nemotron_v3",
+    "poolside_v1": "qwen3",
     "qwen3_thinking": "deepseek_r1",
     "step3p5": "step3",
+    "telechat4": "qwen3",
 }
 """The same for reasoning."""
 TOOL_USE = "tool_use"
@@ -61,7 +77,9 @@ def choose_parsers(
     tools = _resolved("--tool-call-parser", tools, registry.TOOLS, TOOL_ALIASES)
     default = templates.get(DEFAULT, "")
     chosen = {
-        "--reasoning-parser": reasoning_by(default) if reasoning == AUTO else "",
+        "--reasoning-parser": (reasoning_by(default) or reasoning_by(templates.get(TOOL_USE, "")))
+        if reasoning == AUTO
+        else "",
         "--tool-call-parser": tools_by(templates.get(TOOL_USE, default)) if tools == AUTO else "",
     }
     named = [

@@ -14,6 +14,13 @@ _TOOLS: Sequence[tuple[str, Signs]] = (
     ("openai", ("<|start|>", "<|channel|>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("step3", ("<steptml:invoke name=",)),
+    ("apertus", ("<|tools_prefix|>",)),
+    ("cohere_command3", ("<|START_ACTION|>",)),
+    ("nemotron_json", ("<TOOLCALL>",)),
+    ("minicpm5", ('<function name="', '<param name="')),
+    ("dots", ("<dots_function_call>",)),
+    ("solar_open2", ("<|tool_call:start|>",)),
+    ("gigachat35", ("｜GCML｜",)),
     ("gigachat3", ("<|role_sep|>", "function call")),
     ("gigachat3", ("<|function_call|>",)),
     ("deepseek_v32", ("｜DSML｜", "invoke name=")),
@@ -43,6 +50,9 @@ _TOOLS: Sequence[tuple[str, Signs]] = (
 
 _REASONING: Sequence[tuple[str, Signs]] = (
     ("openai_gptoss", ("<|start|>", "<|channel|>")),
+    ("apertus", ("<|inner_prefix|>",)),
+    ("cohere_command3", ("<|START_THINKING|>",)),
+    ("solar_open2", ("<|think:start|>",)),
     ("gemma", ("<|channel>", "<channel|>")),
     ("seed_oss", ("<seed:think>",)),
     ("mistral", ("[THINK]",)),

@@ -20,6 +20,16 @@ def _listed(reader: str, begin: str, end: str) -> ForcedCalls:
 _HERMES = ForcedCalls("hermes", "<tool_call>\n" + _NAME, _ARGUMENTS, "}\n</tool_call>")
 
 FORCED: dict[str, ForcedCalls] = {
+    "apertus": ForcedCalls("apertus", '{"', '": ', "}", ", ", "<|tools_prefix|>[", "]<|tools_suffix|>"),
+    "cohere_command3": ForcedCalls(
+        "cohere_command3",
+        '{"tool_call_id": "0", "tool_name": "',
+        _PARAMETERS,
+        "}",
+        ", ",
+        "<|START_ACTION|>[",
+        "]<|END_ACTION|>",
+    ),
     "deepseek_v3": ForcedCalls(
         "deepseek_v3",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
@@ -56,6 +66,7 @@ FORCED: dict[str, ForcedCalls] = {
     "llama3_json": ForcedCalls("llama3_json", _NAME, _PARAMETERS, "}", "; "),
     "llama4_json": ForcedCalls("llama4_json", _NAME, _PARAMETERS, "}", "; "),
     "mistral": _listed("mistral", "[TOOL_CALLS][", "]"),
+    "nemotron_json": _listed("nemotron_json", "<TOOLCALL>[", "]</TOOLCALL>"),
     "openai": ForcedCalls(
         "openai",
         f"{CHANNEL}commentary to=functions.",

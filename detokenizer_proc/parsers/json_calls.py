@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
 from quintet.detokenizer_proc.parsers.json_scan import CallObject, JsonValue
-from quintet.detokenizer_proc.parsers.machine import LINE, MAX_NAME, ListReader
+from quintet.detokenizer_proc.parsers.machine import FENCE, LINE, MAX_NAME, PART_OF_FENCE, ListReader
 from quintet.detokenizer_proc.parsers.marks import Marks
 
-FENCE = "```"
 _FENCE = re.compile(r"```\w{0,16}\s{0,64}(?=[{\[])")
-_PART_OF_FENCE = re.compile(r"`{1,2}|```\w{0,16}\s{0,64}")
 MAX_HEAD = 2 * MAX_NAME
 """Maximum characters between a mark and a call's arguments."""
 
@@ -36,6 +34,8 @@ class JsonFormat:
     """Those of ``begins`` and ``bare`` that other JSON follows too: a call needs arguments and has no other keys."""
     within: tuple[str, ...] = ()
     """Marks inside a head, parsed by `name_of`."""
+    is_keyed: bool = False
+    """A call is an object with one key, the name: ``{"f": {…}}``."""
     name_of: Callable[[str], str] = str.strip
     """Extracts the name from a head, the text between the mark and the arguments; empty if it has none."""
 
@@ -61,7 +61,6 @@ class JsonCalls(ListReader):
         self._head = ""
         self._is_called = False  # the name of the current call was emitted
         self._is_strict = LINE in form.strict_begins  # the last mark is one of ``strict_begins``
-        self._is_fenced = False  # a code fence is around the calls
 
     def _on_mark(self, mark: str) -> bool:
         if mark in self._form.around:
@@ -69,7 +68,6 @@ class JsonCalls(ListReader):
             self._expects_calls = True
             return True
         self._is_strict = mark in self._form.strict_begins
-        self._is_fenced = False
         return super()._on_mark(mark)
 
     @property
@@ -83,7 +81,7 @@ class JsonCalls(ListReader):
             return self._reject() if self._over else False
         sign = self._text[0]
         if sign == "`" and not self._is_fenced:
-            return self._read_fence()
+            return self._read_fence(_FENCE)
         if sign == "[" and not self._is_list:
             mark = self._next_begins.at_start(self._text)
             if mark or (mark == "" and not self._over):
@@ -95,23 +93,15 @@ class JsonCalls(ListReader):
             return True
         self._is_called = False
         if sign == "{":
-            self._object = CallObject(is_marked=not self._is_weak, is_strict=self._is_strict)
+            self._object = CallObject(
+                is_marked=not self._is_weak, is_strict=self._is_strict, is_keyed=self._form.is_keyed
+            )
             self._state = JsonCalls._in_object
         elif self._heads is None or self._is_list:
             return self._reject()
         else:
             self._head = ""
             self._state = JsonCalls._in_head
-        return True
-
-    def _read_fence(self) -> bool:
-        """Read a code fence before calls."""
-        fence = _FENCE.match(self._text)
-        if fence is None:
-            is_part = _PART_OF_FENCE.fullmatch(self._text) is not None
-            return False if is_part and not self._over else self._reject()
-        self._take(fence.end())
-        self._is_fenced = True
         return True
 
     def _in_object(self) -> bool:
@@ -176,7 +166,7 @@ class JsonCalls(ListReader):
         fence = _FENCE.match(self._text) if FENCE in self._form.ends else None
         if fence is not None:
             self._take(fence.end())
-        elif FENCE in self._form.ends and not self._over and _PART_OF_FENCE.fullmatch(self._text):
+        elif FENCE in self._form.ends and not self._over and PART_OF_FENCE.fullmatch(self._text):
             return False
         if self._text[0] == "{":
             self._value, self._repair = JsonValue("{"), JsonRepair()
@@ -195,14 +185,3 @@ class JsonCalls(ListReader):
         if self._value.is_over or self._over:
             self._emit_arguments(self._repair.end())
         return self._end_once(self._value.is_over)
-
-    def _after(self) -> bool:
-        """Read the end of a code fence, or as in other lists."""
-        if self._is_fenced and self._skip_blanks():
-            if self._text.startswith(FENCE):
-                self._take(len(FENCE))
-                self._is_fenced = self._is_inside = False
-                return True
-            if FENCE.startswith(self._text) and not self._over:
-                return False
-        return super()._after()

@@ -105,7 +105,7 @@ UNMARKED_KEYS = frozenset({"name", "function", "tool_name", "arguments", "parame
 """Keys of a call without a mark; others are too common in other JSON."""
 ALIASES = (NAME_KEYS | ARGUMENT_KEYS) - UNMARKED_KEYS
 """Keys that are part of a call only if it lacks the usual key."""
-OTHER_KEYS = frozenset({"id", "index", "type"})
+OTHER_KEYS = frozenset({"id", "index", "tool_call_id", "type"})
 
 
 class CallObject:
@@ -114,10 +114,11 @@ class CallObject:
     OpenAI's ``{"function": {…}}`` around it is skipped.
     """
 
-    def __init__(self, *, is_marked: bool = True, is_strict: bool = False) -> None:
+    def __init__(self, *, is_marked: bool = True, is_strict: bool = False, is_keyed: bool = False) -> None:
         """``is_marked``: a mark precedes the object, so it may have other keys than `UNMARKED_KEYS`.
 
         ``is_strict``: the arguments are an object, or text of one, under the key ``arguments``; no unknown key precedes them.
+        ``is_keyed``: the first key is the name, and its value the arguments.
         """
         self.name: str | None = None
         self.has_arguments = False
@@ -128,6 +129,7 @@ class CallObject:
         self._name_keys = NAME_KEYS if is_marked else NAME_KEYS & UNMARKED_KEYS
         self._argument_keys = ARGUMENT_KEYS if is_marked else ARGUMENT_KEYS & UNMARKED_KEYS
         self._is_strict = is_strict
+        self._is_keyed = is_keyed
         if is_strict:
             self._argument_keys = frozenset({"arguments"})
         self._known_keys = self._name_keys | self._argument_keys | OTHER_KEYS
@@ -268,6 +270,10 @@ class CallObject:
         if is_key:
             self._key = unquoted("".join(self._parts))
             self._expects = _Expects.COLON
+            if self._is_keyed and self.name is None:
+                self.name, self._key = self._key.strip(), "arguments"
+                if not self.name:
+                    self._break()
             self._is_extra = False
             is_repeated = self.name is not None if self._is_name else self.has_arguments and self._is_argument
             if self._is_unused(is_repeated=is_repeated):

@@ -10,6 +10,7 @@ from quintet.detokenizer_proc.parsers.machine import LINE, MAX_NAME, ListReader
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _KEY = re.compile(r"\s*(?:(?P<end>\))|[A-Za-z_]\w*\s*=(?!=))")
+_FENCE = re.compile(r"```\w{0,16}\s{1,64}(?=[A-Za-z_\[])")
 _PART_OF_KEY = re.compile(r"\s*(?:[A-Za-z_]\w*\s*)?=?")
 
 
@@ -54,6 +55,8 @@ class LiteralCalls(ListReader):
         if not self._skip_blanks():
             return self._reject() if self._over else False
         form = self._form
+        if self._text[0] == "`" and not (self._is_fenced or self._is_unmarked):
+            return self._read_fence(_FENCE)
         if self._text[0] == "[" and not self._is_list:
             self._take(1)
             self._is_list = True

@@ -5,6 +5,7 @@ Whitespace next to a mark belongs to the mark, because chat templates put it the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from quintet.detokenizer_proc.parsers.interface import ChannelText
@@ -15,6 +16,8 @@ MAX_NAME = 256
 """Characters of a function's or parameter's name; a longer name is invalid, which bounds the text held back."""
 LINE = "\n"
 """Mark before a call that begins a line."""
+FENCE = "```"
+PART_OF_FENCE = re.compile(r"`{1,2}|```\w{0,16}\s{0,64}")
 MAX_SLICE = 4096
 """Characters read at once: states copy the unread text, so the work is linear in a long text."""
 
@@ -265,6 +268,7 @@ class ListReader(CallReader):
         self._separators = separators
         self._surplus = ""  # closing brackets that may be repeated after a call; ignored
         self._is_list = False
+        self._is_fenced = False  # a code fence is around the calls
         self._is_inside = False
         """True if another call may follow without a mark."""
         if bare:
@@ -281,8 +285,18 @@ class ListReader(CallReader):
             self._text = mark + self._text
         if mark in self._bare:
             mark = ""
-        self._is_list = self._is_inside = False
+        self._is_list = self._is_fenced = self._is_inside = False
         return super()._on_mark(mark)
+
+    def _read_fence(self, pattern: re.Pattern[str]) -> bool:
+        """Read a code fence before calls."""
+        fence = pattern.match(self._text)
+        if fence is None:
+            is_part = PART_OF_FENCE.fullmatch(self._text) is not None
+            return False if is_part and not self._over else self._reject()
+        self._take(fence.end())
+        self._is_fenced = True
+        return True
 
     def _skip_list_end(self) -> bool:
         """Consume the end of a list that is empty or has a comma before it; return whether there is one."""
@@ -303,9 +317,15 @@ class ListReader(CallReader):
         return True
 
     def _after(self) -> bool:
-        """Read the text after a call: another call, the end of a list, a mark, or content."""
+        """Read the text after a call: another call, the end of a list or a code fence, a mark, or content."""
         if not self._skip_blanks():
             return self._return() if self._over else False
+        if self._is_fenced and FENCE.startswith(self._text[: len(FENCE)]):
+            if len(self._text) < len(FENCE) and not self._over:
+                return False
+            self._take(len(FENCE))
+            self._is_fenced = self._is_inside = False
+            return True
         sign = self._text[0]
         if self._is_inside and sign in self._separators:
             self._attempt("")

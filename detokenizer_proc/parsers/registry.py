@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from quintet.detokenizer_proc.parsers.either_calls import EitherCalls
 from quintet.detokenizer_proc.parsers.harmony import Harmony
 from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser
-from quintet.detokenizer_proc.parsers.json_calls import FENCE, JsonCalls, JsonFormat
+from quintet.detokenizer_proc.parsers.json_calls import JsonCalls, JsonFormat
 from quintet.detokenizer_proc.parsers.literal_calls import LiteralCalls, LiteralFormat
 from quintet.detokenizer_proc.parsers.literals import GEMMA
-from quintet.detokenizer_proc.parsers.machine import LINE, CallReader
+from quintet.detokenizer_proc.parsers.machine import FENCE, LINE, CallReader
 from quintet.detokenizer_proc.parsers.schemas import Schemas
 from quintet.detokenizer_proc.parsers.tagged_calls import TagFormat, TaggedCalls
 from quintet.detokenizer_proc.parsers.thinking import EmbeddedCalls, LateCloseFilter, ThinkFormat, Thinking
@@ -100,8 +100,24 @@ def _before_id(head: str) -> str:
     return head.partition(_CALL_ID)[0].strip()
 
 
+def _invoke_tags(prefix: str, *groups: str, within: tuple[str, ...] = ()) -> TagFormat:
+    """Return Anthropic's tags with a prefix: ``<invoke name="f"><parameter name="a">``, within one of the groups."""
+    return TagFormat(
+        begins=tuple(f"<{group}>" for group in groups),
+        function=f"<{prefix}invoke name=",
+        name_end=">",
+        parameter=f"<{prefix}parameter name=",
+        key_end=">",
+        value_end=f"</{prefix}parameter>",
+        ends=(f"</{prefix}invoke>", *(f"</{group}>" for group in groups)),
+        can_omit_begin=True,
+        within=within,
+    )
+
+
 _THINK = ThinkFormat(("<think>",), ("</think>",))
 _THINK_FIRST = ThinkFormat(("<think>",), ("</think>",), begins_inside=True)
+_COHERE_BEGINS = ("<|START_RESPONSE|>", "<|START_TEXT|>")
 _KIMI_BEGINS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
 _KIMI_ENDS = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
 _FUNCTION_TAGS = TagFormat(
@@ -121,12 +137,19 @@ _JSON_TAGS = JsonFormat(("<tool_call>", "<tools>"), ("</tool_call>", "</tools>")
 _HERMES = replace(_JSON_TAGS, bare=(LINE,), strict_begins=("<tools>", LINE))
 
 REASONING: dict[str, ReasoningFormat] = {
+    "apertus": ThinkFormat(("<|inner_prefix|>",), ("<|inner_suffix|>",)),
+    "cohere_command3": ThinkFormat(
+        ("<|START_THINKING|>",),
+        ("<|END_THINKING|>",),
+        breaks=_COHERE_BEGINS,
+        around=(*_COHERE_BEGINS, "<|END_RESPONSE|>", "<|END_TEXT|>"),
+    ),
     "deepseek_r1": _THINK_FIRST,
     "deepseek_v3": _THINK,
     "ernie45": ThinkFormat(
         ("<think>",), ("</think>",), begins_inside=True, around=("<response>", "</response>")
     ),
-    "gemma": ThinkFormat(("<|channel>thought",), ("<channel|>",)),
+    "gemma": ThinkFormat(("<|channel>thought",), ("<channel|>",), first=("thought\n",), is_repeated=True),
     "glm45": _THINK,
     "granite": ThinkFormat(
         ("Here is my thought process:", "Here's my thought process:", "<think>"),
@@ -134,6 +157,7 @@ REASONING: dict[str, ReasoningFormat] = {
         around=("<response>", "</response>"),
     ),
     "hunyuan_a13b": ThinkFormat(("<think>",), ("</think>",), around=("<answer>", "</answer>")),
+    "kimi": ThinkFormat(("◁think▷",), ("◁/think▷",)),
     "kimi_k2": ThinkFormat(("<think>",), ("</think>",), breaks=_KIMI_BEGINS[:1]),
     "minimax_m2": _THINK_FIRST,
     "mistral": ThinkFormat(("[THINK]",), ("[/THINK]",)),
@@ -142,10 +166,13 @@ REASONING: dict[str, ReasoningFormat] = {
     "openai_gptoss": HarmonyFormat(),
     "qwen3": _THINK,
     "seed_oss": ThinkFormat(("<seed:think>",), ("</seed:think>",)),
+    "solar_open2": ThinkFormat(("<|think:start|>",), ("<|think:end|>",)),
     "step3": _THINK_FIRST,
 }
 
 TOOLS: dict[str, ToolFormat] = {
+    "apertus": JsonFormat(("<|tools_prefix|>",), ("<|tools_suffix|>",), is_keyed=True),
+    "cohere_command3": JsonFormat(("<|START_ACTION|>",), ("<|END_ACTION|>",)),
     "deepseek_v3": JsonFormat(
         ("<｜tool▁call▁begin｜>",),
         (FENCE, "<｜tool▁call▁end｜>"),
@@ -160,17 +187,10 @@ TOOLS: dict[str, ToolFormat] = {
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         heads=(_SEPARATOR,),
     ),
-    "deepseek_v32": TagFormat(
-        begins=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
-        function="<｜DSML｜invoke name=",
-        name_end=">",
-        parameter="<｜DSML｜parameter name=",
-        key_end=">",
-        value_end="</｜DSML｜parameter>",
-        ends=("</｜DSML｜invoke>", "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
-        can_omit_begin=True,
-        within=("｜DSML｜",),
+    "deepseek_v32": _invoke_tags(
+        "｜DSML｜", "｜DSML｜function_calls", "｜DSML｜tool_calls", within=("｜DSML｜",)
     ),
+    "dots": _invoke_tags("", "dots_function_call"),
     "gemma": LiteralFormat(
         ("<start_function_call>", "<|tool_call>"),
         ("<end_function_call>", "<tool_call|>"),
@@ -184,6 +204,7 @@ TOOLS: dict[str, ToolFormat] = {
         around=("<|message_sep|>",),
         within=("<|role_sep|>\n", "<|message_sep|>\n\n"),
     ),
+    "gigachat35": _invoke_tags("｜GCML｜", "｜GCML｜tool_calls", within=("｜GCML｜",)),
     "glm45": TagFormat(
         begins=("<tool_call>",),
         function="",
@@ -207,55 +228,62 @@ TOOLS: dict[str, ToolFormat] = {
         heads=("<|tool_call_argument_begin|>",),
         name_of=_without_number,
     ),
-    "lfm2": LiteralFormat(("<|tool_call_start|>",), ("<|tool_call_end|>",)),
+    "lfm2": LiteralFormat(("<|tool_call_start|>",), ("<|tool_call_end|>",), has_lines=True),
     "llama3_json": _LLAMA_JSON,
     "llama4_json": _LLAMA_JSON,
     "llama4_pythonic": LiteralFormat(("<|python_start|>",), ("<|python_end|>",), is_bare=True),
     "longcat": JsonFormat(("<longcat_tool_call>",), ("</longcat_tool_call>",)),
-    "minimax_m2": TagFormat(
-        begins=("<minimax:tool_call>",),
-        function="<invoke name=",
+    "minicpm5": TagFormat(
+        begins=(),
+        function="<function name=",
         name_end=">",
-        parameter="<parameter name=",
+        parameter="<param name=",
         key_end=">",
-        value_end="</parameter>",
-        ends=("</invoke>", "</minimax:tool_call>"),
+        value_end="</param>",
+        ends=("</function>",),
         can_omit_begin=True,
+        quotes=("<![CDATA[", "]]>"),
+        within=("<function", "<param"),
     ),
-    "mistral": JsonFormat(("[TOOL_CALLS]",), heads=("[ARGS]",), within=(_CALL_ID,), name_of=_before_id),
+    "minimax_m2": _invoke_tags("", "minimax:tool_call"),
+    "mistral": JsonFormat(
+        ("[TOOL_CALLS]",), ("[/TOOL_CALLS]",), heads=("[ARGS]",), within=(_CALL_ID,), name_of=_before_id
+    ),
+    "nemotron_json": JsonFormat(("<TOOLCALL>",), ("</TOOLCALL>",)),
     "olmo3": LiteralFormat(("<function_calls>",), ("</function_calls>",), has_lines=True),
     "openai": HarmonyFormat(),
     "phi4_mini_json": JsonFormat(("functools", "<|tool_call|>"), ("<|/tool_call|>",), bare=(LINE,)),
     "pythonic": LiteralFormat(is_bare=True),
     "qwen3_coder": _FUNCTION_TAGS,
     "qwen3_xml": _FUNCTION_TAGS,
-    "seed_oss": TagFormat(
-        begins=("<seed:tool_call>",),
-        function="<function=",
-        name_end=">",
-        parameter="<parameter=",
-        key_end=">",
-        value_end="</parameter>",
-        ends=("</function>", "</seed:tool_call>"),
-        has_lines=True,
-        can_omit_begin=True,
+    "seed_oss": replace(
+        _FUNCTION_TAGS, begins=("<seed:tool_call>",), ends=("</function>", "</seed:tool_call>")
     ),
-    "step3": TagFormat(
+    "solar_open2": TagFormat(
+        begins=("<|tool_call:start|>",),
+        function="",
+        name_end="",
+        parameter="<|tool_arg:start|>",
+        key_end="<|tool_arg:value|>",
+        value_end="<|tool_arg:end|>",
+        ends=("<|tool_call:end|>",),
+    ),
+    "step3": replace(
+        _invoke_tags("steptml:"),
         begins=("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>"),
-        function="<steptml:invoke name=",
-        name_end=">",
-        parameter="<steptml:parameter name=",
-        key_end=">",
-        value_end="</steptml:parameter>",
         ends=("</steptml:invoke>", "<｜tool_call_end｜>", "<｜tool_calls_end｜>", "<｜tool_sep｜>"),
-        can_omit_begin=True,
         fillers=("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>"),
     ),
     "xlam": JsonFormat(("```json", "[TOOL_CALLS]", "<tool_call>"), ("```", "</tool_call>"), bare=(LINE,)),
 }
+"""Formats of the models' chat templates, by vLLM's or SGLang's name; ``nemotron_json`` is NVIDIA's.
 
+Sources of the formats beyond templates: vLLM's page on tool calling (``apertus``, ``solar_open2``) and its parsers
+(``minicpm5``); SGLang's parsers (``cohere_command3``, ``dots``, ``gigachat35``).
+"""
 
 SECOND: dict[str, tuple[JsonFormat | TagFormat, tuple[str, ...]]] = {
+    "dots": (JsonFormat(("<dots_function_call>",), ("</dots_function_call>",)), ("{", "[")),
     "glm45": (_JSON_TAGS, ("{", "[")),
     "hermes": (_FUNCTION_TAGS, ("<function=",)),
     "lfm2": (JsonFormat(("<|tool_call_start|>",), ("<|tool_call_end|>",)), ("{", "[{")),

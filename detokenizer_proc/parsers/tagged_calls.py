@@ -54,6 +54,8 @@ class TagFormat:
     """A value is on separate lines between its tags."""
     can_omit_begin: bool = False
     """A call may begin with its function's tag."""
+    quotes: tuple[str, ...] = ()
+    """Optional marks around a value: those of XML's CDATA."""
     fillers: tuple[str, ...] = ()
     """Text between ``begins`` and a function's tag; ignored."""
     within: tuple[str, ...] = ()
@@ -63,7 +65,7 @@ class TagFormat:
     def marks(self) -> frozenset[str]:
         """Special tokens that the parser must see as text."""
         parts = (self.function, self.name_end, self.parameter, self.key_end, self.value_begin, self.value_end)
-        return frozenset({*self.begins, *self.ends, *self.fillers, *self.within, *parts} - {""})
+        return frozenset({*self.begins, *self.ends, *self.quotes, *self.fillers, *self.within, *parts} - {""})
 
 
 class TaggedCalls(CallReader):
@@ -76,15 +78,16 @@ class TaggedCalls(CallReader):
         self._schemas = schemas
         self._fillers = Marks(*form.fillers)
         line_end = ("\n",) if form.has_lines else ()  # follows a name or a key that lacks its end
-        if form.name_end:
-            self._name_ends = Marks(form.name_end, *line_end)
-        else:
-            self._name_ends = Marks("\n", form.parameter, form.value_end, *form.begins, *form.ends)
+        no_end = ("\n", form.parameter, form.key_end, form.value_end, *form.begins, *form.ends)
+        self._name_ends = Marks(*((form.name_end, *line_end) if form.name_end else no_end))
         self._key_ends = Marks(form.key_end, *line_end)
-        self._value_ends = Marks(form.value_end, form.parameter, *form.ends)
+        self._plain_ends = self._value_ends = Marks(form.value_end, form.parameter, *form.ends)
+        self._quote_ends = Marks(*form.quotes[1:])
+        self._value_end = form.value_end  # of the current value
         self._inside = Marks(form.parameter, form.value_end, *form.ends, *function)
         self._follows = Marks(*form.begins, *form.ends, *function)
-        self._after_value = Marks(form.parameter, *form.begins, *form.ends, *function)
+        self._leads = Marks(*(form.quotes[:1] or (form.value_begin and (form.value_begin, form.key_end))))
+        self._after_value = Marks(form.parameter, *self._follows.marks, *(form.quotes and (form.value_end,)))
         self._name = ""
         self._num_values = 0
         self._key = ""  # of the current value, as JSON
@@ -121,7 +124,6 @@ class TaggedCalls(CallReader):
         function = self._form.function
         if self._text.startswith(function):
             self._take(len(function))
-            self._held = ""
             self._state = TaggedCalls._in_name
             return True
         may_follow = filler == "" or function.startswith(self._text)
@@ -139,7 +141,11 @@ class TaggedCalls(CallReader):
         if mark == "\n" and not self._held.strip():  # a newline before the name
             self._held += self._take(1)
             return True
-        name = _without_quotes(self._held)
+        held = self._held.strip()
+        if mark == self._form.key_end != self._form.name_end and (key := self._schemas.key_after_name(held)):
+            held = held.removesuffix(key)  # the model omitted the mark before the first key
+            self._text = self._form.parameter + key + self._text
+        name = _without_quotes(held)
         if not name or any(sign.isspace() or sign in '<>{}"' for sign in name):
             return self._reject()
         if mark in {self._form.name_end, "\n"}:
@@ -246,7 +252,7 @@ class TaggedCalls(CallReader):
             return True
         if mark and mark != "\n" and len(self._held) <= MAX_NAME:
             self._take(len(mark))
-        key = self._held.strip()
+        key = self._held.strip().removeprefix(self._form.parameter)
         kind = _WITH_KIND.fullmatch(key)
         key = _without_quotes(key if kind is None else kind[1])
         self._key = quoted(key) + ": "
@@ -259,7 +265,8 @@ class TaggedCalls(CallReader):
             self._emit_arguments(self._take_key() + '"')
         self._value, self._blank, self._begins_value = [], "", True
         self._has_value_lines, self._is_at_line = False, True
-        self._state = TaggedCalls._before_value if self._form.value_begin else TaggedCalls._in_value
+        self._value_end, self._value_ends = self._form.value_end, self._plain_ends
+        self._state = TaggedCalls._before_value if self._leads.marks else TaggedCalls._in_value
         return True
 
     def _take_key(self) -> str:
@@ -268,15 +275,20 @@ class TaggedCalls(CallReader):
         return self._key if self._num_values == 1 else ", " + self._key
 
     def _before_value(self) -> bool:
-        """Skip the optional tag before a value."""
-        if not self._skip_blanks() and not self._over:
+        """Skip the optional mark before a value, and a repeated mark after its key."""
+        if not self._form.quotes:
+            self._skip_blanks()
+        text = self._text.lstrip()
+        num_blanks = len(self._text) - len(text)
+        mark = self._leads.at_start(text)
+        if mark == "" and num_blanks < MAX_BLANKS and not self._over:
             return False
-        begin = self._form.value_begin
-        if begin.startswith(self._text) and self._text != begin and not self._over:
-            return False
-        if self._text.startswith(begin):
-            self._take(len(begin))
-        self._state = TaggedCalls._in_value
+        if mark:
+            self._take(num_blanks + len(mark))
+            if self._form.quotes:
+                self._value_end, self._value_ends = self._form.quotes[1], self._quote_ends
+        if mark != self._form.key_end:
+            self._state = TaggedCalls._in_value
         return True
 
     def _in_value(self) -> bool:
@@ -301,7 +313,7 @@ class TaggedCalls(CallReader):
             self._emit_typed("".join(self._value))
         elif mark or not self._is_cut:
             self._emit_arguments('"')
-        if mark == self._form.value_end:
+        if mark == self._value_end:
             self._take(len(mark))
         if mark:
             self._state = TaggedCalls._in_call
@@ -325,7 +337,7 @@ class TaggedCalls(CallReader):
 
     def _is_value_end(self, mark: str) -> bool | None:
         """Return whether a mark at the start of the text ends the value; None until more text decides."""
-        if mark == self._form.value_end:
+        if mark == self._value_end:
             return self._is_followed_by_mark(len(mark))
         if self._has_value_lines and not self._is_at_line:
             return False

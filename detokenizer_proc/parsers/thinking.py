@@ -26,6 +26,10 @@ class ThinkFormat:
     """Marks that end reasoning and belong to the text that follows."""
     around: tuple[str, ...] = ()
     """Marks around the answer; ignored."""
+    first: tuple[str, ...] = ()
+    """Texts that begin reasoning at the start of the output: some models omit the opening mark before its name."""
+    is_repeated: bool = False
+    """Reasoning may also follow content, and a closing mark without reasoning may end the output."""
 
     @property
     def marks(self) -> frozenset[str]:
@@ -44,7 +48,9 @@ class EmbeddedCalls:
 
 
 class Thinking(Machine):
-    """Parses the first reasoning of a `ThinkFormat`. Later marks are content, so an answer may mention them.
+    """Parses reasoning of a `ThinkFormat`: the first one, or all if it ``is_repeated``.
+
+    Other marks are content, so an answer may mention them.
 
     A tool call also ends the reasoning. The text after a call's mark is held back until it names a function or is
     certain to be no call.
@@ -57,6 +63,7 @@ class Thinking(Machine):
         self._form = form
         self._opens = Marks(*form.opens)
         self._closes = Marks(*form.closes)
+        self._firsts = Marks(*form.closes, *form.first)
         self._ends = Marks(*form.closes, *form.breaks)
         self._calls = calls
         self._begins = calls.marks - self._ends.marks if calls is not None else frozenset[str]()
@@ -67,15 +74,21 @@ class Thinking(Machine):
         self.content_before_break: int | None = None
         """Characters of content before reasoning that a call ended; None if no call did."""
         self._num_content = 0
-        self._around = Marks(*form.around)
-        self._before_marks = Marks(*form.opens, *form.around)
+        repeated = (*form.opens, *form.closes) if form.is_repeated else ()
+        self._in_answer = Marks(*form.around, *repeated)
+        self._content_marks = Marks(*form.around, *(repeated or form.opens))
         self._reasoning = Prose(Channel.REASONING, leading=True)
+        self._begins_thought = self._has_thought = False
         self._content = Prose(Channel.CONTENT, leading=False)
 
     def _emit_prose(self, prose: Prose, text: str) -> None:
         text = prose.take(text)
         if prose is self._content:
             self._num_content += len(text)
+        elif text:
+            if self._begins_thought and self._has_thought:
+                text = "\n" + text
+            self._begins_thought, self._has_thought = False, True
         self._emit(prose.channel, text)
 
     def _until(self, marks: Marks) -> tuple[str, str]:
@@ -86,31 +99,42 @@ class Thinking(Machine):
         return before, mark
 
     def _start(self) -> bool:
-        """Skip a closing mark that repeats the prompt's."""
+        """Skip a closing mark that repeats the prompt's, or read the first text of reasoning."""
         text = self._text.lstrip()
         self._emit_prose(self._content, self._text[: len(self._text) - len(text)])
         self._text = text
-        mark = self._closes.at_start(text) if text else ""
+        mark = self._firsts.at_start(text) if text else ""
         if mark == "" and not self._over:
             return False
         if mark:
             self._text = text[len(mark) :]
             self._content.at_mark()
-        self._state = Thinking._before
+        self._state = Thinking._in_content
+        if mark in self._form.first:
+            self._begin_reasoning()
         return True
 
-    def _before(self) -> bool:
-        """Read text before reasoning."""
-        before, mark = self._until(self._before_marks)
+    def _in_content(self) -> bool:
+        """Read text before reasoning, or the answer after it."""
+        before, mark = self._until(self._content_marks)
         self._emit_prose(self._content, before)
-        if mark:
+        if mark in self._closes.marks and (self._text.strip() or not self._over):
+            if not self._text.strip() and len(self._text) <= MAX_REPARSED:  # the mark may end the output
+                self._text = mark + self._text
+                return False
+            self._emit_prose(self._content, mark)
+        elif mark:
             self._content.at_mark()
         if mark in self._opens.marks:
-            self.is_reasoning = True
-            self._state = Thinking._inside
-        elif self._over:
+            self._begin_reasoning()
+        elif self._over and not mark:
             self._emit(Channel.CONTENT, self._content.end())
         return bool(mark)
+
+    def _begin_reasoning(self) -> None:
+        self.is_reasoning = self._begins_thought = True
+        self._reasoning = Prose(Channel.REASONING, leading=True)
+        self._state = Thinking._inside
 
     def _first(self) -> bool:
         """Skip an opening mark that repeats the prompt's."""
@@ -145,10 +169,12 @@ class Thinking(Machine):
         self.is_reasoning = False
         self._content.at_mark()
         self._text = first + self._text
-        self._state = Thinking._after_reasoning
+        self._content_marks = self._in_answer
+        self._state = Thinking._in_content
 
     def _break_reasoning(self, first: str) -> None:
-        self.content_before_break = self._num_content
+        if self.content_before_break is None:
+            self.content_before_break = self._num_content
         self._end_reasoning(first)
 
     def _in_attempt(self) -> bool:
@@ -184,16 +210,6 @@ class Thinking(Machine):
             return
         self._emit_prose(self._reasoning, mark)
         self._text = following + self._text
-
-    def _after_reasoning(self) -> bool:
-        """Read the answer."""
-        before, mark = self._until(self._around)
-        self._emit_prose(self._content, before)
-        if mark:
-            self._content.at_mark()
-        elif self._over:
-            self._emit(Channel.CONTENT, self._content.end())
-        return bool(mark)
 
 
 def _first_channel(deltas: list[ChannelText]) -> Channel | None:

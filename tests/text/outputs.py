@@ -93,14 +93,46 @@ def glm(calls: Sequence[Call]) -> str:
     )
 
 
-def minimax(calls: Sequence[Call]) -> str:
+def minimax(calls: Sequence[Call], group: str = "minimax:tool_call") -> str:
     invoked = "\n".join(
         f'<invoke name="{name}">\n'
         + "".join(f'<parameter name="{k}">{plain(v)}</parameter>\n' for k, v in arguments.items())
         + "</invoke>"
         for name, arguments in calls
     )
-    return f"<minimax:tool_call>\n{invoked}\n</minimax:tool_call>"
+    return f"<{group}>\n{invoked}\n</{group}>"
+
+
+def minicpm(calls: Sequence[Call]) -> str:
+    def value(written: str) -> str:
+        return f"<![CDATA[{written}]]>" if {"<", "&", "\n", " "} & set(written) else written
+
+    return "\n".join(
+        f'<function name="{name}">'
+        + "".join(f'<param name="{k}">{value(plain(v))}</param>' for k, v in arguments.items())
+        + "</function>"
+        for name, arguments in calls
+    )
+
+
+def solar(calls: Sequence[Call]) -> str:
+    return "\n".join(
+        f"<|tool_call:start|>{name}\n"
+        + "".join(
+            f"<|tool_arg:start|>{k}<|tool_arg:value|>{plain(v)}<|tool_arg:end|>\n"
+            for k, v in arguments.items()
+        )
+        + "<|tool_call:end|>"
+        for name, arguments in calls
+    )
+
+
+def cohere(calls: Sequence[Call]) -> str:
+    actions = [
+        f'    {{"tool_call_id": "{number}", "tool_name": "{name}", "parameters": {dumps(arguments)}}}'
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return "<|START_ACTION|>[\n" + ",\n".join(actions) + "\n]<|END_ACTION|>"
 
 
 def step3(calls: Sequence[Call]) -> str:
@@ -164,11 +196,21 @@ def mistral_named(calls: Sequence[Call]) -> str:
 
 
 WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
+    "apertus": [
+        lambda calls: (
+            f"<|tools_prefix|>{dumps([{name: arguments} for name, arguments in calls])}<|tools_suffix|>"
+        )
+    ],
+    "cohere_command3": [cohere],
     "deepseek_v3": [deepseek_v3],
     "deepseek_v31": [deepseek_v31],
     "deepseek_v32": [
         deepseek_v32,
         lambda calls: deepseek_v32(calls).replace("function_calls", "tool_calls"),
+    ],
+    "dots": [
+        lambda calls: minimax(calls, "dots_function_call"),
+        lambda calls: hermes(calls).replace("tool_call", "dots_function_call"),
     ],
     "gemma": [gemma, gemma4],
     "gigachat3": [
@@ -176,6 +218,9 @@ WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
             f"<|message_sep|>\n\nfunction call<|role_sep|>\n{described(call)}" for call in calls
         ),
         lambda calls: "".join(f"<|function_call|>{described(call)}" for call in calls),
+    ],
+    "gigachat35": [
+        lambda calls: deepseek_v32(calls).replace("DSML", "GCML").replace("function_calls", "tool_calls")
     ],
     "glm45": [glm],
     "granite": [lambda calls: "<|tool_call|>" + listed(calls), hermes],
@@ -192,7 +237,10 @@ WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
         lambda calls: "<tool_calls>\n" + "".join(f"{described(call)}\n" for call in calls) + "</tool_calls>",
     ],
     "kimi_k2": [kimi],
-    "lfm2": [lambda calls: f"<|tool_call_start|>{python(calls)}<|tool_call_end|>"],
+    "lfm2": [
+        lambda calls: f"<|tool_call_start|>{python(calls)}<|tool_call_end|>",
+        lambda calls: f"<|tool_call_start|>\n```python\n{python_lines(calls)}\n```\n<|tool_call_end|>",
+    ],
     "llama3_json": [
         lambda calls: "\n" + "; ".join(described(call, "parameters") for call in calls),
         lambda calls: "<|python_tag|>" + ";".join(described(call, "parameters") for call in calls),
@@ -203,8 +251,10 @@ WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
         lambda calls: f"<|python_start|>{python(calls)}<|python_end|>",
     ],
     "longcat": [lambda calls: hermes(calls).replace("tool_call", "longcat_tool_call")],
+    "minicpm5": [minicpm],
     "minimax_m2": [minimax],
     "mistral": [lambda calls: "[TOOL_CALLS]" + listed(calls), mistral_named],
+    "nemotron_json": [lambda calls: f"<TOOLCALL>{listed(calls)}</TOOLCALL>"],
     "olmo3": [lambda calls: f"<function_calls>{python_lines(calls)}</function_calls>"],
     "openai": [harmony],
     "phi4_mini_json": [
@@ -215,6 +265,7 @@ WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
     "qwen3_coder": [function_tags("tool_call")],
     "qwen3_xml": [function_tags("tool_call")],
     "seed_oss": [function_tags("seed:tool_call")],
+    "solar_open2": [solar],
     "step3": [step3],
     "xlam": [
         lambda calls: "\n" + listed(calls),

@@ -27,6 +27,10 @@ TEMPLATES = {
     "GigaChat 3.1": ("<|function_call|>{", "", "gigachat3"),
     "Olmo 3": ("<function_calls>{{ calls }}</function_calls> <think>", "", "olmo3"),
     "Granite 3.2": ("<|start_of_role|> <|tool_call|> Here is my thought process:", "granite", "granite"),
+    "Apertus": ("<|inner_prefix|> <|tools_prefix|>", "apertus", "apertus"),
+    "Command A": ("<|START_THINKING|> <|START_ACTION|>[", "cohere_command3", "cohere_command3"),
+    "Nemotron Nano 2": ("<TOOLCALL>[{{ call }}]</TOOLCALL> <think></think>", "qwen3", "nemotron_json"),
+    "MiniCPM 5": ('<function name="f"><param name="a"> <think></think>', "qwen3", "minicpm5"),
     "a plain one": ("{{ messages }}", "", ""),
 }
 
@@ -61,6 +65,8 @@ def test_flags_override_detection() -> None:
         ("GptOss", "gpt-oss", ("openai_gptoss", "openai")),
         ("holo2", "minimax", ("deepseek_r1", "jamba")),
         ("identity", "none", ("", "")),
+        ("poolside_v1", "cohere_command4", ("qwen3", "cohere_command3")),
+        ("nemotron_3", "interns1", ("nemotron_v3", "internlm")),
         ("none", "granite-20b-fc", ("", "granite_20b_fc")),
     ],
 )
@@ -78,6 +84,10 @@ def test_aliases_name_parsers_and_hide_none() -> None:
 def test_tool_parser_is_detected_from_the_tool_template() -> None:
     config, _ = choose_parsers("auto", "auto", {"default": "<think></think>", "tool_use": "[TOOL_CALLS]"})
     assert (config.reasoning, config.tools) == ("qwen3", "mistral")
+    config, _ = choose_parsers(
+        "auto", "auto", {"default": "{{ messages }}", "tool_use": "<|START_THINKING|>"}
+    )
+    assert config.reasoning == "cohere_command3"
 
 
 @pytest.mark.parametrize(

@@ -171,11 +171,18 @@ def test_text_outside_a_truncated_call_is_content(name: str, text: str, content:
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n"),
         ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}'),
         ("hermes", '<tool_call>{{"name": "f", "arguments": {"a": "x"}}}</tool_call>'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "x"}[/TOOL_CALLS]'),
+        ("glm45", "<tool_call>fa</arg_key><arg_value>x</arg_value></tool_call>"),
+        ("glm45", "<tool_call>f a</arg_key>\n<arg_value>x</arg_value></tool_call>"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key></arg_key><arg_value>x</arg_value></tool_call>"),
+        ("glm45", "<tool_call>f<arg_key><arg_key>a</arg_key>x</arg_value></tool_call>"),
     ],
 )
 def test_calls_with_usual_mistakes_are_complete(name: str, text: str) -> None:
     schemas = b'[{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}]'
-    assert calls_in(read(build("", name, schemas, ""), [text])) == [("f", {"a": "x"})]
+    for parts in ([text], text):
+        deltas = read(build("", name, schemas, ""), parts)
+        assert (calls_in(deltas), text_of(deltas).strip()) == ([("f", {"a": "x"})], "")
 
 
 WORD = re.compile(r"w[0-9]+w")

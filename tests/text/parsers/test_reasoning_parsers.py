@@ -140,7 +140,49 @@ def test_malformed_headers_of_harmony_are_no_content(
     assert reasoning is None or text_of(deltas, REASON) == reasoning
 
 
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("{o}\nhm{c}Hello.{o}\n{c}", "hm", "Hello."),
+        ("Hello.{o}\n{c}", "", "Hello."),
+        ("{o}\nhm{c}One.\n{o}\nyes\n{c}\nTwo.", "hm\nyes", "One.Two."),
+        ("{o}\nhm{c}Hello.\n{c}", "hm", "Hello."),
+        ("Hello.{c}\n", "", "Hello."),
+        ("The mark {c} ends it.", "", "The mark {c} ends it."),
+        ("thought\nhm{c}Hello.", "hm", "Hello."),
+        ("thoughtful", "", "thoughtful"),
+    ],
+)
+def test_gemmas_reasoning_may_follow_content(text: str, reasoning: str, content: str) -> None:
+    marks = {"o": "<|channel>thought", "c": "<channel|>"}
+    deltas = read(build("gemma", "gemma", b"", ""), list(text.format(**marks)))
+    assert (text_of(deltas, REASON), text_of(deltas)) == (reasoning, content.format(**marks))
+
+
+def test_a_call_follows_gemmas_second_reasoning() -> None:
+    text = "<|channel>thought\na<channel|>I look.<|channel>thought\nb<channel|><|tool_call>call:f{a:1}<tool_call|>"
+    assert read(build("gemma", "gemma", b"", ""), list(text)) == [
+        ChannelText(REASON, 0, "a"),
+        ChannelText(CONTENT, 0, "I look."),
+        ChannelText(REASON, 0, "\nb"),
+        ChannelText(NAME, 0, "f"),
+        ChannelText(ARGUMENTS, 0, '{"a": 1}'),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["RESPONSE", "TEXT"])
+def test_marks_around_coheres_answer_are_removed(kind: str) -> None:
+    answer = f"<|START_{kind}|>It rains.<|END_{kind}|>"
+    for thought in ("<|START_THINKING|>hm<|END_THINKING|>", "<|START_THINKING|>hm"):
+        assert read(build("cohere_command3", "cohere_command3", b"", ""), list(thought + answer)) == [
+            ChannelText(REASON, 0, "hm"),
+            ChannelText(CONTENT, 0, "It rains."),
+        ]
+    assert read(build("cohere_command3", "", b"", ""), [answer]) == [ChannelText(CONTENT, 0, "It rains.")]
+
+
 PAIRS = [
+    ("apertus", "apertus"), ("cohere_command3", "cohere_command3"),
     ("deepseek_r1", "deepseek_v3"), ("gemma", "gemma"), ("glm45", "glm45"), ("granite", "granite"), ("kimi_k2", "kimi_k2"),
     ("minimax_m2", "minimax_m2"), ("mistral", "mistral"), ("openai_gptoss", "openai"), ("qwen3", "hermes"),
     ("qwen3", "qwen3_coder"), ("seed_oss", "seed_oss"),
