@@ -19,7 +19,7 @@ from quintet.frontend.api.openai.types import ChatBody, CompletionBody, Detokeni
 from quintet.frontend.api.responses.conversations import conversation, conversations
 from quintet.frontend.api.responses.conversations import item as conversation_item
 from quintet.frontend.api.responses.conversations import items as conversation_items
-from quintet.frontend.api.responses.create import render_responses, responses
+from quintet.frontend.api.responses.create import count_input_tokens, render_responses, responses
 from quintet.frontend.api.responses.stored import cancel_response, input_items, response
 from quintet.frontend.api.responses.types import (
     ConversationBody,
@@ -150,6 +150,12 @@ ROUTES = (
         render_responses,
         post("Render a response request to a body of `/inference/v1/generate`", ResponsesBody, INPUT),
         fields=RENDERED,
+    ),
+    route(
+        "/v1/responses/input_tokens",
+        count_input_tokens,
+        post("Count the prompt tokens of a response request", ResponsesBody, INPUT),
+        fields=("object", "input_tokens"),
     ),
     route(
         "/v1/responses/{id}",

@@ -16,7 +16,7 @@ from quintet.frontend.response_store import FILE
 from quintet.wire.channels import Channel
 from quintet.wire.chat import decode_messages
 from quintet.wire.config import ParsersConfig
-from quintet.wire.messages import Cancel, Resume, Submit
+from quintet.wire.messages import Cancel, Resume, Submit, TokenizeQuery
 
 R = "/v1/responses"
 RAIN: Any = {"type": "function", "name": "rain", "parameters": {"type": "object"}, "strict": True}
@@ -60,6 +60,28 @@ def wait_for_status(client: OpenAI, response_id: str, *statuses: str) -> Any:
 def wait_for_end(client: OpenAI, response_id: str) -> Any:
     """Return a response once it has ended."""
     return wait_for_status(client, response_id, "completed", "incomplete", "failed", "cancelled")
+
+
+def test_input_tokens_are_counted_with_the_earlier_conversation(client: OpenAI, server: Any) -> None:
+    first = client.responses.create(model="toy", input="hello", max_output_tokens=1)
+    counted = client.responses.input_tokens.count(
+        model="toy",
+        input="and",
+        instructions="Be brief.",
+        previous_response_id=first.id,
+        tools=[RAIN],
+        parallel_tool_calls=False,
+        reasoning={"effort": "low"},
+        text={"verbosity": "low"},
+        truncation="auto",
+    )
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", 3)
+    prompt = server.engine.wait_for(TokenizeQuery)[-1].prompt
+    roles = [message["role"] for message in decode_messages(prompt.messages)]
+    assert roles == ["system", "user", "assistant", "user"] and b"rain" in prompt.tools
+    with pytest.raises(openai.BadRequestError, match="input is missing"):
+        client.responses.input_tokens.count(model="toy")
+    assert len(server.engine.wait_for(Submit)) == 1
 
 
 def test_a_conversation_continues_at_any_frontend(serve: Callable[..., Any], client: OpenAI) -> None:

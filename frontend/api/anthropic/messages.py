@@ -11,12 +11,12 @@ from quintet.frontend.api.anthropic.types import CountTokensBody, MessagesBody
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.chat_body import Conversation, channels_of, checked_chat, parse_conversation
 from quintet.frontend.api.openai.render import respond_rendered
+from quintet.frontend.api.openai.tokenize import num_tokens
 from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.stream_state import FROM_START, resume_token_for
 from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
-from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.params import SamplingParams
@@ -91,5 +91,4 @@ async def count_tokens(service: Service, http_request: HttpRequest) -> None:
     body = await parse.read_body(service, http_request, _count_decoder)
     chat, translation = chat_body(body)
     prompt = parse_conversation(chat, config, translation).prompt
-    counted = await service.queries.tokenize(prompt)
-    await http_request.respond_json({"input_tokens": len(unpack_i32(counted.token_ids))})
+    await http_request.respond_json({"input_tokens": await num_tokens(service, prompt)})

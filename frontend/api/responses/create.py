@@ -1,4 +1,4 @@
-"""POST /v1/responses and /v1/responses/render."""
+"""POST /v1/responses, /v1/responses/render and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
 from quintet.frontend.api.openai.chat_body import channels_of, checked_chat
 from quintet.frontend.api.openai.offered_tools import Translation
 from quintet.frontend.api.openai.render import respond_rendered
+from quintet.frontend.api.openai.tokenize import num_tokens
+from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.api.responses.background import note_request, run, start, wake_on_start
 from quintet.frontend.api.responses.conversations import items_so_far
 from quintet.frontend.api.responses.events import ResponsesWriter, response_of_output
@@ -221,16 +223,32 @@ def _own_locations(translation: Translation, num_former: int) -> Translation:
 
 async def render_responses(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/responses/render: return the request in token ids; stores nothing."""
-    config = service.config
     body = await parse.read_body(service, http_request, _decoder)
     try:
-        items, former = await _items_of(service.responses, body, conversation_of(body))
-        chat, translation, _ = chat_body(body, [*former, *items])
-        read, params, _ = checked_chat(chat, config, _own_locations(translation, len(former)))
-        parse.reject_unsupported(chat)
-        await respond_rendered(service, http_request, chat, read.prompt, params, "messages")
+        chat, prompt, params = await _chat_of(service, body)
+        await respond_rendered(service, http_request, chat, prompt, params, "messages")
     except RequestError as error:
         raise parse.renamed(error, CLIENT_NAMES) from None
+
+
+async def count_input_tokens(service: Service, http_request: HttpRequest) -> None:
+    """Handle POST /v1/responses/input_tokens: return the number of prompt tokens; stores nothing."""
+    body = await parse.read_body(service, http_request, _decoder)
+    try:
+        _, prompt, _ = await _chat_of(service, body)
+        counted = await num_tokens(service, prompt)
+    except RequestError as error:
+        raise parse.renamed(error, CLIENT_NAMES) from None
+    await http_request.respond_json({"object": "response.input_tokens", "input_tokens": counted})
+
+
+async def _chat_of(service: Service, body: ResponsesBody) -> tuple[ChatBody, ChatPrompt, SamplingParams]:
+    """Check a request that is not computed; return it as a chat body, and its prompt and parameters."""
+    items, former = await _items_of(service.responses, body, conversation_of(body))
+    chat, translation, _ = chat_body(body, [*former, *items])
+    read, params, _ = checked_chat(chat, service.config, _own_locations(translation, len(former)))
+    parse.reject_unsupported(chat)
+    return chat, read.prompt, params
 
 
 def _submit(
