@@ -198,7 +198,7 @@ class MessagesWriter:
             if self.state.sends_ids and delta.token_ids:
                 frames.append(ids_comment(0, delta.token_ids))
             if not self._is_more(delta):
-                self._write_delta(frames, delta, num_taken)
+                self._write_delta(frames, delta, num_taken, stream.started)
             elif delta.text:
                 cursor.counts[0] = num_taken
                 head = self._event_id and b"%b%d%b" % (self._event_id, num_taken, self._note)
@@ -213,7 +213,9 @@ class MessagesWriter:
             return self._kind == "t"
         return len(spans) == 1 and KINDS[spans[0][0]] == self._kind and spans[0][2] == len(delta.text)
 
-    def _write_delta(self, frames: list[bytes], delta: OutputDelta, num_taken: int) -> None:
+    def _write_delta(
+        self, frames: list[bytes], delta: OutputDelta, num_taken: int, started: Started | None
+    ) -> None:
         """Write a delta. The cursor of its last text event is after the delta's last token.
 
         The last delta is different: its text may include characters held back for earlier tokens until the end.
@@ -245,17 +247,18 @@ class MessagesWriter:
             self._set_cursor(num_taken)
         else:
             self._close_block(frames)
-            frames.append(self._finish(delta.finish, num_taken))
+            frames.append(self._finish(delta.finish, num_taken, started))
 
-    def _finish(self, finish: Finish, num_taken: int) -> bytes:
-        """Return the event with the stop reason."""
+    def _finish(self, finish: Finish, num_taken: int, started: Started | None) -> bytes:
+        """Return the event with the stop reason and the whole usage: LangChain reads it only here."""
         try:
             ending = _ending(self._answer, finish, num_taken)
         except RequestError as error:
             return self.failed(error)
         self._set_cursor(num_taken)
         self._position.ended[0] = True
-        usage = {"output_tokens": num_taken, **_thinking_usage(finish)}
+        counts = {"output_tokens": num_taken} if started is None else usage_of(started, num_taken)
+        usage = {**counts, **_thinking_usage(finish)}
         return self._event(
             "message_delta", b'"delta":' + encode_json(ending) + b',"usage":' + encode_json(usage)
         )

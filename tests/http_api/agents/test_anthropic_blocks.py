@@ -155,10 +155,11 @@ def events(
     """Return the events of an answer after its first ``before`` tokens. A step has 1 to 3 tokens, drawn at random."""
     answer = MessagesAnswer(1, 1, 1, "1", "toy", 50, Channels("1", parallel_calls=parallel))
     writer = MessagesWriter(answer, STREAM, position)
-    stream: Any = SimpleNamespace(choices=[SimpleNamespace(num_taken=before)])
+    started = Started(7, 2, 0, 0, 0)
+    stream: Any = SimpleNamespace(choices=[SimpleNamespace(num_taken=before)], started=started)
     frames: list[bytes] = []
     if position is None or position.counts[0] is None:
-        writer.write(frames, 0, stream, Batch(Started(7, 2, 0, 0, 0), []))
+        writer.write(frames, 0, stream, Batch(started, []))
     has_ended = position is not None and position.ended[0]
     at = before
     while at < len(tokens) or not has_ended:

@@ -91,7 +91,7 @@ def test_a_streamed_answer_has_every_event_in_order(shared: Any) -> None:
     assert block["content_block"] == {"type": "text", "text": ""} and block["index"] == stop["index"] == 0
     assert [each["delta"]["text"] for each in (first, second)] == [" t0", " t1"]
     assert delta["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
-    assert delta["usage"] == {"output_tokens": 2}
+    assert delta["usage"] == {**start["message"]["usage"], "output_tokens": 2}
 
 
 def test_the_anthropic_package_reads_whole_and_streamed_answers(
