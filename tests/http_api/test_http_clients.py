@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from quintet.frontend.api.anthropic import errors as anthropic_errors
 from quintet.frontend.http.http_request import tidy_path
-from quintet.wire.errors import ErrorCode
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.request import check_length
 
 C = "/v1/completions"
 BODY = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
@@ -302,3 +304,10 @@ def test_a_too_long_context_has_anthropics_message(serve: Callable[..., Any]) ->
     )
     assert refused.status == 400
     assert refused.json["error"]["message"].startswith("prompt is too long: ")
+    for is_least, field in ((False, "messages"), (True, "system")):
+        with pytest.raises(RequestError) as error:
+            check_length(300, 256, field, is_least=is_least, cause=" (--max-model-len)")
+        message = json.loads(anthropic_errors.error_body(error.value, "r"))["error"]["message"]
+        assert message.startswith(
+            "prompt is too long: 300 tokens > 256 maximum. This model's maximum context"
+        )

@@ -85,7 +85,9 @@ def test_errors_are_those_of_the_anthropic_package(client: anthropic.Anthropic, 
     import anthropic
 
     image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
-    with pytest.raises(anthropic.APIStatusError, match="a block of type image") as refused:
+    with pytest.raises(
+        anthropic.APIStatusError, match=r"messages\[0\].content\[0\].image was sent"
+    ) as refused:
         client.messages.create(**{**ask, "messages": [{"role": "user", "content": [image]}]})
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index, call-overload]
     assert refused.value.request_id

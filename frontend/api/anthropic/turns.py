@@ -178,7 +178,8 @@ def _text_of(
 ) -> list[str]:
     """Return a block's texts; empty for blocks of server tools, and for unknown ones of an answer.
 
-    In tool results, text replaces images, files and unknown blocks: an agent's conversation continues after them.
+    In tool results, text replaces images, files and unknown blocks: an agent's conversation continues after them. Claude
+    Code reads the place of an image or document in an error, as ``messages[0].content[0].image``, and removes the block.
 
     Raises `RequestError` for unsupported blocks.
     """
@@ -198,7 +199,7 @@ def _text_of(
         case "compaction":
             return [_text(block.content or "", f"{where}.content", reader)]
         case "image" if not is_result:
-            raise parse.not_implemented(f"{where}: a block of type image", "image input", "Send text.")
+            raise parse.not_implemented(f"{where}.image", "image input", "Send text.")
     if block.type.endswith(SERVER_BLOCKS) or is_answer:
         _log.info("%s, a block of type %s, was skipped: it is of another server's tool", where, block.type)
         return []
@@ -249,7 +250,7 @@ def _document(block: ContentBlock, where: str, reader: _Reader, *, is_result: bo
         if is_result:
             return omitted_part(block.type, where)
         raise parse.not_implemented(
-            f"{where}: a document with a source of type {shown(source.type)}",
+            f"{where}.document, with a source of type {shown(source.type)},",
             "file input",
             "Send its text: a source of type text, with media_type text/plain.",
         )

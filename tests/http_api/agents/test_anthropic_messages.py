@@ -261,11 +261,14 @@ def assistant_turn(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
         ({"compaction": {"type": "summarize"}}, "compaction was sent"),
         ({"messages": []}, "messages is []"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role is 'robot'"),
-        ({"messages": block(type="image", source={})}, "messages[0].content[0]: a block of type image"),
+        ({"messages": block(type="image", source={})}, "messages[0].content[0].image was sent"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content is missing"),
         ({"messages": block(type="text")}, "messages[0].content[0].text is missing"),
         ({"messages": block(type="video")}, "a block of type 'video'"),
-        ({"messages": block(type="document", source={"type": "base64"})}, "source of type 'base64'"),
+        (
+            {"messages": block(type="document", source={"type": "base64"})},
+            "messages[0].content[0].document, with a source of type 'base64', was sent",
+        ),
         (
             {"messages": block(type="tool_result", content="x")},
             "messages[0].content[0].tool_use_id is missing",
