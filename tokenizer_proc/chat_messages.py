@@ -43,10 +43,11 @@ def normal_messages(
     """
     if not messages:
         raise invalid("messages is an empty list; send at least one message.", "messages")
-    normal = [
-        _normal_message(message, name_of(i, names), traits, content_format)
-        for i, message in enumerate(messages)
-    ]
+    normal, is_beside_result = list[Message](), False
+    for i, message in enumerate(messages):
+        # Agents send the image that a tool has read in a user's message after the tool's result.
+        is_beside_result = message["role"] in TOOL_ROLES or (is_beside_result and message["role"] == "user")
+        normal.append(_normal_message(message, name_of(i, names), traits, content_format, is_beside_result))
     if normal[0]["role"] in ("system", "developer"):
         normal[0]["content"] = _without_billing_header(normal[0]["content"])
     if traits.call_id_length is not None:
@@ -65,18 +66,22 @@ def invalid(message: str, param: str) -> RequestError:
 
 
 def _normal_message(
-    message: Message, where: str, traits: TemplateTraits, content_format: ContentFormat | None
+    message: Message,
+    where: str,
+    traits: TemplateTraits,
+    content_format: ContentFormat | None,
+    is_beside_result: bool,
 ) -> Message:
-    role = message["role"]
+    role, at = message["role"], f"{where}.content"
     normal = {name: value for name, value in message.items() if value is not None}
     if role in ROLE_ALIASES and role not in traits.words:
         normal["role"] = ROLE_ALIASES[role]
     form = content_format or traits.content_format
     content = message.get("content")
     if role in TOOL_ROLES:
-        content = text_only_result(content, f"{where}.content")
+        content = text_only_result(content, at)
     is_text = content is None or isinstance(content, str)
-    parts = None if is_text else normal_parts(message, content, f"{where}.content")
+    parts = None if is_text else normal_parts(message, content, at, is_beside_result=is_beside_result)
     if parts and not (traits.has_thinking_parts and form == "openai"):
         parts = _move_thinking(normal, parts)
     normal["content"] = _content(content, parts, form, is_forced=content_format is not None)

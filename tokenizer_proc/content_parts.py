@@ -7,7 +7,7 @@ from typing import Any
 from quintet.tokenizer_proc.template_values import ContentParts, Part, text_part
 from quintet.wire.chat import Message
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.message_text import MEDIA_TYPES
+from quintet.wire.message_text import MEDIA_TYPES, omitted_media
 from quintet.wire.params import shown
 
 TEXT_PARTS = {
@@ -24,9 +24,10 @@ CALL_PARTS = ("tool_use", "tool_call", "tool-call", "function_call")
 """Types of parts that repeat a call of the message's ``tool_calls``."""
 
 
-def normal_parts(message: Message, content: Any, where: str) -> list[Part]:
+def normal_parts(message: Message, content: Any, where: str, *, is_beside_result: bool = False) -> list[Part]:
     """Return a content's parts as text and thinking, without those of an answer that have no text.
 
+    ``is_beside_result``: text replaces media, as in the result of a tool.
     Raises `RequestError` that names the invalid part.
     """
     if isinstance(content, dict):
@@ -34,7 +35,7 @@ def normal_parts(message: Message, content: Any, where: str) -> list[Part]:
     is_answer = message["role"] == "assistant"
     has_calls = bool(message.get("tool_calls") or message.get("function_call"))
     return [
-        _normal_part(part, f"{where}[{i}]")
+        _normal_part(part, f"{where}[{i}]", replaces_media=is_beside_result)
         for i, part in enumerate(content)
         if not (is_answer and _has_no_text(part, has_calls=has_calls))
     ]
@@ -54,13 +55,15 @@ def _text_of(part: Part, kind: str) -> Any:
     return part.get(TEXT_PARTS[kind], part.get(kind))
 
 
-def _normal_part(part: Any, where: str, *, is_nested: bool = False) -> Part:
+def _normal_part(part: Any, where: str, *, is_nested: bool = False, replaces_media: bool = False) -> Part:
     if isinstance(part, str):
         return text_part(part)
     kind = part.get("type") if isinstance(part, dict) else None
     if kind is None and isinstance(part, dict) and isinstance(part.get("text"), str):
         kind = "text"
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if replaces_media and isinstance(kind, str) and (omitted := omitted_media(kind, where)):
+        return text_part(omitted)
     if kind is None or field is None:
         # Agents that find the words about images remove them and send the conversation again.
         reason = (

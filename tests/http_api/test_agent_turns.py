@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from openai import OpenAI
+from openai.types.responses import ResponseIncludable
 
 from quintet.wire.channels import Channel
 from quintet.wire.chat import decode_messages
 from quintet.wire.config import ParsersConfig
+from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Submit
 from tests.http_api.chat_prompts import H, M, R, messages_of, prompt_of
 
@@ -135,6 +137,59 @@ def test_messages_of_other_agents_are_user_messages(shared: Any) -> None:
     ]
 
 
+def test_text_replaces_the_image_of_a_tool_in_the_users_message_after_its_result(shared: Any) -> None:
+    result = {"type": "function_call_output", "call_id": "c", "output": "attached"}
+    image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,aGk="}]}
+    (*_, user) = messages_of(shared, R, {"input": [result, image, *HELLO]})
+    assert user["content"] == "[image omitted: this model reads text only]\nhello"
+    refused = shared.ask("POST", R, {"input": [result, {"role": "assistant", "content": "Done."}, image]})
+    assert refused.status == 400 and refused.json["error"]["param"] == "input"
+
+
+def test_an_item_updates_effort_and_format_for_the_following_responses(shared: Any) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    items = [
+        {"type": "configuration_update", "reasoning": {"effort": "low"}, "text": {"format": form}},
+        *HELLO,
+        {"type": "configuration_update", "reasoning": {"effort": "high"}},
+    ]
+    prompt = prompt_of(shared, R, {"input": items, "reasoning": {"effort": "medium"}})
+    assert decode_messages(prompt.messages) == HELLO
+    assert json.loads(prompt.template_kwargs)["reasoning_effort"] == "high"
+    submit = shared.engine.wait_for(Submit)[-1]
+    assert json.loads(submit.spec.params.structured_outputs.json) == SCHEMA
+    first = shared.ask("POST", R, {"input": items, "max_output_tokens": 2}).json
+    prompt = prompt_of(shared, R, {"previous_response_id": first["id"], "input": "x"})
+    assert json.loads(prompt.template_kwargs)["reasoning_effort"] == "high"
+
+
+@pytest.mark.parametrize("originator", ["codex_cli_rs", "codex-tui", "Codex Desktop", None])
+def test_codex_reads_that_a_prompt_exceeds_the_context_in_an_event(
+    serve: Callable[..., Any], originator: str | None
+) -> None:
+    server = serve()
+    server.engine.fail_after, server.engine.fails_with = 0, ErrorCode.TOO_LONG
+    headers = {} if originator is None else {"originator": originator}
+    reply = server.ask("POST", R, {"input": "x", "stream": True}, headers)
+    if originator is None:
+        assert reply.status == 400 and reply.json["error"]["code"] == "context_length_exceeded"
+        return
+    *_, failed = events = reply.events
+    assert [event["type"] for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.failed",
+    ]
+    assert failed["response"]["error"] == {
+        "code": "context_length_exceeded",
+        "message": "The engine broke.",
+    }
+    stored = server.ask("GET", f"{R}/{failed['response']['id']}").json
+    assert stored["status"] == "failed"
+    whole = server.ask("POST", R, {"input": "x"}, headers)
+    assert whole.status == 400
+
+
 def test_an_output_without_a_call_is_a_user_message(shared: Any) -> None:
     item = {
         "type": "function_call_output",
@@ -182,6 +237,15 @@ def test_stored_input_has_patches_and_calls_of_chat_messages(shared: Any) -> Non
         first = client.responses.create(model="toy", input=items, max_output_tokens=2)  # type: ignore[arg-type]
     followed = messages_of(shared, R, {"previous_response_id": first.id, "input": HELLO})
     assert followed[: len(whole)] == whole
+
+
+def test_an_item_with_an_empty_type_is_a_message(shared: Any) -> None:
+    assert messages_of(shared, R, {"input": [{"type": "", **HELLO[0]}]}) == HELLO
+
+
+def test_all_values_of_include_are_accepted(shared: Any) -> None:
+    for value in get_args(ResponseIncludable):
+        prompt_of(shared, R, {"input": "x", "include": [value]})
 
 
 def test_a_choice_of_programmatic_calling_is_no_choice(shared: Any) -> None:

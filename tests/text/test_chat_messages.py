@@ -103,6 +103,19 @@ def test_the_content_of_a_tool_message_becomes_text(content: Any, text: str) -> 
     assert render(template, {"role": "tool", "tool_call_id": "c", "content": content}) == text
 
 
+def test_text_replaces_the_image_of_a_tool_in_the_users_message_after_its_result() -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    templates = ChatTemplates({"default": template}, {}, "auto")
+    image = {"role": "user", "content": [{"type": "text", "text": "Attached:"}, IMAGE]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "see the next message"}
+    text = "user: Attached:\n[image omitted: this model reads text only]\n"
+    prompt = ChatPrompt(encode_messages([result, image, image]))
+    assert templates.render(prompt) == f"tool: see the next message\n{text}{text}"
+    answer = {"role": "assistant", "content": "Done."}
+    with pytest.raises(RequestError, match=r"messages\[2\].content\[1\] has type 'image_url'"):
+        templates.render(ChatPrompt(encode_messages([result, answer, image])))
+
+
 def test_calls_and_reasoning_in_the_parts_of_an_answer_are_read_or_skipped() -> None:
     template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}{% endfor %}"
     parts = [

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from quintet.frontend.api import sse
 from quintet.frontend.api.answer import (
     Submissions,
     collect_outputs,
@@ -54,7 +55,7 @@ from quintet.frontend.resume.stream_state import FROM_START, PartialResponse, re
 from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32
-from quintet.wire.errors import RequestError
+from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import ChatPrompt
 from quintet.wire.params import SamplingParams, shown
 from quintet.wire.request import OutputParsing, RequestSpec, ResumeToken
@@ -291,7 +292,15 @@ async def _answer(service: Service, http_request: HttpRequest, checked: CheckedR
         writer = ResponsesWriter(answer, submissions.stream_id, position)
         if http_request.wants_relay:
             enable_relay(http_request, writer, submissions)
-        await stream_answer(service, http_request, submissions, writer, store_end)
+        try:
+            await stream_answer(service, http_request, submissions, writer, store_end)
+        except RequestError as error:
+            if http_request.started or not _compacts_after_event(http_request, error):
+                raise
+            events = writer.failed_at_start(error)
+            await store_end(service, writer)
+            await http_request.start_stream(sse.CONTENT_TYPE, sse.HEADERS)
+            await http_request.write(events, last=True)
         return True
     (whole,) = await collect_outputs(http_request, submissions)
     status, response = response_of_output(answer, whole)
@@ -302,6 +311,15 @@ async def _answer(service: Service, http_request: HttpRequest, checked: CheckedR
         )
     await http_request.respond(200, response)
     return True
+
+
+def _compacts_after_event(http_request: HttpRequest, error: RequestError) -> bool:
+    """Return whether the client compacts its conversation after ``response.failed``, but not after status 400.
+
+    Codex ends the turn after the status, and cannot compact a conversation that exceeds the context.
+    """
+    is_codex = (http_request.header("originator") or "").lower().startswith("codex")
+    return is_codex and error.code is ErrorCode.TOO_LONG
 
 
 async def _answer_later(

@@ -323,6 +323,11 @@ class ResponsesWriter:
         is_withdrawn = self.state.sends_ids and error.code is ErrorCode.UNAVAILABLE
         return (WITHDRAWN if is_withdrawn else b"") + _frame("response.failed", fields)
 
+    def failed_at_start(self, error: RequestError) -> bytes:
+        """Return all events of a response that failed before its first event."""
+        self._begin()
+        return b"".join([*self._frames, self.failed(error)])
+
     def silence(self) -> bytes:
         """See `AnswerWriter.silence`."""
         return sse.KEEP_ALIVE

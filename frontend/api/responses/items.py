@@ -62,8 +62,12 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[l
     if instructions:
         found.add({"role": "system", "content": instructions}, "instructions")
     names: dict[str, str] = {}
+    is_beside_result = False
     for index in range(_num_leading(items), len(items)):
-        for message in _messages_of(items[index], f"input[{index}]", names):
+        item = items[index]
+        # Agents send the image that a tool has read in a user's message after the tool's result.
+        is_beside_result = _is_result(item) or (is_beside_result and item.role == "user")
+        for message in _messages_of(item, f"input[{index}]", names, is_beside_result=is_beside_result):
             if message != EMPTY_REASONING:
                 found.add(message, f"input[{index}]")
     return found.merged(), found.places
@@ -94,11 +98,17 @@ def _tools_of(items: Sequence[InputItem], indices: Iterable[int]) -> list[Offere
     ]
 
 
-def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Message]:
+def _is_result(item: InputItem) -> bool:
+    return item.role == "tool" or (item.type or "").endswith("_output")
+
+
+def _messages_of(
+    item: InputItem, where: str, names: dict[str, str], *, is_beside_result: bool
+) -> list[Message]:
     """Return the messages of one item. ``names``: called functions, by call id; updated."""
     match item.type:
-        case None | "message":
-            return [_message(item, where, names)]
+        case None | "" | "message":  # VS Code sent an empty type
+            return [_message(item, where, names, is_beside_result=is_beside_result)]
         case "reasoning":
             thoughts = item.content or text_of_state(item.encrypted_content) or item.summary or ""
             content = _text(thoughts, f"{where}.content")
@@ -127,6 +137,8 @@ def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Mes
             return [_call(item, where, names)]
         case "tool_search_output" if item.call_id is not None:
             return [_result(item, _definitions(item, where) or "No tools were found.", where, names)]
+        case "configuration_update":
+            return []
         case "additional_tools":
             text = _definitions(item, where)
             return [{"role": "system", "content": f"Tools available:\n{text}"}] if text else []
@@ -138,8 +150,11 @@ def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Mes
     return []
 
 
-def _message(item: InputItem, where: str, names: dict[str, str]) -> Message:
-    """Return the message of an item, also of one in the format of chat completions."""
+def _message(item: InputItem, where: str, names: dict[str, str], *, is_beside_result: bool) -> Message:
+    """Return the message of an item, also of one in the format of chat completions.
+
+    ``is_beside_result``: text replaces media.
+    """
     role = _given(item.role, f"{where}.role")
     if role == "tool":
         text = _text(item.content, f"{where}.content", is_result=True)
@@ -147,7 +162,8 @@ def _message(item: InputItem, where: str, names: dict[str, str]) -> Message:
     if role not in ROLES:
         raise parse.invalid(f"{where}.role is {shown(role)}; it must be one of {', '.join(ROLES)}.", "input")
     is_answer = role == "assistant"
-    content = "" if item.content is None and is_answer else _text(item.content, f"{where}.content")
+    is_empty = item.content is None and is_answer
+    content = "" if is_empty else _text(item.content, f"{where}.content", is_result=is_beside_result)
     message: Message = {"role": role, "content": content}
     if item.tool_calls and is_answer:
         calls = [

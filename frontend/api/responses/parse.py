@@ -39,6 +39,7 @@ INCLUDABLE = (
     REASONING_STATE,
     "file_search_call.results",
     "web_search_call.results",
+    "web_search_call.results",
     "web_search_call.action.sources",
     "message.input_image.image_url",
     "computer_call_output.output.image_url",
@@ -87,6 +88,8 @@ _conversation_decoder: msgspec.json.Decoder[str | NamedConversation] = msgspec.j
     str | NamedConversation
 )
 _mapping = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_reasoning_decoder = msgspec.json.Decoder(ReasoningOptions)
+_text_decoder = msgspec.json.Decoder(TextOptions)
 
 
 def items_of(body: ResponsesBody) -> list[InputItem]:
@@ -124,8 +127,8 @@ def chat_body(
         chat.truncate_prompt_tokens = -1
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
         chat.logprobs, chat.top_logprobs = True, body.top_logprobs or 0
-    chat.reasoning_effort = None if body.reasoning is None else body.reasoning.effort
-    chat.response_format = None if body.text is None else _format(body.text.format)
+    chat.reasoning_effort, text_format = _settings(body, items)
+    chat.response_format = _format(text_format)
     tools = offered_tools(sent_tools(body.tools, "tools")) + leading_tools(items)
     deferred = [tool for tool in tools if tool.is_deferred] + found_tools(items)
     forms = _call_forms([*tools, *deferred])
@@ -141,6 +144,17 @@ def chat_body(
     elif chat.tool_choice == "auto" or parse.json_of(body.tools):  # no tool is offered
         chat.tool_choice = None
     return chat, Translation(places, deferred), forms
+
+
+def _settings(body: ResponsesBody, items: Sequence[InputItem]) -> tuple[str | None, TextFormat | None]:
+    """Return effort and text format: the request's, or those of the last item that updates them."""
+    reasoning, text = body.reasoning or ReasoningOptions(), body.text or TextOptions()
+    for index, item in enumerate(items):
+        if item.type == "configuration_update" and parse.json_of(item.reasoning):
+            reasoning = parse.decode_part(item.reasoning, _reasoning_decoder, f"input[{index}].reasoning")
+        if item.type == "configuration_update" and parse.json_of(item.text):
+            text = parse.decode_part(item.text, _text_decoder, f"input[{index}].text")
+    return reasoning.effort, text.format
 
 
 def _call_forms(tools: Sequence[OfferedTool]) -> dict[str, CallForm]:

@@ -48,6 +48,8 @@ STORED_FIELDS = (
     "output",
     "summary",
     "encrypted_content",
+    "reasoning",
+    "text",
 )
 """Stored fields of an item, in addition to id, type and status."""
 _log = logging.getLogger("quintet")

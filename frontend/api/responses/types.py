@@ -56,7 +56,7 @@ class InputItem(msgspec.Struct, kw_only=True):
     type: str | None = None
     """message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, local_shell_call,
     local_shell_call_output, shell_call, shell_call_output, apply_patch_call, apply_patch_call_output, tool_search_call,
-    tool_search_output, additional_tools, agent_message, mcp_call, reasoning or item_reference.
+    tool_search_output, additional_tools, agent_message, mcp_call, reasoning, configuration_update or item_reference.
     Items of other types are skipped."""
     id: str | None = None
     role: str | None = None
@@ -86,6 +86,10 @@ class InputItem(msgspec.Struct, kw_only=True):
     summary: list[ContentPart] | None = None
     encrypted_content: str | None = None
     """Text of reasoning without content, as this server sent it."""
+    reasoning: RawField = msgspec.UNSET
+    """`ReasoningOptions` of a configuration_update: its effort applies from there on."""
+    text: RawField = msgspec.UNSET
+    """`TextOptions` of a configuration_update: its format applies from there on."""
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
