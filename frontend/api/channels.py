@@ -11,6 +11,8 @@ from quintet.frontend.streams import text_spans
 from quintet.wire.channels import Channel, TextSpan
 from quintet.wire.config import CallIds
 
+REASONING_NAMES = ("reasoning", "reasoning_content")
+"""Fields of the reasoning; the second one is an older name."""
 DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
@@ -25,6 +27,8 @@ class Channels(msgspec.Struct, array_like=True, frozen=True):
     include_reasoning: bool = True
     parallel_calls: bool = True
     """True if calls after the first are sent."""
+    num_reasoning_names: int = len(REASONING_NAMES)
+    """Number of `REASONING_NAMES` under which the reasoning is sent."""
 
     def call_id(self, choice: int, call: int, name: str) -> str:
         """Return the id of a call, in the format of the model's template."""
@@ -59,7 +63,8 @@ class Channels(msgspec.Struct, array_like=True, frozen=True):
             if "name" in call_fields:
                 function = {"name": str(call_fields.pop("name")), **function}
             call_fields["function"] = function
-        return TextByChannel("".join(content), "".join(reasoning), list(calls.values()))
+        names = REASONING_NAMES[: self.num_reasoning_names]
+        return TextByChannel("".join(content), "".join(reasoning), list(calls.values()), names)
 
 
 class TextByChannel(msgspec.Struct):
@@ -68,12 +73,13 @@ class TextByChannel(msgspec.Struct):
     content: str
     reasoning: str
     calls: list[dict[str, object]]
+    reasoning_names: Sequence[str]
 
     def delta(self) -> dict[str, object]:
         """Return the delta of a streamed chunk; empty if there is nothing to send."""
         delta: dict[str, object] = {}
         if self.reasoning:
-            delta |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
+            delta |= dict.fromkeys(self.reasoning_names, self.reasoning)
         if self.content:
             delta["content"] = self.content
         if self.calls:
@@ -85,8 +91,7 @@ class TextByChannel(msgspec.Struct):
         content = prefix + self.content
         is_empty = not content and bool(self.calls or self.reasoning)
         message: dict[str, object] = {"role": role, "content": None if is_empty else content, "refusal": None}
-        reasoning = self.reasoning or None
-        message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        message |= dict.fromkeys(self.reasoning_names, self.reasoning or None)
         if self.calls:
             message["tool_calls"] = [
                 {name: value for name, value in call.items() if name != "index"} for call in self.calls

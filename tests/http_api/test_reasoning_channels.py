@@ -74,6 +74,16 @@ def test_a_whole_answer(server: Any) -> None:
     assert submitted(server).spec.parsing == OutputParsing("qwen3", "hermes")
 
 
+def test_openais_agents_sdk_gets_one_name_of_the_reasoning(server: Any) -> None:
+    agent = {"user-agent": "Agents/Python 0.24.0"}
+    (choice,) = server.ask("POST", H, BODY, agent).json["choices"]
+    assert choice["message"]["reasoning"] == "Rain?" and "reasoning_content" not in choice["message"]
+    events = server.ask("POST", H, {**BODY, "stream": True}, agent).events
+    deltas = [event["choices"][0]["delta"] for event in events if isinstance(event, dict)]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "Rain?"
+    assert not any("reasoning_content" in delta for delta in deltas)
+
+
 def test_a_streamed_answer_equals_the_whole_one(server: Any) -> None:
     options = {"stream_options": {"include_usage": True}}
     events = server.ask("POST", H, {**BODY, **options, "stream": True}).events

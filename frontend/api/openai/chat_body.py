@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.frontend.api.channels import Channels
+from quintet.frontend.api.channels import REASONING_NAMES, Channels
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.completions import token_prompt
@@ -98,15 +98,16 @@ def parse_conversation(
 
 
 def channels_of(
-    body: ChatBody, conversation: Conversation, response_id: str, config: EngineConfig
+    body: ChatBody, conversation: Conversation, response_id: str, config: EngineConfig, user_agent: str = ""
 ) -> Channels:
-    """Return the output channels of a response."""
+    """Return the output channels of a response. OpenAI's Agents SDK shows reasoning twice and forgets it if it has two names."""
     return Channels(
         response_id,
         config.model.parsers.call_ids,
         conversation.num_calls,
         include_reasoning=body.include_reasoning is not False,
         parallel_calls=body.parallel_tool_calls is not False,
+        num_reasoning_names=1 if user_agent.startswith("Agents/") else len(REASONING_NAMES),
     )
 
 
