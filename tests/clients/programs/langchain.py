@@ -68,5 +68,7 @@ for each in (chat, responses, claude):
 
 whole = chat.invoke("x")
 assert summed(chat.stream("x", stream_usage=True)).usage_metadata == whole.usage_metadata
+counts = [each.usage_metadata["input_tokens"] for each in (claude.invoke("x"), summed(claude.stream("x")))]
+assert counts[0] == counts[1] > 0
 logged = chat.bind(logprobs=True, top_logprobs=2).invoke("x").response_metadata["logprobs"]["content"]
 assert len(logged) == whole.usage_metadata["output_tokens"] and len(logged[0]["top_logprobs"]) == 2
