@@ -82,6 +82,8 @@ def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
             return _is_content(node.node, names)
         case nodes.Getitem():
             return _key_of(node) == "content"
+        case nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value="content"), *_]):
+            return True
         case nodes.CondExpr():
             return _is_content(node.expr1, names) or _is_content(node.expr2, names)
         case nodes.Or():

@@ -7,10 +7,10 @@ expect different types. Each class behaves as the type that the current expressi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jinja2 import Environment, filters, tests
+from jinja2 import Environment, filters
 
 UNREADABLE = "INVALID_JSON"
 """Key of invalid JSON arguments for templates that iterate pairs."""
@@ -20,7 +20,7 @@ Part = dict[str, Any]
 
 
 class NoContent(str):
-    """Null content: none in tests, empty text when written or joined."""
+    """Null content: none in tests, an empty list in loops, empty text when written or joined."""
 
     __slots__ = ()
 
@@ -196,10 +196,8 @@ def _is_none(value: Any) -> bool:
     return value is None or isinstance(value, NoContent)
 
 
-def _never_null(name: str) -> Callable[[Any], bool]:
-    """Return the Jinja test of this name, but false for `NoContent`."""
-    test: Any = tests.TESTS[name]
-    return lambda value: not isinstance(value, NoContent) and bool(test(value))
+def _is_string(value: Any) -> bool:
+    return isinstance(value, str) and not isinstance(value, NoContent)
 
 
 def install(environment: Environment) -> None:
@@ -207,8 +205,7 @@ def install(environment: Environment) -> None:
     environment.filters["tojson"] = _tojson
     environment.filters["items"] = _items
     environment.tests["none"] = _is_none
-    for name in ("string", "iterable", "sequence"):
-        environment.tests[name] = _never_null(name)
+    environment.tests["string"] = _is_string
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:

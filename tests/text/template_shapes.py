@@ -308,14 +308,15 @@ SHAPES: dict[str, Shape] = {
         "{%- elif m.role == 'user' -%}<user>{{ m.content }}{%- endif -%}{%- endfor -%}" + GENERATE
     ),
     "kimi k2": Shape(
-        "{%- macro shown(content) -%}{%- if content is string -%}{{ content }}{%- else -%}{%- for c in content -%}"
+        "{%- macro shown(m) -%}{%- set content = m.get('content') -%}{%- if content is string -%}{{ content }}"
+        "{%- elif content is not none -%}{%- for c in content -%}"
         "{%- if c['type'] == 'text' -%}{{ c['text'] }}{%- endif -%}{%- endfor -%}{%- endif -%}{%- endmacro -%}"
         "{%- for m in messages -%}<{{ m.role }}>{%- if m.role == 'assistant' and m.get('tool_calls') -%}"
-        "{%- if m['content'] -%}{{ shown(m['content']) }}{%- endif -%}{%- for c in m['tool_calls'] -%}<id>{{ c['id'] }}"
+        "{{ shown(m) }}{%- for c in m['tool_calls'] -%}<id>{{ c['id'] }}"
         "{% if c['function']['arguments'] is string %}{{ c['function']['arguments'] }}{% else %}"
         "{{ c['function']['arguments'] | tojson }}{% endif %}{%- endfor -%}{%- elif m.role == 'tool' -%}"
-        "## Return of {{ m.tool_call_id }}\n{{ shown(m['content']) }}{%- elif m['content'] is not none -%}"
-        "{{ shown(m['content']) }}{%- endif -%}<e>{%- endfor -%}" + GENERATE,
+        "## Return of {{ m.tool_call_id }}\n{{ shown(m) }}{%- else -%}{{ shown(m) }}{%- endif -%}<e>{%- endfor -%}"
+        + GENERATE,
         content="parts",
         null="none",
     ),

@@ -40,6 +40,7 @@ def test_the_content_format_is_read_from_the_syntax_tree(name: str) -> None:
     ("expression", "found"),
     [
         ("{% set c = m.content %}{% for p in c %}{% endfor %}", "openai"),
+        ("{% set c = m.get('content', '') %}{% for p in c %}{% endfor %}", "openai"),
         ("{% macro f(x) %}{% for p in x %}{% endfor %}{% endmacro %}{{ f(x=m['content']) }}", "openai"),
         ("{{ m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join }}", "openai"),
         ("{{ m.content[0]['text'] }}", "openai"),
@@ -159,7 +160,7 @@ def test_null_content_is_none_in_tests_and_empty_in_output() -> None:
     tests = "{{ c is none }}{{ c == none }}{{ c is string }}{{ c is iterable }}{{ not c }}|"
     tests += "{{ c }}{{ 'x' + c + 'y' }}{{ c | trim }}"
     template = "{% for m in messages %}{% set c = m.content %}" + tests + "{% endfor %}"
-    expected = "TrueTrueFalseFalseTrue|xy"
+    expected = "TrueTrueFalseTrueTrue|xy"
     assert render(template, {"role": "assistant", "content": None}) == expected
     assert render(template, {"role": "assistant"}) == expected
     assert render(template, {"role": "assistant", "content": ""}) == "FalseFalseTrueTrueTrue|xy"

@@ -142,6 +142,15 @@ def test_rendering_equals_transformers_or_names_a_message(name: str, chat: str) 
     assert ours(shape.source, CHATS[chat]) == expected
 
 
+@pytest.mark.parametrize("name", ["gemma 3", "deepseek r1", "glm 4.5", "kimi k2", "llama 4"])
+def test_null_content_is_rendered_as_by_transformers_which_removes_it(name: str) -> None:
+    without: list[Message] = [USER, {"role": "assistant"}, USER]
+    (expected,), _ = render_jinja_template(
+        [without], chat_template=SHAPES[name].source, add_generation_prompt=True, **SPECIAL
+    )
+    assert ours(SHAPES[name].source, [USER, {"role": "assistant", "content": None}, USER]) == expected
+
+
 @pytest.mark.parametrize(
     "arguments",
     ['{"town": "Oslo', '{"a": "He said "hi""}', "[1, 2]", "5", '"text"', "null", r'{"a": "\ud800"}'],
