@@ -174,20 +174,22 @@ def _render(
     compiled: CompiledTemplate, messages: list[Message], variables: dict[str, Any], prompt: ChatPrompt
 ) -> str:
     """Render the first arrangement that the template accepts without hiding a system message. Raises `RequestError`."""
-    as_sent: str | None = None
-    has_late_system = any(message["role"] == "system" for message in messages[1:])
-    for number, arranged in enumerate(chain([messages.copy()], rearranged(messages))):
+    rendered: str | None = None
+    may_hide = messages[0]["role"] == "developer" or any(
+        message["role"] in ("system", "developer") for message in messages[1:]
+    )
+    for arranged in chain([messages.copy()], rearranged(messages)):
         final = _tag_final(arranged, compiled.source) if prompt.continue_final_message else None
         try:
             text = _run(compiled, arranged, variables)
         except _TemplateFailed:
             continue
         text = text if final is None else _cut_at_tag(text, final)
-        if number > 0 or not (has_late_system and hides_system(arranged, text)):
+        if not (may_hide and hides_system(arranged, text)):
             return text
-        as_sent = text
-    if as_sent is not None:
-        return as_sent
+        rendered = text if rendered is None else rendered
+    if rendered is not None:
+        return rendered
     raise _error_of(compiled, messages, variables, prompt)
 
 

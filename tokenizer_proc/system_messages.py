@@ -1,8 +1,8 @@
-"""Fallback arrangements of messages for chat templates that reject or drop system messages, for all APIs.
+"""Fallback arrangements of messages for chat templates that reject or drop system and developer messages, for all APIs.
 
-The arrangements are tried in this order; the first one that the template renders is used:
+The arrangements are tried in this order; the first one that the template renders, without a hidden message, is used:
 
-1. as the client sent them;
+1. as the client sent them; then developer messages as system messages, which only some templates distinguish;
 2. the leading system messages merged into one, each later system message converted to a user message;
 3. as 2, and each converted message merged into the adjacent user message or the preceding tool result;
 4. as 3, and the leading system message prepended to the first user message.
@@ -28,6 +28,9 @@ SHOWN_CHARS = 80
 
 def rearranged(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Yield the arrangements of the messages other than the original."""
+    if any(message["role"] == "developer" for message in messages):
+        messages = [_with_role(message, "developer", "system") for message in messages]
+        yield messages.copy()
     yield from _system_arrangements(messages)
     joined = [_with_text_in_reasoning(message) for message in messages]
     if any(one is not other for one, other in zip(joined, messages, strict=True)):
@@ -62,10 +65,11 @@ def _system_arrangements(messages: Sequence[Message]) -> Iterator[list[Message]]
 
 
 def hides_system(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a rendered text lacks a system message other than the first message."""
+    """Return whether a rendered text lacks a developer message, or a system message other than the first message."""
     return any(
-        message["role"] == "system" and not _is_shown(str(message["content"]), text)
-        for message in messages[1:]
+        (message["role"] == "developer" or (message["role"] == "system" and index > 0))
+        and not _is_shown(str(message["content"]), text)
+        for index, message in enumerate(messages)
     )
 
 
@@ -88,7 +92,12 @@ def _merged(messages: Sequence[Message]) -> Message:
 
 
 def _as_user(message: Message) -> Message:
-    return {**message, "role": "user"} if message["role"] == "system" else message
+    return _with_role(message, "system", "user")
+
+
+def _with_role(message: Message, role: str, new: str) -> Message:
+    """Return a message of this role with a new one, and others unchanged."""
+    return {**message, "role": new} if message["role"] == role else message
 
 
 def _merge_into_adjacent(messages: Sequence[Message]) -> list[Message]:

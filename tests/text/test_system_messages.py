@@ -86,6 +86,25 @@ def test_a_late_system_message_that_the_template_drops_becomes_a_user_turn() -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (chat("d1", "u1"), "[D]d1[/D]<user>u1[A]"),
+        (chat("s1", "d1", "u1"), "[D]s1\n\nd1[/D]<user>u1[A]"),
+        (chat("d1", "u1", "a1", "d2", "u2"), "[D]d1[/D]<user>u1<final>a1<user>d2<user>u2[A]"),
+    ],
+)
+def test_a_late_developer_message_that_the_template_drops_is_kept(
+    messages: list[Message], expected: str
+) -> None:
+    assert render(SHAPES["gpt-oss"].source, messages) == expected
+
+
+def test_a_developer_message_that_the_template_drops_becomes_a_system_message() -> None:
+    dropping = turns(USER, before="{% set last = ['user', 'developer'] %}")
+    assert render(dropping, chat("d1", "u1")) == "[S]d1[/S][U]u1[/U][A]"
+
+
 def test_a_late_system_message_after_a_tool_result_is_merged_into_it_if_necessary() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
