@@ -16,11 +16,11 @@ import jinja2
 import msgspec
 
 from quintet.tokenizer_proc.chat_messages import invalid, name_of, normal_messages
-from quintet.tokenizer_proc.reasoning_efforts import with_other_efforts
 from quintet.tokenizer_proc.system_messages import hides_system, rearranged
 from quintet.tokenizer_proc.template_environment import make_environment
 from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
 from quintet.tokenizer_proc.template_values import ContentParts, PartsText, TracedMessage, text_part
+from quintet.tokenizer_proc.variable_fallbacks import with_optional_fields, with_other_efforts
 from quintet.wire.chat import Message, decode_messages
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.config import ChatContentFormat
@@ -104,6 +104,9 @@ class ChatTemplates:
         try:
             return _render(compiled, messages, variables, prompt)
         except RequestError:
+            if (complete := with_optional_fields(tools)) != tools:
+                with contextlib.suppress(RequestError):
+                    return self.render(msgspec.structs.replace(prompt, tools=msgspec.json.encode(complete)))
             others = with_other_efforts(variables, compiled.source)
             if not others:
                 raise

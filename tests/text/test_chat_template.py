@@ -253,6 +253,17 @@ def test_tools_and_variables_equal_transformers(theirs: PreTrainedTokenizerFast,
         assert ours(TEMPLATES[name], chat, TOOLS, variables) == expected
 
 
+def test_a_function_needs_no_description_and_no_parameters() -> None:
+    """In OpenAI's API both are optional; gpt-oss's template, and others, join and iterate them."""
+    template = (
+        "{% for tool in tools %}{% set f = tool.function %}// {{ f.description + ' ' + f.name }}("
+        "{% for name, schema in f.parameters.properties.items() %}{{ name }}{% endfor %}){% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "now", "description": None}}, *TOOLS]
+    assert ours(template, CHATS["one"], tools) == "//  now()// How's the <weather> — today? weather(ort)"
+    assert "no attribute 'description'" in refused(template, CHATS["one"], [{"function": {}}]).message
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("final", ["The answer is", "trailing space ", "line\n"])
 def test_continuing_the_final_message_equals_transformers(

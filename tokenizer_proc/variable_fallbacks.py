@@ -1,11 +1,11 @@
-"""Reasoning efforts that a chat template accepts: some reject the values of the APIs.
+"""Variables for a chat template that rejects those of a request: other reasoning efforts, and tools with all fields.
 
 Agents send an effort with every request, and templates have their own scales: none and high, or low, medium and xhigh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 NAME = "reasoning_effort"
@@ -25,3 +25,19 @@ def with_other_efforts(variables: Mapping[str, Any], source: str) -> list[dict[s
     others.sort(key=lambda effort: (abs(SCALE[effort] - SCALE[sent]), -SCALE[effort]))
     without = {name: value for name, value in variables.items() if name != NAME}
     return [*({**variables, NAME: effort} for effort in others), without]
+
+
+def with_optional_fields(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools with a description and parameters for each function: optional in the APIs, required by some templates."""
+    return [_complete(tool) for tool in tools]
+
+
+def _complete(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    sent = {name: value for name, value in function.items() if value is not None}
+    parameters = sent.get("parameters", {})
+    if isinstance(parameters, dict):
+        sent["parameters"] = {"type": "object", "properties": {}, **parameters}
+    return {**tool, "function": {"description": "", **sent}}
