@@ -9,7 +9,13 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from quintet.frontend.api.openai.json_errors import INVALID_JSON, explain, not_json, value_of
+from quintet.frontend.api.openai.json_errors import (
+    INVALID_JSON,
+    decode_leniently,
+    explain,
+    not_json,
+    value_of,
+)
 from quintet.frontend.api.openai.structured import form_of
 from quintet.frontend.api.openai.types import (
     FORM_FIELDS,
@@ -62,20 +68,12 @@ async def read_body(
 def decode(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     """Decode a body into its struct. Raises `RequestError` for bad JSON, wrong types and missing fields.
 
-    Numbers and booleans may also be strings (``"5"``, ``"true"``), as some clients send them.
+    Numbers and booleans may also be strings (``"5"``, ``"true"``), as some clients send them. Lone surrogates are replaced.
     """
     try:
         return decoder.decode(body)
-    except msgspec.ValidationError:
-        pass
-    except INVALID_JSON as error:
-        if not body.strip():
-            raise invalid("The request body is empty; send a JSON object.") from None
-        raise not_json(error, body) from None
-    try:
-        return msgspec.json.decode(body, type=decoder.type, strict=False)
-    except msgspec.ValidationError as error:
-        raise explain(error, value_of(body, None)) from None
+    except INVALID_JSON:
+        return decode_leniently(body, decoder)
 
 
 def decode_part(raw: RawField, decoder: msgspec.json.Decoder[PartT], name: str) -> PartT:
@@ -92,7 +90,7 @@ def decode_part(raw: RawField, decoder: msgspec.json.Decoder[PartT], name: str) 
     except msgspec.ValidationError as error:
         raise explain(error, value_of(encoded, name), name) from None
     except INVALID_JSON as error:
-        raise not_json(error, encoded, name) from None
+        raise not_json(error, name) from None
     return part
 
 
