@@ -306,6 +306,30 @@ def test_an_effort_turns_reasoning_on_or_off(shared: Any, effort: str, thinks: b
     assert used == {"reasoning_effort": effort, "thinking": not thinks}
 
 
+ON, OFF = ({"enable_thinking": thinks, "thinking": thinks} for thinks in (True, False))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"enable_thinking": False}, OFF),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, {"reasoning_effort": "high", **OFF}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, ON),
+        ({"thinking": "disabled"}, OFF),
+        ({"reasoning": {"enabled": False, "exclude": False}}, OFF),
+        ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low", **ON}),
+        ({"reasoning": True}, ON),
+        ({"reasoning": {"max_tokens": 9}, "thinking": None}, {}),
+        ({"thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
+    ],
+)
+def test_switches_of_other_servers_turn_reasoning_on_or_off(
+    shared: Any, fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    used = prompt_of(shared, H, {"messages": HELLO, **fields}).template_kwargs
+    assert json.loads(used or b"{}") == expected
+
+
 def test_lone_surrogates_of_a_cut_text_are_replaced(shared: Any) -> None:
     text = "a\ud83d b😀 c\\ud83d"
     messages = [{"role": "user", "content": text}]

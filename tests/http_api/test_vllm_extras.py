@@ -54,10 +54,14 @@ def test_tokens_as_ids_applies_to_every_request(serve: Callable[..., Any], path:
 
 def test_chat_template_kwargs_have_defaults(serve: Callable[..., Any]) -> None:
     server = serve(chat_template_kwargs={"enable_thinking": False, "tone": "dry"})
-    for value, used in ((None, {}), ({"tone": "kind"}, {"tone": "kind"})):
+    for value, used in (
+        (None, {"enable_thinking": False, "tone": "dry"}),
+        ({"tone": "kind"}, {"enable_thinking": False, "tone": "kind"}),
+        ({"thinking": True}, {"thinking": True, "tone": "dry"}),
+    ):
         assert server.ask("POST", H, {**BODIES[H], "chat_template_kwargs": value}).status == 200
         prompt = server.engine.wait_for(Submit)[-1].prompt
-        assert json.loads(prompt.template_kwargs) == {"enable_thinking": False, "tone": "dry", **used}
+        assert json.loads(prompt.template_kwargs) == used
 
 
 def test_vllm_xargs_are_accepted(shared: Any) -> None:

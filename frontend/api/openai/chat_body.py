@@ -14,6 +14,7 @@ from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.json_errors import explain
 from quintet.frontend.api.openai.offered_tools import AS_SENT, Translation, shown_tools, with_deferred
+from quintet.frontend.api.openai.reasoning_switch import read_reasoning
 from quintet.frontend.api.openai.tools import check_tool_choice, form_of_calls, form_or_calls
 from quintet.frontend.api.openai.types import ChatBody, TokenizeBody
 from quintet.wire.chat import ChatMessage, check_messages, encode_messages
@@ -145,20 +146,25 @@ def _template_kwargs(body: ChatBody | TokenizeBody, defaults: Mapping[str, objec
     if isinstance(body, ChatBody):
         if body.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", msgspec.Raw(encode_json(body.reasoning_effort)))
-            if not any(switch in kwargs for switch in THINKING_KWARGS):
-                thinks = msgspec.Raw(encode_json(body.reasoning_effort != "none"))
-                kwargs |= dict.fromkeys(THINKING_KWARGS, thinks)
+            if body.enable_thinking is None:
+                body.enable_thinking = body.reasoning_effort != "none"
+        if body.enable_thinking is not None and kwargs.keys().isdisjoint(THINKING_KWARGS):
+            kwargs |= dict.fromkeys(THINKING_KWARGS, msgspec.Raw(encode_json(body.enable_thinking)))
         if parse.json_of(body.documents):
             parse.decode_part(body.documents, _any_decoder, "documents")
             kwargs.setdefault("documents", msgspec.Raw(parse.json_of(body.documents)))
+    has_switch = not kwargs.keys().isdisjoint(THINKING_KWARGS)
     for name, value in defaults.items():
-        kwargs.setdefault(name, msgspec.Raw(encode_json(value)))
+        if not (has_switch and name in THINKING_KWARGS):
+            kwargs.setdefault(name, msgspec.Raw(encode_json(value)))
     return encode_json(kwargs) if kwargs else b""
 
 
 def check_chat(body: ChatBody, config: EngineConfig) -> None:
     """Reject fields that contradict each other or the server's configuration."""
     parse.check_combinations(body, config)
+    if body.reasoning is not None or body.thinking is not None:
+        read_reasoning(body)
     if body.reasoning_effort is not None and body.reasoning_effort not in REASONING_EFFORTS:
         allowed = ", ".join(REASONING_EFFORTS)
         raise parse.invalid(

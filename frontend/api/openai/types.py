@@ -175,6 +175,19 @@ class Tool(msgspec.Struct, kw_only=True):
     function: FunctionTool
 
 
+class ReasoningChoice(msgspec.Struct, kw_only=True):
+    """Reasoning switch of other servers' APIs."""
+
+    type: str | None = None
+    """``disabled`` turns reasoning off, other values on (Z.ai, DeepSeek, Moonshot, MiniMax)."""
+    enabled: bool | None = None
+    """The same (OpenRouter, SGLang)."""
+    effort: str | None = None
+    """As ``reasoning_effort``."""
+    exclude: bool | None = None
+    """True as ``include_reasoning: false``."""
+
+
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -192,6 +205,10 @@ class ChatBody(GenerationBody, kw_only=True):
     function_call: RawField = msgspec.UNSET
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: ReasoningChoice | bool | str | None = None
+    thinking: ReasoningChoice | bool | str | None = None
+    """As ``reasoning``."""
+    enable_thinking: bool | None = None
     include_reasoning: bool | None = None
     documents: RawField = msgspec.UNSET
     add_generation_prompt: bool | None = None
