@@ -19,6 +19,7 @@ import numpy as np
 
 from quintet.deploy.config.gguf import pre_tokenizers
 from quintet.deploy.config.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from quintet.deploy.config.model import post_processor
 from quintet.deploy.config.user_files import cached_folder
 from quintet.executor.checkpoints.gguf.header import Strings, Value
 from quintet.executor.checkpoints.gguf.parts import GgufParts
@@ -42,7 +43,9 @@ _TEMPLATE = "tokenizer.chat_template"
 def tokenizer_of_gguf(parts: GgufParts, cache: Path) -> Path:
     """Return a folder in ``cache`` with the tokenizer of a file; create it if missing. Raises `ConfigError`."""
     header = parts.headers[0]
-    made_by = b"".join(Path(module).read_bytes() for module in (__file__, pre_tokenizers.__file__))
+    made_by = b"".join(
+        Path(module).read_bytes() for module in (__file__, pre_tokenizers.__file__, post_processor.__file__)
+    )
     named = f"{header.path.resolve()}:{header.size}:{header.modified_ns}".encode()
     target = cache / hashlib.sha256(made_by + named).hexdigest()[:16]
 
@@ -218,30 +221,13 @@ class _Vocabulary:
             if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
         ]
 
-    def _post_processor(self) -> dict[str, Any] | None:
+    def _post_processor(self) -> dict[str, object] | None:
         adds_bos = True if self._is_spm else self._pre_tokenizer().adds_bos
         first = self._special("bos") if self._flag("add_bos_token", adds_bos) else None
         last = self._special("eos") if self._flag("add_eos_token", False) else None
-        if first is None and last is None:
-            return None
-        around = [
-            [] if each is None else [{"SpecialToken": {"id": each, "type_id": 0}}] for each in (first, last)
-        ]
-        return {
-            "type": "TemplateProcessing",
-            "single": [*around[0], {"Sequence": {"id": "A", "type_id": 0}}, *around[1]],
-            "pair": [
-                *around[0],
-                {"Sequence": {"id": "A", "type_id": 0}},
-                {"Sequence": {"id": "B", "type_id": 1}},
-                *around[1],
-            ],
-            "special_tokens": {
-                each: {"id": each, "ids": [self._ids[each]], "tokens": [each]}
-                for each in (first, last)
-                if each
-            },
-        }
+        return post_processor.around(
+            *(None if each is None else (each, self._ids[each]) for each in (first, last))
+        )
 
     def _config(self) -> dict[str, Any]:
         special = {f"{_NAMES.get(name, name)}_token": self._special(name) for name in _SPECIAL}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -37,19 +38,17 @@ def with_declared_tokens(tokenizer: bytes, tokenizer_config: Json) -> bytes | No
     the next one, or that of the same token in the vocabulary.
     """
     declared = declared_tokens(tokenizer_config)
-    if not declared:
+    parsed = parsed_tokenizer(tokenizer) if declared else None
+    if parsed is None:
         return None
-    try:
-        document = msgspec.json.decode(tokenizer, type=dict[str, msgspec.Raw])
-        added = msgspec.json.decode(document.get("added_tokens", b"[]"), type=list[dict[str, Any]])
-        present = {token.get("content") for token in added}
-        if all(token["content"] in present for token in declared.values()):
-            return None
-        vocab = msgspec.json.decode(document.get("model", b"{}"), type=_Vocabulary).vocab
-        following = max([len(vocab), *(int(token["id"]) + 1 for token in added)])
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+    document, added = parsed
+    present = {token["content"] for token in added}
+    if all(token["content"] in present for token in declared.values()):
         return None
-    ids = vocab if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}
+    ids = ids_of(document)
+    if ids is None:
+        return None
+    following = max([len(ids), *(token["id"] + 1 for token in added)])
     missing = []
     for token_id, token in declared.items():
         if token["content"] not in present and token_id == ids.get(str(token["content"]), following):
@@ -58,6 +57,26 @@ def with_declared_tokens(tokenizer: bytes, tokenizer_config: Json) -> bytes | No
     if not missing:
         return None
     return msgspec.json.encode(document | {"added_tokens": msgspec.Raw(msgspec.json.encode(added + missing))})
+
+
+def parsed_tokenizer(tokenizer: bytes) -> tuple[dict[str, msgspec.Raw], list[dict[str, Any]]] | None:
+    """Return the parts of a ``tokenizer.json`` and its added tokens; None if it is invalid."""
+    try:
+        document = msgspec.json.decode(tokenizer, type=dict[str, msgspec.Raw])
+        added = msgspec.json.decode(document.get("added_tokens", b"[]"), type=list[dict[str, Any]])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    is_valid = all(type(token.get("id")) is int and isinstance(token.get("content"), str) for token in added)
+    return (document, added) if is_valid else None
+
+
+def ids_of(document: Mapping[str, msgspec.Raw]) -> dict[str, int] | None:
+    """Return the ids of the tokens of a tokenizer's model; None if it is invalid."""
+    try:
+        vocab = msgspec.json.decode(document.get("model", b"{}"), type=_Vocabulary).vocab
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return vocab if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}
 
 
 def _entry(token_id: int, token: Json) -> Json:

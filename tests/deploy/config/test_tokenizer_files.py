@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from tests.gguf.vocabularies import KINDS, write_file
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Regex, Tokenizer, models
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from quintet.deploy.config.model.added_tokens import with_declared_tokens
+from quintet.deploy.config.model.tekken import LLAMA3
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.wire.errors import ConfigError
 
@@ -116,3 +119,74 @@ def test_a_declared_token_without_text_takes_no_id() -> None:
     tokenizer = json.dumps({"added_tokens": [], "model": {"vocab": {"a": 0}}}).encode()
     declared = {"1": {"content": ""}, "2": {"content": "<x>"}}
     assert with_declared_tokens(tokenizer, {"added_tokens_decoder": declared}) is None
+
+
+LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+OWN = TemplateProcessing(single="$A b", pair=None, special_tokens=[("b", 1)])
+
+
+def write_llama_tokenizer(folder: Path, **declared: Any) -> Path:
+    """Write a tokenizer as DeepSeek publishes it: only ``tokenizer_config.json`` declares that BOS is added."""
+    tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="a"))
+    tokenizer.add_special_tokens(["<bos>"])
+    document = json.loads(tokenizer.to_str()) | {"post_processor": declared.pop("post_processor", LEVEL)}
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    config = {
+        "tokenizer_class": "LlamaTokenizerFast",
+        "bos_token": {"content": "<bos>"},
+        "add_bos_token": True,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | declared))
+    return folder
+
+
+@pytest.mark.parametrize("processor", [None, LEVEL, {"type": "Sequence", "processors": [LEVEL]}], ids=str)
+def test_bos_that_only_the_configuration_declares_is_added(tmp_path: Path, processor: Any) -> None:
+    folder = write_llama_tokenizer(tmp_path / "model", post_processor=processor)
+    found = Tokenizer.from_file(str(tokenizer_folder(folder, tmp_path / "cache") / "tokenizer.json"))
+    assert found.encode("word").ids == [3, 2]
+    assert found.encode("word", add_special_tokens=False).ids == [2]
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"post_processor": json.loads(OWN.__getstate__())},
+        {"tokenizer_class": "PreTrainedTokenizerFast"},
+        {"add_bos_token": False},
+        {"bos_token": None},
+        {"bos_token": "<unknown>"},
+    ],
+    ids=str,
+)
+def test_post_processor_is_kept(tmp_path: Path, declared: dict[str, Any]) -> None:
+    folder = write_llama_tokenizer(tmp_path / "model", **declared)
+    assert tokenizer_folder(folder, tmp_path / "cache") == folder
+
+
+@pytest.mark.parametrize("is_mistral", [True, False])
+def test_tekken_has_its_own_expression(tmp_path: Path, is_mistral: bool) -> None:
+    tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="a"))
+    tokenizer.add_special_tokens(["[INST]", "[AVAILABLE_TOOLS]" if is_mistral else "[OTHER]"])
+    level = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = Sequence([Split(Regex(LLAMA3), "isolated"), level])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    folder = tokenizer_folder(tmp_path, tmp_path / "cache")
+    assert (folder != tmp_path) == is_mistral
+    found = Tokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer
+    assert found is not None
+    words = (
+        ["e", "Bay", "\u0120Na", "OH", "\u0120", "1", "2"]
+        if is_mistral
+        else ["eBay", "\u0120NaOH", "\u0120", "12"]
+    )
+    assert [word for word, _ in found.pre_tokenize_str("eBay NaOH 12")] == words
+    if is_mistral:
+        (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+        theirs = PreTrainedTokenizerFast._patch_mistral_regex(
+            tokenizer, str(tmp_path), is_local=True, fix_mistral_regex=True
+        )
+        assert found.pre_tokenize_str("eBay NaOH 12\n\n/") == theirs.pre_tokenizer.pre_tokenize_str(
+            "eBay NaOH 12\n\n/"
+        )
