@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from quintet.executor.checkpoints.quant.formats import awq, fp8, gptq
 from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
+from quintet.executor.checkpoints.quant.formats.modules import compiled
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.config import Quantization
@@ -28,6 +29,9 @@ FLOAT_BITS = 16
 MICROSCALED = {("mx_fp", 4): 32, ("mx_fp", 8): 32, ("nv_fp", 4): 16}
 """Group size by kind and bits."""
 
+
+_EXPRESSION = re.compile(r"[*+?^$()\[\]{}|\\]")
+"""Signs of a regular expression."""
 
 NAME: Quantization = "auto-round"
 MARK = "weight_scale"
@@ -117,11 +121,18 @@ def _integers(section: HfConfig, packing: str) -> Format:
 def _others(
     section: HfConfig, usual: gptq.GptqConfig
 ) -> tuple[tuple[re.Pattern[str], gptq.GptqConfig | None], ...]:
-    """Return the overrides of ``extra_config``: other bits, or None for unquantized layers."""
-    found = []
+    """Return the overrides of ``extra_config``: other bits, or None for unquantized layers.
+
+    A key is a layer's name or the end of it, else a regular expression that is searched in the names.
+    """
+    named, searched = [], []
     extra = section.section("extra_config")
     for name in extra.values:
         its = extra.section(name)
         left_out = its.has("bits") and its.whole("bits", 1, 32) >= FLOAT_BITS
-        found.append((re.compile(re.escape(name) + "$"), None if left_out else gptq.numbers_of(its, usual)))
-    return tuple(found)
+        numbers = None if left_out else gptq.numbers_of(its, usual)
+        if _EXPRESSION.search(name):
+            searched.append((compiled(f".*(?:{name})", section.path, extra.inside.rstrip(".")), numbers))
+        else:
+            named.append((re.compile(rf"(?:.*\.)?{re.escape(name)}$"), numbers))
+    return (*named, *searched)

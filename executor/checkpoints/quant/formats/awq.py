@@ -43,7 +43,7 @@ class Awq:
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
-        if layer.is_output_layer or is_part_of(layer, self.left_out) or layer.is_plain("qweight"):
+        if layer.is_plain("qweight", is_left_out=layer.is_output_layer or is_part_of(layer, self.left_out)):
             return None
         rows, depth, group = layer.rows, layer.depth, self.group or layer.depth
         if (rows if self.version == "gemm" else depth) % IN_WORD or depth % group:
@@ -93,11 +93,12 @@ def of(section: HfConfig) -> Format:
     bits = section.whole(("bits", "w_bit"), 1, 16, BITS)
     if bits != BITS:
         raise section.wrong(("bits", "w_bit"), "4: AutoAWQ saves no other bits")
-    version = str(section.values.get("version") or "gemm").lower()
+    key = section.spelling(("version", "checkpoint_format"))
+    version = str(section.values.get(key) or "gemm").lower()
     if version not in ("gemm", "gemv"):
         raise ConfigError(
-            f"{section.path}: unsupported AWQ version {version!r:.40}, a layout for one kernel: use a checkpoint with"
-            " `version` 'gemm' or 'gemv'"
+            f"{section.path}: unsupported AWQ {key} {version!r:.40}, a layout for one kernel: use a checkpoint with"
+            f" `{key}` 'gemm' or 'gemv'"
         )
     group = section.whole(("group_size", "q_group_size"), -1, MOST_GROUP, 128)
     if group == 0:

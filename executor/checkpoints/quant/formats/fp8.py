@@ -35,9 +35,8 @@ class Fp8:
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
         scale = next((each for each in SCALES if layer.entry(each) is not None), SCALES[0])
-        if is_part_of(layer, self.left_out) or layer.is_plain(scale):
-            return None
-        if layer.contents is None and layer.is_output_layer:
+        is_left_out = is_part_of(layer, self.left_out) or (layer.contents is None and layer.is_output_layer)
+        if layer.is_plain(scale, is_left_out=is_left_out):
             return None
         if self.block is None:
             by_row = ((layer.rows, 1), (layer.rows,))

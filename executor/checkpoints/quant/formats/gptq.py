@@ -76,8 +76,9 @@ class Gptq:
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
         numbers = self._numbers_of(layer)
-        if numbers is None or layer.is_plain("qweight"):
+        if layer.is_plain("qweight", is_left_out=numbers is None):
             return None
+        numbers = numbers or self.numbers
         bits, rows, depth = numbers.bits, layer.rows, layer.depth
         if depth * bits % 32 or rows * bits % 32:
             layer.refuse(f"GPTQ needs rows and columns of {bits} bits that fill whole 32-bit words")

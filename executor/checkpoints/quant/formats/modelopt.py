@@ -84,7 +84,7 @@ class ModelOpt:
         """See `Format`."""
         numbers = next((self.by_name[name] for name in layer.names if name in self.by_name), self.usual)
         is_left_out = any(fnmatchcase(name, each) for name in layer.names for each in self.left_out)
-        if numbers is None or layer.is_plain(MARK) or is_left_out:
+        if numbers is None or layer.is_plain(MARK, is_left_out=is_left_out):
             return None
         scheme = _scheme(layer, numbers, MARK)
         factors = "pre_quant_scale"

@@ -159,9 +159,14 @@ class StoredLayer:
         entry = self.entry(ending)
         return None if entry is None else entry.dtype
 
-    def is_plain(self, mark: str) -> bool:
-        """Return True if the checkpoint has an unquantized weight of the layer: a weight and no ``mark``."""
-        return self.entry("weight") is not None and self.entry(mark) is None
+    def is_plain(self, mark: str, *, is_left_out: bool = False) -> bool:
+        """Return True if the layer is unquantized: the checkpoint has its weight and no ``mark``.
+
+        is_left_out: whether the configuration leaves it out, which counts if the tensors do not show another format.
+        """
+        if self.entry(mark) is None:
+            return is_left_out or self.entry("weight") is not None
+        return is_left_out and self.kind("weight") in FLOATS
 
     def shaped(self, ending: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
         """Return the allowed shape that the checkpoint's tensor has; the first one if it has none of them."""
