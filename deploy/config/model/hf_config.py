@@ -18,6 +18,7 @@ from quintet.deploy.config.model.implementation import (
     choose_implementation,
     is_known,
 )
+from quintet.deploy.config.model.merged_weights import MERGED_NOTE, is_merged, without_quantization
 from quintet.deploy.config.model.output_layer import correct_ties, read_entries
 from quintet.deploy.config.model.overrides import overridden, with_one_rope
 from quintet.deploy.config.model.stop_tokens import configured_ids
@@ -135,10 +136,10 @@ def read_facts(
     spec: ModelSpec = unknown(hf_config) if family is None else family.read(hf_config)
     notes = _check_generation_overrides(overrides.generation)
     if family is not None and with_weights:
-        config, more_notes = _as_stored(folder, config, spec)
+        config, more_notes = _as_stored(folder, config, spec, stored)
         if config != hf_config.values:
             text, hf_config = json.dumps(config), HfConfig(config, str(path))
-            spec = family.read(hf_config)
+            spec, stored = family.read(hf_config), recognise(hf_config)
         notes += more_notes
     return ModelFacts(
         path=folder,
@@ -165,13 +166,19 @@ def read_facts(
     )
 
 
-def _as_stored(folder: Path, config: Json, spec: ModelSpec) -> tuple[Json, list[str]]:
-    """Return a config with the ties and the layout of experts that the checkpoint has, and notes on the ties."""
+def _as_stored(folder: Path, config: Json, spec: ModelSpec, stored: Format | None) -> tuple[Json, list[str]]:
+    """Return a config with the ties, layout of experts and format that the checkpoint has, and notes on changes."""
+    notes = []
     corrected = correct_ties(folder, config, spec)
-    config = config if corrected is None else corrected.config
+    if corrected is not None:
+        config = corrected.config
+        notes.append(corrected.note)
     if has_stacked_experts(folder, spec):
         config = with_expert_layout(config, is_stacked=True)
-    return config, [] if corrected is None else [corrected.note]
+    if is_merged(folder, stored):
+        config = without_quantization(config)
+        notes.append(MERGED_NOTE)
+    return config, notes
 
 
 def _read_hf_config(folder: Path, changes: Json) -> tuple[Json, str]:
@@ -211,18 +218,20 @@ def _check_kind(folder: Path) -> None:
 
 
 def with_quantization(folder: Path, text: str) -> str:
-    """Return the text of ``config.json`` with the ``quantization_config`` of a separate file, as older tools wrote it."""
-    path = folder / "config.json"
+    """Return the text of ``config.json`` with the ``quantization_config`` of another key or file, as older tools wrote it."""
+    config = parse_json(text, folder / "config.json")
+    if config.get("quantization_config"):
+        return text
+    section = config.get("compression_config") or _quantization_of_file(folder)
+    return json.dumps(config | {"quantization_config": section}) if section else text
+
+
+def _quantization_of_file(folder: Path) -> Json | None:
     for name, method in _QUANTIZATION_FILES.items():
-        if not (folder / name).is_file():
-            continue
-        config = parse_json(text, path)
-        if config.get("quantization_config"):
-            return text
-        section = read_json(folder / name)
-        defaults = {"quant_method": "squeezellm" if "wbits" in section else method}
-        return json.dumps(config | {"quantization_config": defaults | section})
-    return text
+        if (folder / name).is_file():
+            section = read_json(folder / name)
+            return {"quant_method": "squeezellm" if "wbits" in section else method} | section
+    return None
 
 
 def _expert_depths(spec: ModelSpec) -> frozenset[int]:

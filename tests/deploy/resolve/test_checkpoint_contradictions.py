@@ -1,4 +1,4 @@
-"""Contradictory files of one checkpoint: end-of-sequence tokens, output layer, architecture."""
+"""Contradictory files of one checkpoint: end-of-sequence tokens, output layer, architecture, quantization."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.deploy.config.model_folder import write_model
+from tests.deploy.config.model_folder import write_model, write_weights
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.hf_config import Overrides, read_facts
 from quintet.deploy.config.model.stop_tokens import configured_ids, end_token_ids
+from quintet.executor.checkpoints.quant.formats.registry import recognise
+from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES, architecture_of
 from quintet.wire.errors import ConfigError
 
@@ -396,3 +398,34 @@ def test_a_known_architecture_is_preferred(tmp_path: Path, listed: list[str], na
 def test_config_without_model_type_and_architectures_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither `architectures` nor `model_type`"):
         read_facts(write_model(tmp_path, architectures=None))
+
+
+# quantization
+
+W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+GROUPS = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": W4}},
+}
+QLORA = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def test_format_under_the_older_key(tmp_path: Path) -> None:
+    facts = read_facts(write_model(tmp_path, compression_config=GROUPS))
+    assert facts.stored is not None and facts.stored.name == "compressed-tensors"
+    assert json.loads(facts.hf_config)["quantization_config"] == GROUPS
+
+
+@pytest.mark.parametrize("where", ["quantization_config", "text_config"])
+def test_merged_weights_are_not_quantized(tmp_path: Path, where: str) -> None:
+    section = QLORA if where == "quantization_config" else {"quantization_config": QLORA}
+    folder = write_model(tmp_path, **{where: section})
+    write_weights(folder / "model.safetensors", {"lm_head.weight": [100, 64]})
+    assert (stored := read_facts(folder).stored) is not None and stored.name == "bitsandbytes"
+    facts = read_facts(folder, with_weights=True)
+    assert facts.stored is None and "no quantized weights" in facts.notes[-1]
+    assert recognise(HfConfig(json.loads(facts.hf_config), "config.json")) is None
+    write_weights(folder / "more.safetensors", {"model.layers.0.mlp.up_proj.weight.absmax": [2]})
+    (folder / "model.safetensors").rename(folder / "first.safetensors")
+    found = read_facts(folder, with_weights=True).stored
+    assert found is not None and found.name == stored.name
