@@ -12,6 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from quintet.deploy.cli.main import main
 from quintet.deploy.config.model.source import locate_model
+from quintet.wire.errors import ConfigError
 from tests.gguf.files import write_model
 from tests.models.random_checkpoints import of_transformers, write_checkpoint
 
@@ -35,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ignore_patterns: Any = None,
         cache_dir: str | None = None,
     ) -> str:
-        assert name == "owner/name" and revision is None
+        assert name in ("owner/name", "owner/name-GGUF") and revision is None
         for file in filter_repo_objects(
             [*FILES, *IN_FOLDERS], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
         ):
@@ -64,6 +65,28 @@ def test_files_in_subfolders_are_fetched(cache: Path) -> None:
     first = locate_model("owner/name:Q4_0/m-00002-of-00002.gguf", with_weights=True)
     assert first == cache / "Q4_0/m-00001-of-00002.gguf"
     assert sorted(cache.rglob("*.gguf")) == [cache / file for file in IN_FOLDERS[:2]]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "q4_0"])
+def test_the_file_of_a_type_is_fetched(kind: str, cache: Path) -> None:
+    assert locate_model(f"owner/name:{kind}", with_weights=True) == cache / "m-Q4_0.gguf"
+    assert [path.name for path in cache.iterdir()] == ["m-Q4_0.gguf"]
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_the_parts_of_a_type_are_fetched(with_weights: bool, cache: Path) -> None:
+    assert locate_model("owner/name:F32", with_weights) == cache / "m-F32-00001-of-00003.gguf"
+    assert len([*cache.iterdir()]) == (3 if with_weights else 1)
+
+
+def test_a_type_without_a_file_is_a_one_line_error(cache: Path) -> None:
+    with pytest.raises(ConfigError, match=r"owner/name:F3: the repository has no GGUF file of this type"):
+        locate_model("owner/name:F3", with_weights=True)
+
+
+def test_a_repository_of_gguf_files_needs_a_type(cache: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a repository of GGUF files: name a type or a file, .*:Q4_K_M"):
+        locate_model("owner/name-GGUF", with_weights=True)
 
 
 def test_without_weights_only_the_first_part_is_fetched(cache: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,8 @@ _PICKLED_FILES = ["pytorch_model*.bin", "medusa_lm_head.pt"]
 _CODE_FILES = ["*.py"]
 _UNWANTED_FILES = ["*/*", "consolidated*"]
 """Subfolders, and second copies of the weights in other formats."""
+_TYPE_NAME = re.compile(r"[A-Za-z0-9_-]{2,40}")
+"""Quantization type of a GGUF file of a hub repository: ``Q4_K_M``."""
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 """Files of subfolders that are downloaded."""
 
@@ -31,9 +34,10 @@ def locate_model(
 ) -> Path:
     """Return the local folder of a model, or its GGUF file; download it if ``name`` is a hub name.
 
-    ``owner/name:file.gguf`` and ``owner/name:folder/file.gguf`` are single files of a hub repository. None is the toy model
-    that ships with Quintet; names in `PACKAGED_MODELS` are files of Python packages. revision: branch, tag or commit of a hub
-    repository. flag: used in errors. ``HF_HUB_OFFLINE=1`` uses the hub cache only. Raises `ConfigError`.
+    ``owner/name:file.gguf`` and ``owner/name:folder/file.gguf`` are single files of a hub repository, and ``owner/name:Q4_K_M``
+    is its GGUF file of that type. None is the toy model that ships with Quintet; names in `PACKAGED_MODELS` are files of
+    Python packages. revision: branch, tag or commit of a hub repository. flag: used in errors. ``HF_HUB_OFFLINE=1`` uses the
+    hub cache only. Raises `ConfigError`.
     """
     if name is None:
         from quintet.deploy.embedded import default_model_path
@@ -52,7 +56,10 @@ def locate_model(
     if name in PACKAGED_MODELS:
         return locate_packaged(name, flag)
     repository, _, file = name.partition(":")
-    if repository.count("/") == 1 and not name.startswith(("/", ".", "~")) and is_gguf(Path(file)):
+    is_file_of_hub = repository.count("/") == 1 and not name.startswith(("/", ".", "~"))
+    if is_file_of_hub and _TYPE_NAME.fullmatch(file):
+        return _fetch_type(repository, file, with_weights, flag, revision)
+    if is_file_of_hub and is_gguf(Path(file)):
         parts = [part.as_posix() for part in part_paths(Path(file))]
         return (
             _fetch(repository, parts if with_weights else parts[:1], flag, revision, unwanted=()) / parts[0]
@@ -60,7 +67,28 @@ def locate_model(
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"{flag} {name!r}: {'file' if is_gguf(folder) else 'folder'} not found")
     patterns = _HF_CONFIG_FILES + (_WEIGHT_FILES if with_weights else []) + (_CODE_FILES if with_code else [])
-    return _fetch(name, patterns, flag, revision)
+    folder = _fetch(name, patterns, flag, revision)
+    if with_weights and name.lower().endswith("gguf") and not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"{flag} {name!r} is a repository of GGUF files: name a type or a file, {name}:Q4_K_M"
+        )
+    return folder
+
+
+def _fetch_type(repository: str, kind: str, with_weights: bool, flag: str, revision: str | None) -> Path:
+    """Download the GGUF file of a quantization type; the one with the shortest name of several."""
+    parts = "?????" if with_weights else "00001"
+    endings = (".gguf", f"-{parts}-of-?????.gguf")
+    patterns = [f"*[-._/]{each}{end}" for each in (kind, kind.upper(), kind.lower()) for end in endings]
+    folder = _fetch(repository, patterns, flag, revision, unwanted=("*mmproj*",))
+    named = re.compile(rf"(.*[-._])?{re.escape(kind)}(-00001-of-\d{{5}})?\.gguf", re.IGNORECASE)
+    found = [path for path in folder.rglob("*.gguf") if named.fullmatch(path.name)]
+    models = [path for path in found if "mmproj" not in path.name]
+    if not models:
+        raise ConfigError(
+            f"{flag} {repository}:{kind}: the repository has no GGUF file of this type; name the file, {repository}:FILE.gguf"
+        )
+    return min(models, key=lambda path: (len(path.name), path.name))
 
 
 def _fetch(
