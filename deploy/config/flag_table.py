@@ -22,8 +22,11 @@ from quintet.deploy.config.vllm_flags import SHORT, translated
 from quintet.wire.errors import ConfigError
 
 Groups = tuple[str, ...]
-_NUMBER = re.compile(r"-?\d{1,15}")
-"""An integer given as text, as from a hidden alias of a flag."""
+_NUMBERS: dict[type, re.Pattern[str]] = {
+    int: re.compile(r"-?\d{1,15}"),
+    float: re.compile(r"-?\d{1,15}(\.\d{0,15})?|\.\d{1,15}"),
+}
+"""Numbers given as text, as from a hidden alias of a flag, or quoted in a YAML file."""
 
 USED_FIRST = (
     *("host", "port", "api_key", "served_model_name", "max_model_len", "max_num_seqs"),
@@ -173,7 +176,7 @@ def _value(spec: FlagSpec, value: object) -> object:
         return [value]
     if isinstance(value, dict) and spec.kind is str:
         return json.dumps(value)
-    if isinstance(value, str) and spec.kind in (int, float) and _NUMBER.fullmatch(value):
+    if isinstance(value, str) and spec.kind in _NUMBERS and _NUMBERS[spec.kind].fullmatch(value):
         return spec.kind(value)
     return spec.flag.aliases.get(value, value) if isinstance(value, str) else value
 

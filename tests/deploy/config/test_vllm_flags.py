@@ -70,6 +70,7 @@ COMMON: list[tuple[list[str], dict[str, Any]]] = [
     (["--kv-cache-dtype", "int8_per_token_head"], {"kv_cache_dtype": "int8"}),
     (["--kv-cache-dtype", "int4_per_token_head"], {"kv_cache_dtype": "int4"}),
     (["--kv-offloading-size", "2"], {"swap_space": 2.0}),
+    (["--kv-offloading-size", "2.5"], {"swap_space": 2.5}),
     (["--quantization", "awq_marlin"], {"quantization": "awq"}),
     (["-q", "gptq_marlin"], {"quantization": "gptq"}),
     (["--quantization", "inc"], {"quantization": "auto-round"}),
