@@ -1,4 +1,4 @@
-"""Layers of quantized checkpoints whose configuration and tensors differ, or that it names in other ways."""
+"""Layers of quantized checkpoints that the configuration names in unusual ways, or that contradict it."""
 
 from __future__ import annotations
 
