@@ -7,6 +7,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from quintet.process.os_tuning import open_standard_streams
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
@@ -77,6 +78,11 @@ class CommandParser(argparse.ArgumentParser):
                 f"unrecognized argument: {unknown[0]}" + (f"; did you mean {nearest}?" if nearest else "")
             )
         return known, unknown
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Match names with one dash exactly, or with a number: argparse takes ``-t 8`` for ``-tp 8``."""
+        is_exact = not option_string.startswith("--") and not option_string[2:3].isdigit()
+        return [] if is_exact else super()._get_option_tuples(option_string)
 
 
 class _ShowVersion(argparse.Action):

@@ -1,4 +1,4 @@
-"""Hints for SGLang's flags, which are not accepted: each names Quintet's flag."""
+"""Hints for flags of SGLang and llama.cpp, which are not accepted: each names Quintet's flag."""
 
 from __future__ import annotations
 
@@ -24,7 +24,22 @@ SGLANG_FLAGS: dict[str, str] = {
 }
 """Key of SGLang's flag -> Quintet's flag."""
 
+LLAMA_CPP_FLAGS: dict[str, str] = {
+    **dict.fromkeys(("m", "hf", "hf_repo"), "MODEL"),
+    **dict.fromkeys(("c", "ctx_size"), "--max-model-len"),
+    **dict.fromkeys(("np", "parallel"), "--max-num-seqs"),
+    **dict.fromkeys(("b", "batch_size"), "--max-num-batched-tokens"),
+    **dict.fromkeys(("ngl", "n_gpu_layers", "gpu_layers"), "--device"),
+    **dict.fromkeys(("a", "alias"), "--served-model-name"),
+    **dict.fromkeys(("ctk", "cache_type_k", "ctv", "cache_type_v"), "--kv-cache-dtype"),
+    "t": "--threads",
+    "chat_template_file": "--chat-template",
+    "reasoning_format": "--reasoning-parser",
+}
+"""Key of llama.cpp's flag -> Quintet's flag."""
+
 
 def flag_for(name: str) -> str | None:
-    """Return Quintet's flag for a flag or key of SGLang; None for another name."""
-    return SGLANG_FLAGS.get(name.split("=", maxsplit=1)[0].removeprefix("--").replace("-", "_"))
+    """Return Quintet's flag for a flag or key of SGLang or llama.cpp; None for another name."""
+    key = name.split("=", maxsplit=1)[0].lstrip("-").replace("-", "_")
+    return SGLANG_FLAGS.get(key) or LLAMA_CPP_FLAGS.get(key)

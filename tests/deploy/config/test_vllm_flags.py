@@ -21,7 +21,7 @@ from quintet.deploy.config.config_file import merged_options
 from quintet.deploy.config.flag_table import flag_table, make_options
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.parsers import choose_parsers
-from quintet.deploy.config.sglang_flags import SGLANG_FLAGS
+from quintet.deploy.config.sglang_flags import LLAMA_CPP_FLAGS, SGLANG_FLAGS
 from quintet.wire.errors import ConfigError
 
 
@@ -158,6 +158,16 @@ def test_flags_of_sglang_are_hinted(word: str, flag: str, capsys: pytest.Capture
         make_options({word: 1}, "LLM(...)")
 
 
+@pytest.mark.parametrize(("word", "flag"), LLAMA_CPP_FLAGS.items())
+def test_flags_of_llama_cpp_are_hinted(word: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names with one dash are no abbreviations: ``-t 8`` is not ``-tp 8``, and ``-c`` not ``-cc``."""
+    assert flag == "MODEL" or flag in parser().format_help()
+    for option in (f"-{word}", flags.option(word)):
+        with pytest.raises(SystemExit):
+            parsed("folder", option, "1")
+        assert f"unrecognized argument: {option}; did you mean {flag}?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -168,6 +178,7 @@ def test_flags_of_sglang_are_hinted(word: str, flag: str, capsys: pytest.Capture
         ["--limit-mm-per-prompt.image", "0"],
         ["--structured-outputs-config.backend=xgrammar"],
         ["-O.mode=3"],
+        ["-O3"],
         ["--enable-reasoning"],
     ],
     ids=str,
