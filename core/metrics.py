@@ -40,23 +40,28 @@ def _transfer_counters(metrics: Metrics) -> Iterator[tuple[tuple[TierName, str],
         ),
     )
     for tier, blocks, events in tiers:
-        for name, (event, what) in events.items():
-            help = f"{blocks}, by event; {event}: {what}."
+        help = (
+            f"{blocks}, by event: {', '.join(f'{event} ({meaning})' for event, meaning in events.values())}."
+        )
+        for name, (event, _) in events.items():
             yield (tier, name), metrics.counter(f"kv_{tier}_blocks", help, event=event)
         for event in ("stored", "fetched") if tier == "disk" else ("fetched",):
-            bytes_moved = metrics.counter(f"kv_{tier}_bytes", "Bytes of these blocks.", event=event)
+            bytes_moved = metrics.counter(f"kv_{tier}_bytes", f"Bytes of {blocks}, by event.", event=event)
             yield (tier, f"{event}_bytes"), bytes_moved
-    for name, event, what in (
-        ("stored_objects", "stored", "written, or already present"),
-        ("unstored_objects", "unstored", "not stored: the store is full, slow or unreachable"),
-    ):
-        help = f"Chunks of KV blocks for the shared store, by event; {event}: {what}."
-        yield ("store", name), metrics.counter("kv_store_chunks", help, event=event)
+    help = (
+        "Chunks of KV blocks for the shared store, by event: stored (or already present), unstored (the store is full, "
+        "slow or unreachable)."
+    )
+    for event in ("stored", "unstored"):
+        yield ("store", f"{event}_objects"), metrics.counter("kv_store_chunks", help, event=event)
 
 
 def _swap_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
     """Yield the counters of copies between device and host."""
-    blocks, bytes_copied = "KV blocks copied between device and host.", "Bytes of these blocks."
+    blocks, bytes_copied = (
+        "KV blocks copied between device and host.",
+        "Bytes copied between device and host.",
+    )
     for name in ("out", "in"):
         yield f"swap_{name}_blocks", metrics.counter("kv_swap_blocks", blocks, direction=name)
         yield f"swap_{name}_bytes", metrics.counter("kv_swap_bytes", bytes_copied, direction=name)
@@ -85,7 +90,7 @@ class CoreMetrics:
     """All metric series of the process, created at start."""
 
     def __init__(self, metrics: Metrics, role: str = "", max_drafts: int = 1) -> None:
-        """role: "prefill" or "decode" part of disaggregated serving; "" for none. max_drafts: of a request in a step."""
+        """role: in disaggregated serving (``--role``); "" for none. max_drafts: of a request in a step."""
         gauge, counter, histogram = metrics.gauge, metrics.counter, metrics.histogram
         if role:
             help = "Role of this server in disaggregated prefill and decode; always 1."
@@ -107,13 +112,15 @@ class CoreMetrics:
             ("prompt_tokens", counter("prompt_tokens", "Prompt tokens of the requests that were scheduled.")),
             (
                 "prompt_tokens_cached",
-                counter("prompt_tokens_cached", "Of these, tokens found in the prefix cache."),
+                counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache."),
             ),
             ("generation_tokens", counter("generation_tokens", "Generated tokens.")),
             ("expired", counter("expired_requests", "Choices that passed their deadline before they ended.")),
             (
                 "deadline_rejections",
-                counter("admission_rejections", "Requests rejected on admission.", reason="deadline"),
+                counter(
+                    "admission_rejections", "Requests rejected on admission, by reason.", reason="deadline"
+                ),
             ),
             ("executor_losses", counter("executor_losses", "Executors that died, and steps that raised.")),
             (
@@ -122,7 +129,9 @@ class CoreMetrics:
             ),
             (
                 "poison_rejections",
-                counter("admission_rejections", "Requests rejected on admission.", reason="poison"),
+                counter(
+                    "admission_rejections", "Requests rejected on admission, by reason.", reason="poison"
+                ),
             ),
         )
         self.step_tokens = histogram(
@@ -155,15 +164,15 @@ class CoreMetrics:
         )
         self.request_state_mismatches = counter(
             "request_state_mismatches",
-            "Requests alive in one process but not in the other, in two reports in a row.",
+            "Requests open in only one of two processes, twice in a row.",
         )
         self._gauge = gauge
         self._cache: GaugeSeries | None = None
         self.hop_in = histogram(
-            "hop_seconds", "Time from send to receive between two processes.", hop="tokenizer_core"
+            "hop_seconds", "Time of a message from sender to receiver.", hop="tokenizer_core"
         )
         self.hop_result = histogram(
-            "hop_seconds", "Time from send to receive between two processes.", hop="executor_core"
+            "hop_seconds", "Time of a message from sender to receiver.", hop="executor_core"
         )
         self.plan = histogram("core_plan_seconds", "Time to plan, encode and send one step.")
         self.commit = histogram("core_commit_seconds", "Time to apply a step's result and send its tokens.")

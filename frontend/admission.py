@@ -152,4 +152,6 @@ class Admission:
 
 
 def _rejections(metrics: Metrics, reason: str) -> CounterSeries:
-    return metrics.counter("admission_rejections", "Requests rejected by admission control.", reason=reason)
+    return metrics.counter(
+        "admission_rejections", "Requests rejected on admission, by reason.", reason=reason
+    )

@@ -15,7 +15,7 @@ class RequestMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self.hop = metrics.histogram(
-            "hop_seconds", "Time of a message between two processes.", hop="detokenizer_frontend"
+            "hop_seconds", "Time of a message from sender to receiver.", hop="detokenizer_frontend"
         )
         self.time_to_first_token = metrics.histogram(
             "time_to_first_token_seconds", "Arrival of the request to its first token, at the frontend."

@@ -108,9 +108,12 @@ class RouterMetrics(Collector):
         self.broken = self._metrics.counter(
             "broken_streams", "Streams that ended with an error because no server could resume them."
         )
-        help = "Requests with disaggregated prefill, by success (computed) or failure."
         self._prefills = {
-            is_computed: self._metrics.counter("apart", help, computed=str(is_computed).lower())
+            is_computed: self._metrics.counter(
+                "apart",
+                "Requests with disaggregated prefill, by success (computed) or failure.",
+                computed=str(is_computed).lower(),
+            )
             for is_computed in (False, True)
         }
         self.held_bodies = self._metrics.gauge(

@@ -14,8 +14,12 @@ class OutputCacheMetrics:
         self._requests = metrics.gauge(
             "spec_decode_cached_requests", "Outputs of earlier requests that suffix decoding caches."
         )
-        self._bytes = metrics.gauge("spec_decode_cache_bytes", "Memory of these outputs and their index.")
-        self._evictions = metrics.counter("spec_decode_cache_evictions", "Outputs evicted from this cache.")
+        self._bytes = metrics.gauge(
+            "spec_decode_cache_bytes", "Memory of the cached outputs and their index."
+        )
+        self._evictions = metrics.counter(
+            "spec_decode_cache_evictions", "Outputs evicted from the cache of suffix decoding."
+        )
 
     def note_step(self) -> None:
         """Read the cache."""
