@@ -61,7 +61,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         Flag(
             MODEL,
-            "local folder, .gguf file, or hub name OWNER/NAME",
+            "local folder, .gguf file, hub name OWNER/NAME or OWNER/NAME:FILE.gguf, or smollm2",
             "MODEL",
             "the toy model that ships with Quintet",
         ),
@@ -73,7 +73,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         list[str],
         Flag(
             MODEL,
-            "model names accepted in requests, in addition to MODEL; responses contain the first",
+            "model names accepted in requests, instead of MODEL; responses contain the first",
             "NAME",
             "MODEL as given",
             takes_several=True,
@@ -478,8 +478,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         Flag(
             SCHEDULING,
-            'CPU only: speculative decoding, which changes no output: {"method": "ngram", "num_speculative_tokens": 4, '
-            '"prompt_lookup_min": 2, "prompt_lookup_max": 5}, {"method": "suffix"}, or {"method": "draft_model", "model": MODEL, '
+            'CPU only: speculative decoding, which changes no output (docs/speculative-decoding.md): {"method": "suffix"}, '
+            '{"method": "ngram", "num_speculative_tokens": 4}, or a draft model or head, {"method": "eagle3", "model": MODEL, '
             '"num_speculative_tokens": 4}',
             "JSON",
         ),
@@ -842,7 +842,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Flag(
             PROCESSES,
             "load balancing policy across engines: prefix (prefix affinity and load), load (least load), session "
-            "(X-Session-Id header, or user), round-robin",
+            "(X-Session-Id header, session_id or user), round-robin",
         ),
     ] = "prefix"
     standby: Annotated[

@@ -23,6 +23,7 @@ class _Body(msgspec.Struct):
     system: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
     stream: msgspec.Raw = msgspec.Raw(b"")
+    session_id: msgspec.Raw = msgspec.Raw(b"")
     user: msgspec.Raw = msgspec.Raw(b"")
     prompt_cache_key: msgspec.Raw = msgspec.Raw(b"")
     cache_salt: msgspec.Raw = msgspec.Raw(b"")
@@ -57,7 +58,8 @@ def read(body: bytes, session: str) -> RequestSummary:
         fields = _decode(body)
         prompt = _prompt_of(fields)
         salt = _text(fields.cache_salt)
-        of_body = _text(fields.prompt_cache_key) or _text(fields.user)
+        sessions = (fields.session_id, fields.prompt_cache_key, fields.user)
+        of_body = next(filter(None, map(_text, sessions)), "")
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, ValueError, RecursionError):
         return RequestSummary(session=session)
     names = hash_prefixes(prompt, salt)

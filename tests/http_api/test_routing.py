@@ -23,6 +23,8 @@ def test_every_round_of_a_beam_search_has_the_session_id(shared: Any) -> None:
         for search in ({}, {"use_beam_search": True, "n": 2}):
             request = {**body, **search, "max_tokens": 2, "user": "u"}
             assert sessions_of(shared, path, request, {}) == {"u"}
+            request |= {"session_id": "i"}
+            assert sessions_of(shared, path, request, {}) == {"i"}
             assert sessions_of(shared, path, request, {"X-Session-Id": "s"}) == {"s"}
 
 

@@ -54,7 +54,7 @@ async def batch(service: Service, http_request: HttpRequest) -> None:
             return_prompt_ids=options.return_token_ids,
         ),
         clamp_max_tokens=parse.chat_max_tokens(body) is None,
-        session=session_of(http_request, body.user),
+        session=session_of(http_request, body.session_id, body.user),
     )
     outputs = await collect_outputs(http_request, submissions)
     answers = [

@@ -77,7 +77,7 @@ async def chat_completions(service: Service, http_request: HttpRequest) -> None:
     deadline_ns = parse.deadline_ns(body, http_request)
     kv_transfer = take_kv_transfer(body, 1, config) if body.kv_transfer_params else None
     reject_unsupported(body)
-    session = session_of(http_request, body.user)
+    session = session_of(http_request, body.session_id, body.user)
     if body.use_beam_search:
         prompts, is_clamped = [prompt], parse.chat_max_tokens(body) is None
         request = BeamRequest(

@@ -70,7 +70,8 @@ async def completions(service: Service, http_request: HttpRequest) -> None:
     options = options_of("cmpl", body, params, http_request, config)
     answer = CompletionAnswer(len(prompts), params.n, body.stream_interval or 1, options)
     resume_token = resume_token_for(answer, config) if body.stream else None
-    deadline_ns, session = parse.deadline_ns(body, http_request), session_of(http_request, body.user)
+    deadline_ns = parse.deadline_ns(body, http_request)
+    session = session_of(http_request, body.session_id, body.user)
     kv_transfer = take_kv_transfer(body, len(prompts), config) if body.kv_transfer_params else None
     parse.reject_unsupported(body)
     if body.use_beam_search:
@@ -82,10 +83,8 @@ async def completions(service: Service, http_request: HttpRequest) -> None:
         outputs, submissions = await beam_answer(service, http_request, request)
         await http_request.respond_json(_response_json(outputs, submissions, options))
         return
-    earlier = http_request.partial_response
-    seeds, position, received = (
-        FROM_START if earlier is None else resume_state(earlier, params.n, len(prompts))
-    )
+    prior = http_request.partial_response
+    seeds, position, received = FROM_START if prior is None else resume_state(prior, params.n, len(prompts))
     submissions = submit_all(
         service,
         body,

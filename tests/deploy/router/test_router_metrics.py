@@ -65,3 +65,4 @@ def test_undecodable_body_is_left_to_the_server() -> None:
     ):
         assert read(body, "s").session == "s"
     assert read(b'{"prompt": "x", "user": "u"}', "").session == "u"
+    assert read(b'{"prompt": "x", "user": "u", "session_id": "i"}', "").session == "i"
