@@ -83,7 +83,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_cors(parser.add_argument_group("CORS"))
     _add_picker(parser.add_argument_group("gateway"))
     _add_timeouts(parser.add_argument_group("timeouts, in seconds"))
-    parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    parser.add_argument(
+        "--log-level",
+        default="INFO",
+        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
+        help="minimum level of log lines (default: %(default)s)",
+    )
 
 
 def _add_servers(servers: argparse._ArgumentGroup) -> None:

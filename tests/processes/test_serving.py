@@ -189,6 +189,13 @@ def test_metrics_of_dashboards_and_scalers_exist(server: Server) -> None:
     assert [(where, name) for where, name, by in names if not by <= labels.get(name, set())] == []
 
 
+def test_every_series_is_on_the_page_of_metrics(server: Server) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
+    series = re.findall(r"^# TYPE quintet:(\w+) ", server.get("/metrics")[1], re.MULTILINE)
+    assert len(series) > 60
+    assert [name for name in series if f"| `quintet:{name}` |" not in page] == []
+
+
 def test_complete_command(server: Server) -> None:
     answer = subprocess.run(
         [
