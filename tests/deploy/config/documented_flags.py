@@ -15,6 +15,7 @@ lists each flag of vLLM 0.33 and of older versions.
 
 * A switch also has a `--no-` form, and may have a value: `--enforce-eager=true`.
 * Names may have underscores. JSON values may be given by key: `--speculative-config.method ngram`. `--model` is MODEL.
+* Flags of SGLang (`--model-path`, `--tp`, …) are rejected; the error names the flag of Quintet.
 
 * *taken*: the flag works, possibly under another name.
 * *accepted*: the flag has no effect; a log line says so.
