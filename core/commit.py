@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quintet.core.block_keys import digests_of, keys_after
+from quintet.core.features.drafts import return_drafts
 from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefix import reach
 from quintet.core.requests.request import Request
@@ -54,7 +55,7 @@ def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessag
         ended = _apply_accepted(state, flight, result, outbox, now_ns)
     else:
         if flight.drafts:
-            _return_drafts(state, flight)
+            return_drafts(state, flight)
         ended = _apply_tokens(state, flight, result.token_ids, outbox, now_ns)
     if result.failed:
         _end_failed(flight, result.failed, outbox, ended)
@@ -110,20 +111,6 @@ def _apply_tokens(
     state.counters.computed_tokens += num_computed
     state.counters.generation_tokens += sum(len(builder.token_ids) for builder in outbox.builders.values())
     return ended
-
-
-def _return_drafts(state: SchedulerState, flight: InFlightPlan) -> None:
-    """Correct the requests and the ends of a step for which the executor proposed no drafts."""
-    for row, (request, generation, allowed) in enumerate(
-        zip(flight.rows, flight.generations, flight.drafts, strict=True)
-    ):
-        if allowed and request.generation == generation:
-            request.num_unverified_drafts -= allowed - 1
-            request.num_covered += allowed - 1
-            request.plan_until += allowed - 1
-            flight.ends[row] = len(request.tokens)
-    if 1 in flight.samples:
-        state.throughput.tokens_per_draw.note(1.0)
 
 
 def _apply_accepted(

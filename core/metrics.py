@@ -58,13 +58,10 @@ def _transfer_counters(metrics: Metrics) -> Iterator[tuple[tuple[TierName, str],
 
 def _swap_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
     """Yield the counters of copies between device and host."""
-    blocks, bytes_copied = (
-        "KV blocks copied between device and host.",
-        "Bytes copied between device and host.",
-    )
+    blocks, num_bytes = "KV blocks copied between device and host.", "Bytes copied between device and host."
     for name in ("out", "in"):
         yield f"swap_{name}_blocks", metrics.counter("kv_swap_blocks", blocks, direction=name)
-        yield f"swap_{name}_bytes", metrics.counter("kv_swap_bytes", bytes_copied, direction=name)
+        yield f"swap_{name}_bytes", metrics.counter("kv_swap_bytes", num_bytes, direction=name)
 
 
 def _draft_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
@@ -101,6 +98,7 @@ class CoreMetrics:
         self.waiting_for_capacity = gauge("num_requests_waiting_by_reason", help, reason="capacity")
         self.deferred = gauge("num_requests_waiting_by_reason", help, reason="deferred")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
+        rejected = "Requests rejected on admission, by reason."
         self._transfers = tuple(_transfer_counters(metrics))
         self._accepted = _position_counters(metrics, max_drafts)
         self._counters: tuple[tuple[str, CounterSeries], ...] = (
@@ -116,23 +114,13 @@ class CoreMetrics:
             ),
             ("generation_tokens", counter("generation_tokens", "Generated tokens.")),
             ("expired", counter("expired_requests", "Choices that passed their deadline before they ended.")),
-            (
-                "deadline_rejections",
-                counter(
-                    "admission_rejections", "Requests rejected on admission, by reason.", reason="deadline"
-                ),
-            ),
+            ("deadline_rejections", counter("admission_rejections", rejected, reason="deadline")),
             ("executor_losses", counter("executor_losses", "Executors that died, and steps that raised.")),
             (
                 "poison_requests",
                 counter("poison_requests", "Poison requests: they made the executor fail."),
             ),
-            (
-                "poison_rejections",
-                counter(
-                    "admission_rejections", "Requests rejected on admission, by reason.", reason="poison"
-                ),
-            ),
+            ("poison_rejections", counter("admission_rejections", rejected, reason="poison")),
         )
         self.step_tokens = histogram(
             "iteration_tokens_total",

@@ -56,7 +56,7 @@ def _system_arrangements(messages: Sequence[Message]) -> Iterator[list[Message]]
     first = [_merged(messages[:leading])] if leading else []
     rest = list(messages[leading:])
     if leading > 1 or late:
-        yield [*first, *(_as_user(message) for message in rest)]
+        yield [*first, *(_with_role(message, "system", "user") for message in rest)]
     if late:
         rest = _merge_into_adjacent(rest)
         yield [*first, *rest]
@@ -91,10 +91,6 @@ def _merged(messages: Sequence[Message]) -> Message:
     return first
 
 
-def _as_user(message: Message) -> Message:
-    return _with_role(message, "system", "user")
-
-
 def _with_role(message: Message, role: str, new: str) -> Message:
     """Return a message of this role with a new one, and others unchanged."""
     return {**message, "role": new} if message["role"] == role else message
@@ -115,7 +111,7 @@ def _merge_into_adjacent(messages: Sequence[Message]) -> list[Message]:
             found[-1] = {**message, "content": _join(last["content"], message["content"])}
             is_joining_next = False
         else:
-            found.append(_as_user(message))
+            found.append(_with_role(message, "system", "user"))
             is_joining_next = is_system
     return found
 
@@ -125,7 +121,7 @@ def _with_system_in_user(system: Message, messages: Sequence[Message]) -> list[M
     if messages and messages[0]["role"] == "user":
         content = _join(system["content"], messages[0]["content"])
         return [{**messages[0], "content": content}, *messages[1:]]
-    return [_as_user(system), *messages]
+    return [_with_role(system, "system", "user"), *messages]
 
 
 def _join(before: Any, after: Any) -> Any:

@@ -107,4 +107,7 @@ MEANINGS = {
     "suffix": "text after the output: [fill in the middle](../completions.md#fill-in-the-middle)",
     "output_kind": "CUMULATIVE, DELTA (new output only) or FINAL_ONLY: content of each output",
     "skip_reading_prefix_cache": "compute the whole prompt",
+    "thinking": 'reasoning switch of Z.ai, DeepSeek, Moonshot and MiniMax: `{"type": "disabled"}`',
+    "enable_thinking": "as in `chat_template_kwargs`",
+    "ChatBody.reasoning": "reasoning switch of OpenRouter: `enabled`, `effort`, `exclude`",
 }

@@ -18,7 +18,7 @@ from functools import partial
 from quintet.core import block_manager
 from quintet.core.hooks import Feature, Setup
 from quintet.core.requests.request import Request
-from quintet.core.scheduler_state import SchedulerState
+from quintet.core.scheduler_state import InFlightPlan, SchedulerState
 from quintet.core.step_builder import StepBuilder
 
 
@@ -52,3 +52,17 @@ def attach(most: int, state: SchedulerState, step: StepBuilder) -> None:
         request.plan_until -= num_drafts
         drafts[row] = 1 + num_drafts
     step.columns["drafts"] = bytes(drafts)
+
+
+def return_drafts(state: SchedulerState, flight: InFlightPlan) -> None:
+    """Correct the requests and the ends of a step for which the executor proposed no drafts."""
+    for row, (request, generation, allowed) in enumerate(
+        zip(flight.rows, flight.generations, flight.drafts, strict=True)
+    ):
+        if allowed and request.generation == generation:
+            request.num_unverified_drafts -= allowed - 1
+            request.num_covered += allowed - 1
+            request.plan_until += allowed - 1
+            flight.ends[row] = len(request.tokens)
+    if 1 in flight.samples:
+        state.throughput.tokens_per_draw.note(1.0)
