@@ -53,13 +53,13 @@ class Server:
             with error:
                 return error.code, error.read().decode()
 
-    def post(self, path: str, body: object) -> tuple[int, Any]:
+    def post(self, path: str, body: object, timeout_s: float = 60.0) -> tuple[int, Any]:
         """POST JSON; return status and the decoded answer."""
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return answer.status, json.loads(answer.read())
         except urllib.error.HTTPError as error:
             with error:

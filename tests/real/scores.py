@@ -39,7 +39,7 @@ def tokens_of(server: Server, text: str) -> list[int]:
 
 def of_server(server: Server, ids: Sequence[int]) -> Scores:
     body = {"prompt": list(ids), "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
-    status, answer = server.post("/v1/completions", body)
+    status, answer = server.post("/v1/completions", body, timeout_s=300.0)
     assert status == 200, answer
     logprobs = answer["choices"][0]["logprobs"]
     best = [max(each.values()) for each in logprobs["top_logprobs"][1 : len(ids)]]
