@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hmac
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,11 +29,8 @@ OPEN_PATHS = frozenset(
 )
 """Paths that need no key: health checks and API documentation."""
 
-
 OPERATORS_PATH = "/kv"
 """Root of the paths for operators."""
-
-
 KEY_HEADERS = ("x-api-key", "api-key")
 """Headers with a key instead of Authorization: those of Anthropic's and Azure's clients."""
 
@@ -123,17 +122,20 @@ def with_cors(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
     All methods and headers are allowed unless configured otherwise: OpenAI clients send many headers of their own.
 
     Chrome asks in a preflight whether a page of the Internet may call a server of a private network. Every page may only if
-    it needs an API key.
+    it needs an API key. Starlette before 0.51 lacks the answer, so Chrome then refuses.
     """
-    if not config.allowed_origins:
+    origins = config.allowed_origins
+    if not origins:
         return app
-    for_pages = CORSMiddleware(
+    layer: Callable[..., ASGIApp] = CORSMiddleware
+    if "allow_private_network" in inspect.signature(layer).parameters:
+        layer = partial(layer, allow_private_network=bool(config.api_keys) or "*" not in origins)
+    for_pages = layer(
         app,
-        allow_origins=config.allowed_origins,
+        allow_origins=origins,
         allow_methods=config.allowed_methods or ("*",),
         allow_headers=config.allowed_headers or ("*",),
         allow_credentials=config.allow_credentials,
-        allow_private_network=bool(config.api_keys) or "*" not in config.allowed_origins,
         expose_headers=("X-Request-Id", "Request-Id", "X-Stream-Id"),
     )
 
