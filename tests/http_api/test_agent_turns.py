@@ -330,18 +330,6 @@ def test_switches_of_other_servers_turn_reasoning_on_or_off(
     assert json.loads(used or b"{}") == expected
 
 
-def test_lone_surrogates_of_a_cut_text_are_replaced(shared: Any) -> None:
-    text = "a\ud83d b😀 c\\ud83d"
-    messages = [{"role": "user", "content": text}]
-    for path, body in (
-        (H, {"messages": messages, "max_tokens": "4"}),
-        (M, {"messages": messages}),
-        (R, {"input": text}),
-    ):
-        (message,) = messages_of(shared, path, body)
-        assert message["content"] == text.replace("\ud83d", "\ufffd", 1)
-
-
 def test_disabled_thinking_takes_precedence_over_an_effort(shared: Any) -> None:
     body = {"messages": HELLO, "thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}
     used = json.loads(prompt_of(shared, M, body).template_kwargs)

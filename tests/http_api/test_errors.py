@@ -125,6 +125,7 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (C, {"prompt": [1] * 257}, 400, "prompt", ["257 in the prompt", "This model's maximum context length is 256"]),
     (C, {"prompt": "x", "suffix": "y", "use_beam_search": True}, 400, "use_beam_search", ["cannot be combined with"]),
     (C, {"prompt": "x", "model": "g" * 1000}, 404, "model", ["does not exist"]),
+    (C, b'{"prompt":"\\ud800"}', 400, None, ["not valid JSON", "pairs"]),
     (C, b'{"prompt":"\\ud80"}', 400, None, ["not valid JSON"]),
     (C, b'{"max_tokens":"5","prompt":"', 400, None, ["not valid JSON"]),
     (H, b'{"messages":[{"role":"user","content":"\xff"}]}', 400, None, ["not valid JSON"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TypeVar
 
@@ -21,7 +20,7 @@ _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 
 def decode_leniently(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
-    """Decode a body with numbers and booleans in strings and lone surrogates, which are replaced. Raises `RequestError`."""
+    """Decode a body with numbers and booleans in strings. Raises `RequestError`."""
     try:
         return msgspec.json.decode(body, type=decoder.type, strict=False)
     except msgspec.ValidationError as error:
@@ -29,27 +28,16 @@ def decode_leniently(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT
     except INVALID_JSON as error:
         if not body.strip():
             raise _invalid("The request body is empty; send a JSON object.") from None
-        readable = with_replaced_surrogates(body)
-        if readable == body:
-            raise not_json(error) from None
-    return decode_leniently(readable, decoder)
+        raise not_json(error, body) from None
 
 
-def not_json(error: Exception, name: str | None = None) -> RequestError:
+def not_json(error: Exception, body: bytes, name: str | None = None) -> RequestError:
     """Build the error for invalid JSON in the body, or in the named field."""
     what = f"The request body's {name}" if name else "The request body"
-    return _invalid(f"{what} is not valid JSON: {error}.", name)
-
-
-def with_replaced_surrogates(body: bytes) -> bytes:
-    """Return JSON with U+FFFD instead of lone surrogates. Agents cut texts within an emoji, and send them in each later turn."""
-    if not _SURROGATE.search(body):
-        return body
-    try:
-        text = json.dumps(json.loads(body), ensure_ascii=False)
-    except (ValueError, RecursionError):
-        return body
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+    hint = ""
+    if _SURROGATE.search(body):
+        hint = r" It holds \ud800 to \udfff escapes: these must come in pairs, each pair one character."
+    return _invalid(f"{what} is not valid JSON: {error}.{hint}", name)
 
 
 def explain(error: msgspec.ValidationError, value: Json, prefix: str = "") -> RequestError:
@@ -79,7 +67,7 @@ def value_of(body: bytes, name: str | None) -> Json:
     try:
         value: Json = msgspec.json.decode(body)
     except INVALID_JSON as error:
-        raise not_json(error, name) from None
+        raise not_json(error, body, name) from None
     return value
 
 

@@ -68,7 +68,7 @@ async def read_body(
 def decode(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     """Decode a body into its struct. Raises `RequestError` for bad JSON, wrong types and missing fields.
 
-    Numbers and booleans may also be strings (``"5"``, ``"true"``), as some clients send them. Lone surrogates are replaced.
+    Numbers and booleans may also be strings (``"5"``, ``"true"``), as some clients send them.
     """
     try:
         return decoder.decode(body)
@@ -90,7 +90,7 @@ def decode_part(raw: RawField, decoder: msgspec.json.Decoder[PartT], name: str) 
     except msgspec.ValidationError as error:
         raise explain(error, value_of(encoded, name), name) from None
     except INVALID_JSON as error:
-        raise not_json(error, name) from None
+        raise not_json(error, encoded, name) from None
     return part
 
 
