@@ -56,7 +56,7 @@ QT_EXPORT void qt_gram_add(const qt::GramIndex* index, index_t begin, index_t en
 // length to found[0], and the places after it to found[1...], newest first. Returns the number of places. The search ends after
 // `enough` matches of maximum length. Only places after `oldest` and of this scope count.
 QT_EXPORT index_t qt_gram_find(const qt::GramIndex* index, const std::int32_t* end, index_t known, std::uint64_t scope,
-                                   index_t oldest, index_t enough, index_t* found) {
+                               index_t oldest, index_t enough, index_t* found) {
   using namespace qt;
   std::uint64_t hashes[kMostGrams], hash = 0;
   index_t num_levels = 0, length = 0;

@@ -39,7 +39,6 @@ INCLUDABLE = (
     REASONING_STATE,
     "file_search_call.results",
     "web_search_call.results",
-    "web_search_call.results",
     "web_search_call.action.sources",
     "message.input_image.image_url",
     "computer_call_output.output.image_url",
