@@ -7,7 +7,7 @@ are needed. If compilation fails, the package is installed without it and uses t
 The environment variable QUINTET_KERNELS selects the instruction sets:
 
     all      all, optimised; used for wheels, and the default
-    native   those selected on this processor, and the portable baseline; a third of the build time
+    native   those selected on this processor; a quarter of the build time
     quick    all, but those not selected on this processor with less optimisation; for tests
     none     none; torch is used
 """
@@ -134,9 +134,8 @@ def selected_sets(sets: Sets) -> set[tuple[str, Path]] | None:
 
 
 def complete_sets(sets: Sets, chosen: set[tuple[str, Path]]) -> list[str]:
-    """Return the sets with all kernels built, inherited ones included."""
-    order = list(sets)
-    return list(dict.fromkeys(("baseline", max((name for name, _ in chosen), key=order.index))))
+    """Return the sets with all kernels built, inherited ones included: the best one, as its parents have other kernels only."""
+    return [max((name for name, _ in chosen), key=list(sets).index)]
 
 
 class Progress:
@@ -186,7 +185,7 @@ class BuildKernels(build_ext):
                 {path for pattern in sources for path in (SOURCES / "kernels").rglob(f"{pattern}.cpp")}
             ):
                 is_chosen = best is None or (name, path) in best
-                if not is_chosen and KERNELS == "native" and name != "baseline":
+                if not is_chosen and KERNELS == "native":
                     continue
                 less = () if is_chosen or name == EMULATED else ("-Og",)
                 folder = Path(self.build_temp) / (name + "".join(less))

@@ -117,6 +117,7 @@ bool has(Isa one) {
   return one == Isa::baseline;
 }
 
+// If the library has no usable set, qt_isa_at reports none and the caller must not use the library.
 Isa best() {
   for (int i = kCount - 1; i > 0; --i)
     if (std::strcmp(kNames[i], "amx_emulated") != 0 && is_built(kNames[i]) && has(Isa(i))) return Isa(i);

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,16 @@ Q5_1 = "    {Codes::five, Scales::half_minimum, 32, 32},                 // Q5_1
 def sources(tmp_path: Path) -> Path:
     """A copy of the sources that the library was built from."""
     return Path(shutil.copytree(SOURCES, tmp_path / "cpu"))
+
+
+def test_a_library_without_an_instruction_set_of_this_processor_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_library, "SOURCES", Path("absent"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(qt_isa_at=lambda i: None))
+    with caplog.at_level(logging.WARNING, "quintet"):
+        assert open_library.__wrapped__() is None
+    assert "built on another processor" in caplog.text and "`make kernels`" in caplog.text
 
 
 def test_a_library_of_the_same_sources_is_loaded(sources: Path, caplog: pytest.LogCaptureFixture) -> None:

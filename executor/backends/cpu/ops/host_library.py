@@ -28,7 +28,7 @@ _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, c
 
 @cache
 def open_library() -> ctypes.CDLL | None:
-    """Return the compiled kernels of ``csrc/cpu``, or None, with a log line, if they are not built.
+    """Return the compiled kernels of ``csrc/cpu``, or None, with a log line, if they are not built for this processor.
 
     Raises `ConfigError` if the interface of the library differs from the checkout's sources.
     """
@@ -39,6 +39,13 @@ def open_library() -> ctypes.CDLL | None:
     library = ctypes.CDLL(str(path))
     if SOURCES.is_dir():
         check_library(library, SOURCES, path.name)
+    if declare(library, "qt_isa_at", _INT, result=ctypes.c_char_p)(0) is None:
+        log.warning(
+            "host kernels: %s was built on another processor, for instruction sets that this one lacks; using torch instead."
+            " `make kernels` builds all",
+            path.name,
+        )
+        return None
     return library
 
 
