@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 from tests.architecture.words import (
     MAX_LONG_SHARE,
@@ -35,6 +37,13 @@ FOLDERS = (
 @pytest.mark.parametrize("name", (*FOLDERS, "*.md"))
 def test_no_banned_words(name: str) -> None:
     assert [str(hit) for path in files(name) for hit in hits_in(path)] == []
+
+
+def test_no_marks_of_merge_conflicts() -> None:
+    found = subprocess.run(
+        ["git", "grep", "-nE", "^(<{7}|>{7}) "], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert found.stdout == ""
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
