@@ -10,14 +10,17 @@ import numpy as np
 
 from quintet.executor.ragged import Int
 from quintet.executor.slots import SlotTables
-from quintet.executor.speculation.gram_index import Matches, Tokens, doubling
-from quintet.executor.speculation.output_cache import END, OutputCache
+from quintet.executor.speculation.gram_index import Tokens, compiled_functions, doubling
+from quintet.executor.speculation.output_cache import OutputCache
 from quintet.executor.speculation.request_index import RequestIndexes
 from quintet.wire.config import SpeculativeConfig
 from quintet.wire.step import StepPlan
 
 MAX_GRAM, CONTEXT_TOKENS = 8, 8
 """Longest indexed gram of suffix decoding, and the prompt tokens that are cached before an output."""
+
+MAX_DRAFTS = 255
+"""Of a row; the limit of the compiled functions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class NgramDrafter:
 
     def __init__(self, tables: SlotTables, shortest: int, longest: int) -> None:
         self._token_ids: Tokens = tables.token_ids.numpy()
+        self._longest = longest
         self._indexes = RequestIndexes(self._token_ids, doubling(shortest, longest), longest)
 
     def end(self, slot: int, num_tokens: int) -> None:
@@ -104,7 +108,8 @@ class NgramDrafter:
 
     def _lookup(self, slot: int, num_tokens: int, most: int) -> Tokens:
         tokens: Tokens = self._token_ids[slot]
-        places = self._indexes.find(slot, num_tokens, self._indexes.context(slot, num_tokens), 1).places
+        context = tokens[max(0, num_tokens - self._longest) : num_tokens]
+        places = self._indexes.updated(slot, num_tokens).find(context, enough=1).places
         if not places:
             return tokens[:0]
         begin = places[0]
@@ -122,9 +127,8 @@ class _Request:
 class SuffixDrafter:
     """Suffix decoding (Oliaro et al., 2024): the most frequent continuation of the longest match.
 
-    Matches come from the request's own tokens, and from outputs of earlier requests of the same scope. The source with
-    more expected accepted drafts is used. The probability of a draft is estimated as the share of the matches that
-    continue with all drafts up to it.
+    Matches come from the request's own tokens, and from outputs of earlier requests of the same scope. The choice is
+    compiled: ``csrc/cpu/ops/suffix_drafts.cpp``.
     """
 
     step_time = 0.0, 0.0
@@ -143,8 +147,11 @@ class SuffixDrafter:
         )
         self._min_probability = config.suffix_decoding_min_token_prob
         by_match = [0, *(min(int(factor * length), depth - length) for length in range(1, depth))]
-        self._max_drafts: list[int] = np.maximum.accumulate(by_match).tolist()
+        self._max_drafts: Int = np.maximum.accumulate(by_match)
         """Maximum drafts by length of the match. A long match counts as a shorter one if that allows more drafts."""
+        self._compiled = compiled_functions().suffix_drafts
+        self._drafts: Tokens = np.zeros(MAX_DRAFTS, np.int32)
+        self._addresses = self._max_drafts.ctypes.data, self._drafts.ctypes.data
         self._requests: dict[int, _Request] = {}
 
     def end(self, slot: int, num_tokens: int) -> None:
@@ -176,53 +183,16 @@ class SuffixDrafter:
     def propose(self, rows: DraftRows) -> list[Tokens]:
         """See `Drafter.propose`."""
         columns = (rows.slots.tolist(), rows.num_tokens.tolist(), rows.counts.tolist())
-        return [np.array(self._continue(*row), np.int32) for row in zip(*columns, strict=True)]
+        return [self._continue(*row) for row in zip(*columns, strict=True)]
 
-    def _continue(self, slot: int, num_tokens: int, most: int) -> list[int]:
-        context, request = self._indexes.context(slot, num_tokens), self._requests[slot]
-        own = self._indexes.find(slot, num_tokens, context)
-        drafts, score = self._grow(self._token_ids[slot, :num_tokens], own, most)
-        if score == most:
-            return drafts
-        shared = self.output_cache.find(context, request.scope)
-        if self._max_drafts[shared.length] <= score:
-            return drafts  # the sum of so many probabilities is not higher
-        others, others_score = self._grow(self.output_cache.tokens, shared, most)
-        return others if others_score > score else drafts
-
-    def _grow(self, tokens: Tokens, matches: Matches, most: int) -> tuple[list[int], float]:
-        """Return the most frequent continuation and the sum of its estimated probabilities.
-
-        tokens: the source. Continuations end at `OutputCache.END`; those that reach the end of the source repeat
-        the drafts.
-        """
-        most = min(most, self._max_drafts[matches.length])
-        drafts, probability, score = list[int](), 1.0, 0.0
-        if not most:
-            return drafts, score
-        known = tokens.data
-        candidates = [known[place : place + most].tolist() for place in matches.places]
-        if len(tokens) - max(matches.places) < most:
-            candidates = [(each * most)[:most] if len(each) < most else each for each in candidates]
-        while len(drafts) < most:
-            if candidates.count(candidates[0]) == len(candidates):
-                rest = candidates[0][len(drafts) :]
-                rest = rest[: rest.index(END)] if END in rest else rest
-                for _ in rest:
-                    score += probability
-                return drafts + rest, score
-            offset = len(drafts)
-            column = [each[offset] for each in candidates]
-            draft = max(column, key=column.count)
-            num_equal = column.count(draft)
-            probability *= num_equal / len(column)
-            if draft == END or probability < self._min_probability:
-                break
-            drafts.append(draft)
-            score += probability
-            if num_equal < len(column):
-                candidates = [each for each in candidates if each[offset] == draft]
-        return drafts, score
+    def _continue(self, slot: int, num_tokens: int, most: int) -> Tokens:
+        own, cache = self._indexes.updated(slot, num_tokens), self.output_cache
+        max_drafts, drafts = self._addresses
+        num_drafts = self._compiled(
+            *(own.address, num_tokens, cache.index.address, self._requests[slot].scope, cache.oldest),
+            *(max_drafts, min(most, MAX_DRAFTS), self._min_probability, drafts),
+        )
+        return self._drafts[:num_drafts].copy()
 
 
 DRAFTERS: dict[str, Callable[[SpeculativeConfig, SlotTables], Drafter]] = {

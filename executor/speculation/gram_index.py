@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,9 +52,12 @@ class CGramIndex(ctypes.Structure):
 class _Functions:
     add: Callable[..., None]
     find: Callable[..., int]
+    suffix_drafts: Callable[..., int]
 
 
-def _functions() -> _Functions:
+@cache
+def compiled_functions() -> _Functions:
+    """Return the compiled functions. Raises `ConfigError` without compiled kernels."""
     library = open_library()
     if library is None:
         raise ConfigError(
@@ -65,6 +69,11 @@ def _functions() -> _Functions:
         declare(library, "qt_gram_add", _ADDRESS, _SIZE, _SIZE, _SIZE, _HASH, _SIZE),
         declare(
             *(library, "qt_gram_find", _ADDRESS, _ADDRESS, _SIZE, _HASH, _SIZE, _SIZE, _ADDRESS), result=_SIZE
+        ),
+        declare(
+            *(library, "qt_suffix_drafts", _ADDRESS, _SIZE, _ADDRESS, _HASH, _SIZE, _ADDRESS, _SIZE),
+            *(ctypes.c_double, _ADDRESS),
+            result=_SIZE,
         ),
     )
 
@@ -96,13 +105,13 @@ class GramIndex:
         scopes: uint64 like ``tokens``: a lookup finds only places of its own scope. None: there is one scope.
         Raises `ConfigError` without compiled kernels.
         """
-        functions = _functions()
+        functions = compiled_functions()
         self._add, self._find = functions.add, functions.find
         self.grams, self.capacity = tuple(grams), len(tokens)
         num_bits = max(1, (self.capacity - 1).bit_length())
         heads = np.zeros((len(grams), 1 << num_bits), np.int64)
         links = np.zeros((len(grams), self.capacity), np.uint64)
-        self._arrays = tokens, scopes, heads, links
+        self.tokens, self._arrays = tokens, (tokens, scopes, heads, links)
         self.bytes_per_token = (heads.nbytes + links.nbytes) / self.capacity
         """Memory of a full index over its number of tokens, without the tokens."""
         self._index = CGramIndex(
@@ -110,7 +119,8 @@ class GramIndex:
             *(self.capacity, max_match, 64 - num_bits, len(grams)),
             (_SIZE * MAX_GRAMS)(*grams),
         )
-        self._address = ctypes.addressof(self._index)
+        self.address = ctypes.addressof(self._index)
+        """Of the C struct."""
         self._found = (_SIZE * (1 + MAX_PLACES))()
 
     def add(self, begin: int, end: int, start: int, scope: int = 0, oldest: int = 0) -> None:
@@ -118,7 +128,7 @@ class GramIndex:
 
         The places must not wrap around the end of the buffer. oldest: places up to it are no longer valid.
         """
-        self._add(self._address, begin, end, start, scope, oldest)
+        self._add(self.address, begin, end, start, scope, oldest)
 
     def find(self, context: Tokens, scope: int = 0, oldest: int = 0, enough: int = MAX_PLACES) -> Matches:
         """Return the places after the longest match among the newest ones of the longest gram that occurs.
@@ -127,5 +137,5 @@ class GramIndex:
         search ends.
         """
         found, end = self._found, context.ctypes.data + context.nbytes
-        num_places = self._find(self._address, end, len(context), scope, oldest, enough, found)
+        num_places = self._find(self.address, end, len(context), scope, oldest, enough, found)
         return Matches(found[0], found[1 : 1 + num_places])

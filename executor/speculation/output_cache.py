@@ -13,14 +13,14 @@ from collections import deque
 
 import numpy as np
 
-from quintet.executor.speculation.gram_index import GramIndex, Matches, Tokens
+from quintet.executor.speculation.gram_index import GramIndex, Tokens
 
 END = -1
-"""Marks the end of each output; it equals no token."""
+"""Marks the end of each output; it equals no token. ``csrc/cpu/ops/suffix_drafts.cpp`` has it too."""
 
 
 class OutputCache:
-    """The newest outputs. Lookups find those of the same scope only."""
+    """The newest outputs. Lookups find those of the same scope only; see `GramIndex.find`."""
 
     def __init__(self, max_requests: int, max_tokens: int, grams: tuple[int, ...], max_match: int) -> None:
         self._max_requests = max_requests
@@ -28,8 +28,9 @@ class OutputCache:
         self._tokens = np.zeros(capacity, np.int32)
         self._tokens[0] = END
         self._scopes = np.zeros(capacity, np.uint64)
-        self._index = GramIndex(self._tokens, grams, max_match, self._scopes)
-        self._bytes_per_token = self._index.bytes_per_token + 12
+        self.index = GramIndex(self._tokens, grams, max_match, self._scopes)
+        """Lookups in it take `oldest`."""
+        self._bytes_per_token = self.index.bytes_per_token + 12
         self._starts: deque[int] = deque()
         """Place of the first token of each output, oldest first. Places grow; see `GramIndex`."""
         self._next = 1
@@ -46,9 +47,9 @@ class OutputCache:
         return round((self._next - self._starts[0]) * self._bytes_per_token) if self._starts else 0
 
     @property
-    def tokens(self) -> Tokens:
-        """The ring, read only."""
-        return self._tokens
+    def oldest(self) -> int:
+        """Places up to this one are no longer valid."""
+        return self._starts[0] if self._starts else self._next
 
     def add(self, tokens: Tokens, scope: int) -> None:
         """Add an output, or its last part if it is larger than the cache. Evict the oldest ones above the limits."""
@@ -70,10 +71,4 @@ class OutputCache:
         self._tokens[at : at + len(tokens)] = tokens
         self._tokens[at + len(tokens)] = END
         self._scopes[at : at + len(tokens)] = scope
-        self._index.add(start + 1, start + len(tokens), start, scope, self._starts[0])
-
-    def find(self, context: Tokens, scope: int) -> Matches:
-        """Return the indexes in the ring after the longest match in outputs of this scope, newest first."""
-        oldest = self._starts[0] if self._starts else self._next
-        found = self._index.find(context, scope, oldest)
-        return Matches(found.length, [place % len(self._tokens) for place in found.places])
+        self.index.add(start + 1, start + len(tokens), start, scope, self._starts[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.executor.speculation.gram_index import MAX_PLACES, GramIndex, Matches, Tokens
+from quintet.executor.speculation.gram_index import GramIndex, Tokens
 
 MIN_CAPACITY = 1024
 """Tokens of the smallest index. A request that outgrows its index gets one of twice its tokens."""
@@ -23,16 +23,12 @@ class RequestIndexes:
         """Forget the request of a slot."""
         self._indexes.pop(slot, None)
 
-    def context(self, slot: int, num_tokens: int) -> Tokens:
-        """Return the newest tokens of a request with so many known tokens."""
-        return self._token_ids[slot, max(0, num_tokens - self._max_match) : num_tokens]
-
-    def find(self, slot: int, num_tokens: int, context: Tokens, enough: int = MAX_PLACES) -> Matches:
-        """Add the tokens since the last call to the index, and return the earlier places of the context."""
+    def updated(self, slot: int, num_tokens: int) -> GramIndex:
+        """Return the index of a request with so many known tokens; it adds those since the last call."""
         index, num_added = self._indexes.get(slot, (None, 1))
         if index is None or num_tokens > index.capacity:
             capacity = min(self._token_ids.shape[1], max(MIN_CAPACITY, 2 * num_tokens))
             index, num_added = GramIndex(self._token_ids[slot, :capacity], self._grams, self._max_match), 1
         index.add(num_added, num_tokens, 0)
         self._indexes[slot] = index, num_tokens
-        return index.find(context, enough=enough)
+        return index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import msgspec
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from quintet.executor.slots import SlotTables
-from quintet.executor.speculation.drafters import DRAFTERS, DraftRows
+from quintet.executor.speculation.drafters import DRAFTERS, DraftRows, SuffixDrafter
+from quintet.executor.speculation.gram_index import GramIndex
+from quintet.executor.speculation.output_cache import END
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import SpeculativeConfig
 from quintet.wire.kv_spec import full_layers
@@ -168,3 +171,61 @@ def test_oldest_output_is_evicted() -> None:
     cache = requests.drafter.output_cache
     assert cache is not None and (cache.num_requests, cache.num_evicted) == (2, 1)
     assert requests.drafted([30, 101, 102]) == [] and requests.drafted([30, 201, 202]) == [203, 204]
+
+
+def most_frequent(texts: list[list[int]], most: int, min_probability: float) -> tuple[list[int], float]:
+    """Return the most frequent continuation of texts, newest first, and the sum of its probabilities."""
+    drafts, probability, score = list[int](), 1.0, 0.0
+    while texts and len(drafts) < most:
+        column = [text[len(drafts)] for text in texts]
+        draft = max(column, key=column.count)
+        probability *= column.count(draft) / len(column)
+        if draft == END or probability < min_probability:
+            break
+        texts = [text for text, token in zip(texts, column, strict=True) if token == draft]
+        drafts.append(draft)
+        score += probability
+    return drafts, score
+
+
+def repeated(text: list[int], begin: int, most: int) -> list[int]:
+    """Return the tokens of a text from a place on, which repeat at its end."""
+    return (text[begin : begin + most] * most)[:most]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_compiled_drafts_are_those_of_the_definition(seed: int) -> None:
+    rng = random.Random(seed)
+    vocabulary, least = rng.choice([2, 4, 30]), rng.choice([0.0, 0.1, 0.4])
+    requests = Requests(
+        "suffix",
+        suffix_decoding_min_token_prob=least,
+        suffix_decoding_max_spec_factor=1.5,
+        suffix_decoding_corpus_tokens=200,
+    )
+    for _ in range(rng.randrange(8)):
+        requests.serve(
+            [rng.randrange(vocabulary) for _ in range(rng.randrange(1, 60))], scope=rng.randrange(2)
+        )
+    drafter, cache = requests.drafter, requests.drafter.output_cache
+    assert isinstance(drafter, SuffixDrafter) and cache is not None
+    limits = np.maximum.accumulate([0, *(min(int(1.5 * length), 24 - length) for length in range(1, 24))])
+    for _ in range(20):
+        tokens = [rng.randrange(vocabulary) for _ in range(rng.randrange(1, 300))]
+        most, scope = rng.randrange(1, 33), rng.randrange(2)
+        drafts = requests.drafted(tokens, scope, most)
+        context = np.array(tokens[-23:], np.int32)
+        own = GramIndex(np.array(tokens, np.int32), (1, 2, 4, 8), 23)
+        own.add(1, len(tokens), 0)
+        sources = [(tokens, own.find(context))]
+        ring = cache.index.tokens.tolist()
+        sources += [(ring, cache.index.find(context, scope, cache.oldest))]
+        expected = [
+            most_frequent(
+                [repeated(text, place % len(text), most) for place in found.places],
+                min(most, int(limits[found.length])),
+                least,
+            )
+            for text, found in sources
+        ]
+        assert drafts == max(expected, key=lambda each: each[1])[0]

@@ -84,17 +84,17 @@ def test_cache_finds_what_a_search_of_the_newest_outputs_finds(seed: int) -> Non
         context += rng.choice(kept)[1][: rng.randrange(1, 30)] if kept else []
         texts = [each for owner, each in kept if owner == scope]
         length, expected = searched(texts, context)
-        found = cache.find(context_of(context), scope)
-        continuations = [continuation(cache.tokens, place) for place in found.places]
+        found = cache.index.find(context_of(context), scope, cache.oldest)
+        continuations = [continuation(cache, place) for place in found.places]
         assert (found.length, continuations) == (
             length,
             [texts[number][place:] for number, place in expected],
         )
 
 
-def continuation(ring: Tokens, place: int) -> list[int]:
+def continuation(cache: OutputCache, place: int) -> list[int]:
     """Return the tokens from a place of the ring to the end of their output."""
-    rest: list[int] = ring[place:].tolist()
+    rest: list[int] = cache.index.tokens[place % cache.index.capacity :].tolist()
     return rest[: rest.index(-1)]
 
 
@@ -107,9 +107,9 @@ def test_cache_of_no_requests_stores_nothing() -> None:
 def test_output_larger_than_the_cache_keeps_its_last_part() -> None:
     cache = OutputCache(5, 20, GRAMS, MAX_MATCH)
     cache.add(np.arange(100, dtype=np.int32), 0)
-    assert cache.find(context_of([3, 4]), 0).places == []
-    (place,) = cache.find(context_of([94, 95]), 0).places
-    assert continuation(cache.tokens, place) == [96, 97, 98, 99]
+    assert cache.index.find(context_of([3, 4]), 0, cache.oldest).places == []
+    (place,) = cache.index.find(context_of([94, 95]), 0, cache.oldest).places
+    assert continuation(cache, place) == [96, 97, 98, 99]
 
 
 def test_cache_memory_is_bounded() -> None:
@@ -131,4 +131,4 @@ def test_search_ends_after_enough_longest_matches() -> None:
 def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gram_index, "open_library", lambda: None)
     with pytest.raises(ConfigError, match="--speculative-config needs the compiled kernels"):
-        GramIndex(np.zeros(9, np.int32), GRAMS, MAX_MATCH)
+        gram_index.compiled_functions.__wrapped__()

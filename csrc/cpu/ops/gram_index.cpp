@@ -25,6 +25,40 @@ index_t match_length(const GramIndex& index, index_t at, const std::int32_t* end
 }
 
 }  // namespace
+
+index_t find_places(const GramIndex& index, const std::int32_t* end, index_t known, std::uint64_t scope, index_t oldest,
+                    index_t enough, index_t* found) {
+  std::uint64_t hashes[kMostGrams], hash = 0;
+  index_t num_levels = 0, length = 0;
+  for (; num_levels < index.num_grams && index.grams[num_levels] <= known; ++num_levels) {
+    for (; length < index.grams[num_levels]; ++length) hash = extend(hash, end[-1 - length]);
+    hashes[num_levels] = (hash ^ scope) * kMix;
+  }
+  for (index_t level = num_levels - 1; level >= 0; --level) {
+    const std::uint64_t mixed = hashes[level], *const links = index.links + level * index.capacity;
+    index_t place = index.heads[level * num_heads(index) + index_t(mixed >> index.shift)];
+    index_t longest = 0, num_compared = 0, num_places = 0;
+    for (index_t visit = 0; visit < kMostVisits && place > oldest; ++visit) {
+      const index_t at = place % index.capacity;
+      if (links[at] >> kDistanceBits == (mixed & kFingerprint) && (!index.scopes || index.scopes[at] == scope)) {
+        const index_t equal = match_length(index, at, end, known);
+        if (equal > longest && equal >= index.grams[level]) longest = equal, num_places = 0;
+        if (equal == longest && longest > 0) found[1 + num_places++] = place;
+        if (++num_compared == kMostPlaces || (equal == index.max_match && num_places >= enough)) break;
+      }
+      const index_t distance = index_t(links[at] & kDistance);
+      if (distance == 0) break;
+      place -= distance;
+    }
+    if (num_places > 0) {
+      found[0] = longest;
+      return num_places;
+    }
+  }
+  found[0] = 0;
+  return 0;
+}
+
 }  // namespace qt
 
 // Returns the size of `GramIndex`.
@@ -52,39 +86,8 @@ QT_EXPORT void qt_gram_add(const qt::GramIndex* index, index_t begin, index_t en
   }
 }
 
-// Looks up the `known` tokens before `end`: the longest match among the newest places of the longest gram that occurs. Writes its
-// length to found[0], and the places after it to found[1...], newest first. Returns the number of places. The search ends after
-// `enough` matches of maximum length. Only places after `oldest` and of this scope count.
+// See qt::find_places.
 QT_EXPORT index_t qt_gram_find(const qt::GramIndex* index, const std::int32_t* end, index_t known, std::uint64_t scope,
                                index_t oldest, index_t enough, index_t* found) {
-  using namespace qt;
-  std::uint64_t hashes[kMostGrams], hash = 0;
-  index_t num_levels = 0, length = 0;
-  for (; num_levels < index->num_grams && index->grams[num_levels] <= known; ++num_levels) {
-    for (; length < index->grams[num_levels]; ++length) hash = extend(hash, end[-1 - length]);
-    hashes[num_levels] = (hash ^ scope) * kMix;
-  }
-  for (index_t level = num_levels - 1; level >= 0; --level) {
-    const std::uint64_t mixed = hashes[level], *const links = index->links + level * index->capacity;
-    index_t place = index->heads[level * num_heads(*index) + index_t(mixed >> index->shift)];
-    index_t longest = 0, num_compared = 0, num_places = 0;
-    for (index_t visit = 0; visit < kMostVisits && place > oldest; ++visit) {
-      const index_t at = place % index->capacity;
-      if (links[at] >> kDistanceBits == (mixed & kFingerprint) && (!index->scopes || index->scopes[at] == scope)) {
-        const index_t equal = match_length(*index, at, end, known);
-        if (equal > longest && equal >= index->grams[level]) longest = equal, num_places = 0;
-        if (equal == longest && longest > 0) found[1 + num_places++] = place;
-        if (++num_compared == kMostPlaces || (equal == index->max_match && num_places >= enough)) break;
-      }
-      const index_t distance = index_t(links[at] & kDistance);
-      if (distance == 0) break;
-      place -= distance;
-    }
-    if (num_places > 0) {
-      found[0] = longest;
-      return num_places;
-    }
-  }
-  found[0] = 0;
-  return 0;
+  return qt::find_places(*index, end, known, scope, oldest, enough, found);
 }

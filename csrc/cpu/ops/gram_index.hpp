@@ -26,4 +26,10 @@ struct GramIndex {
   index_t grams[kMostGrams];  // lengths, ascending
 };
 
+// Looks up the `known` tokens before `end`: the longest match among the newest places of the longest gram that occurs. Writes its
+// length to found[0], and the places after it to found[1...], newest first. Returns the number of places. The search ends after
+// `enough` matches of maximum length. Only places after `oldest` and of this scope count.
+index_t find_places(const GramIndex& index, const std::int32_t* end, index_t known, std::uint64_t scope, index_t oldest,
+                    index_t enough, index_t* found);
+
 }  // namespace qt
