@@ -148,12 +148,13 @@ class BackEnd(ABC):
 
     def order(self, requests: KvTierRequests) -> None:
         """Copy the blocks to store out of KV memory now; do the rest later."""
-        stores = list(self.store_tasks(requests))
         with self.changed:
             if requests.tables_epoch != self.tables_epoch:
                 self.tables_epoch = requests.tables_epoch
                 self._clear_results()
                 self.trim_stores()
+        stores = list(self.store_tasks(requests))
+        with self.changed:
             for task in (*stores, *self.tasks(requests)):
                 self.queues[task.kind].append(task)
             self.changed.notify_all()

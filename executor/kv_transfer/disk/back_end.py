@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -36,15 +35,6 @@ MAX_WAITING_BYTES = 256 << 20
 MAX_UNREPORTED = {"fetch": 16, "store": 64}
 
 
-@dataclass(slots=True)
-class _Job:
-    """A long file operation, executed one block at a time when no other work is queued."""
-
-    steps: Iterator[int | bytes | tuple[int, bytes, bool]]
-    """Yields the file's size so far, a key of the file, or place, key and success of an imported block."""
-    result: FileResult
-
-
 class DiskBackEnd(BackEnd):
     """See `quintet.executor.kv_transfer.back_end`."""
 
@@ -67,10 +57,6 @@ class DiskBackEnd(BackEnd):
         super().__init__(blocks, num_staging_blocks, first_host_block)
         self._exchange, self._identity = exchange, identity
         self._file = file
-        self._stored = dict(file.kept())
-        """Place -> key, oldest write first, without places that are being written. The thread owns the files."""
-        self._refused: list[bytes] = []
-        """Keys beyond the queue limit, of the requests being queued."""
         self._unidentified: list[tuple[int, FileRequest]] = []
         """File operations that wait for the identity, with their `tables_epoch`."""
         self.add_thread(self._identify, "kv-disk-identity")
@@ -82,8 +68,7 @@ class DiskBackEnd(BackEnd):
 
     def stored(self) -> list[tuple[int, bytes]]:
         """See `BackEnd.stored`."""
-        with self.changed:
-            return list(self._stored.items())
+        return self._file.kept()
 
     def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
         """See `BackEnd.store_tasks`. Places are freed first."""
@@ -94,28 +79,21 @@ class DiskBackEnd(BackEnd):
             numbers = np.frombuffer(store.blocks, np.int32)[: max(0, num_free)]
             taken: Bytes = np.empty((len(numbers), self._file.block_bytes), np.uint8)
             wait = copy_out(self.blocks, numbers, taken)
-            self._refused += store.keys[len(taken) :]
+            if len(taken) < len(store.keys):
+                with self.changed:
+                    self.results.unstored += store.keys[len(taken) :]
+                    self.report()
             for place, key, block in zip(unpack_i32(store.places), store.keys, taken, strict=False):
                 run = partial(self._store, place, key, block, wait)
                 yield Task("store", requests.tables_epoch, run, len(block))
 
     def tasks(self, requests: KvTierRequests) -> Iterator[Task]:
         """See `BackEnd.tasks`."""
-        if self._refused:
-            self.results.unstored += self._refused
-            self._refused.clear()
-            self.report()
-        for place in unpack_i32(requests.drops):
-            self._stored.pop(place, None)
         for fetch in requests.fetches:
             columns = zip(unpack_i32(fetch.positions), unpack_i32(fetch.host_blocks), fetch.keys, strict=True)
             for place, host_block, key in columns:
                 yield Task("fetch", requests.tables_epoch, partial(self._fetch, place, host_block, key))
-        for file in requests.files:
-            if file.verb == "import":
-                for place in unpack_i32(file.places):
-                    self._stored.pop(place, None)
-            self._unidentified.append((requests.tables_epoch, file))
+        self._unidentified += ((requests.tables_epoch, file) for file in requests.files)
 
     def cancel(self) -> None:
         """See `BackEnd.cancel`. Stores too: their places may get other contents. Places are still freed."""
@@ -134,20 +112,11 @@ class DiskBackEnd(BackEnd):
         self._file.drop(place, key)
 
     def _store(self, place: int, key: bytes, block: Bytes, wait: Wait, task: Task) -> None:
-        with self.changed:
-            self._stored.pop(place, None)
         wait()
-        is_stored = self._file.write(place, key, block.data)
-        if is_stored:
-            with self.changed:
-                self._stored[place] = key
-        self.report_store(task, key, is_stored=is_stored)
+        self.report_store(task, key, is_stored=self._file.write(place, key, block.data))
 
     def _fetch(self, place: int, host_block: int, key: bytes, task: Task) -> None:
         is_found = self._file.read(place, key, self.staging[host_block - self.first].data)
-        with self.changed:
-            if self._stored.get(place) == key and not self._file.holds(place, key):
-                del self._stored[place]
         self.report_fetch(task, [host_block] if is_found else [], [] if is_found else [host_block])
 
     def _identify(self) -> None:
@@ -164,51 +133,50 @@ class DiskBackEnd(BackEnd):
                 error = f"the weights cannot be read: {failure}"
             with self.changed:
                 for epoch, file in self._unidentified:
-                    job = _Job(self._steps(file, identity), FileResult(file.task_id, error))
-                    self.queues["idle"].append(Task("idle", epoch, partial(self._step, job)))
+                    result = FileResult(file.task_id, error)
+                    steps = iter(()) if error else self._steps(file, identity, epoch, result)
+                    self.queues["idle"].append(Task("idle", epoch, partial(self._step, steps, result)))
                 self._unidentified.clear()
                 self.changed.notify_all()
 
-    def _steps(self, file: FileRequest, identity: bytes) -> Iterator[int | bytes | tuple[int, bytes, bool]]:
+    def _steps(
+        self, file: FileRequest, identity: bytes, tables_epoch: int, result: FileResult
+    ) -> Iterator[bool]:
+        """Execute a file operation and fill its result; yield True after each block, for tasks with priority."""
         folder, name = self._exchange, file.name
         wanted = list(zip(unpack_i32(file.places), file.keys, strict=True))
         if file.verb == "export":
-            yield from write_prefix(folder, name, identity, self._file, wanted)
+            for result.num_bytes in write_prefix(folder, name, identity, self._file, wanted):
+                yield True
         elif file.verb == "import":
-            yield from read_prefix(folder, name, identity, self._file, wanted)
+            for key, is_stored in read_prefix(folder, name, identity, self._file, wanted):
+                self._note_imported(tables_epoch, key, is_stored)
+                if not is_stored:
+                    result.keys.append(key)
+                yield True
         else:
-            yield from read_keys(folder, name, identity, self._file)
+            result.keys += read_keys(folder, name, identity, self._file)
 
-    def _step(self, job: _Job, task: Task) -> None:
-        """Execute the next step of a job and report its end. A job of earlier tables is dropped."""
+    def _step(self, steps: Iterator[bool], result: FileResult, task: Task) -> None:
+        """Execute the next step of a file operation, or report its end. Drop it if it belongs to earlier tables."""
         if task.tables_epoch != self.tables_epoch:
             return
-        result, step = job.result, None
+        is_unfinished = False
         try:
-            step = None if result.error else next(job.steps, None)
+            is_unfinished = next(steps, False)
         except (PrefixFileError, OSError) as error:
             result.error = str(error)
-        if isinstance(step, tuple):
-            self._note_imported(task, result, *step)
-        elif isinstance(step, int):
-            result.num_bytes = step
-        elif isinstance(step, bytes):
-            result.keys.append(step)
         with self.changed:
-            if step is not None:
+            if is_unfinished:
                 self.queues["idle"].appendleft(task)
             elif task.tables_epoch == self.tables_epoch:
                 self.results.files.append(result)
                 self.report()
 
-    def _note_imported(self, task: Task, result: FileResult, place: int, key: bytes, is_stored: bool) -> None:
+    def _note_imported(self, tables_epoch: int, key: bytes, is_stored: bool) -> None:
         with self.changed:
-            if is_stored:
-                self._stored[place] = key
-            else:
-                result.keys.append(key)
-            if task.tables_epoch == self.tables_epoch:
-                results = self.results
+            results = self.results
+            if tables_epoch == self.tables_epoch:
                 (results.stored if is_stored else results.unstored).append(key)
                 if len(results.stored) + len(results.unstored) >= MAX_UNREPORTED["store"]:
                     self.report()

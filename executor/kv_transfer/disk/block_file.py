@@ -47,8 +47,8 @@ class BlockFile:
         self.num_places = num_places
         self._identity = identity
         self._newest = 0
-        self._digests: dict[int, tuple[bytes, bytes]] = {}
-        """Place -> key and hash of its block."""
+        self._entries: dict[int, tuple[bytes, bytes]] = {}
+        """Place -> key and hash of its block, least recently used first."""
         self._num_unwritten = 0
         """Failed writes since the last log line."""
         self._quiet_until = 0.0
@@ -67,15 +67,15 @@ class BlockFile:
                 os.ftruncate(self._blocks, num_places * block_bytes)
         except OSError as error:
             raise ConfigError(f"--kv-disk {folder.parent}: {folder}: {error.strerror}") from None
-        self._kept = self._read_index()
+        self._read_index()
 
     def kept(self) -> list[tuple[int, bytes]]:
-        """Return place and key of all blocks, least recently used first."""
-        return [(place, self._digests[place][0]) for place in self._kept if place in self._digests]
+        """Return place and key of all blocks, least recently used first. Any thread may call it."""
+        return [(place, key) for place, (key, _) in self._entries.copy().items()]
 
     def holds(self, place: int, key: bytes) -> bool:
         """Return whether a place holds this block, according to the index."""
-        return self._digests.get(place, (b"",))[0] == key
+        return self._entries.get(place, (b"",))[0] == key
 
     def write(self, place: int, key: bytes, block: memoryview) -> bool:
         """Write a block to a place; return whether it succeeded. After a failure the place is empty."""
@@ -101,7 +101,7 @@ class BlockFile:
 
     def read(self, place: int, key: bytes, into: memoryview) -> bool:
         """Read a block from its place; return whether it is intact. If not, the content of ``into`` is undefined."""
-        known, digest = self._digests.get(place, (b"", b""))
+        known, digest = self._entries.get(place, (b"", b""))
         if known != key:
             return False
         try:
@@ -137,21 +137,19 @@ class BlockFile:
         self._newest += 1
         entry = ENTRY.pack(len(key), key, self._newest, digest, 0)[:-4]
         os.pwrite(self._index, entry + crc32(entry).to_bytes(4, "little"), self._entry_at(place))
-        self._digests[place] = key, digest
-        self._kept.pop(place, None)
-        self._kept[place] = None
+        self._entries.pop(place, None)
+        self._entries[place] = key, digest
 
     def _forget(self, place: int) -> None:
-        if self._digests.pop(place, None) is not None:
-            del self._kept[place]
+        if self._entries.pop(place, None) is not None:
             os.pwrite(self._index, NOTHING, self._entry_at(place))
 
     def _entry_at(self, place: int) -> int:
         return HEAD_BYTES + place * ENTRY.size
 
-    def _read_index(self) -> dict[int, None]:
-        """Load the valid entries; return their places, least recently used first. There are none if the disk has an error."""
-        found: list[tuple[int, int]] = []
+    def _read_index(self) -> None:
+        """Load the valid entries. There are none if the disk has an error."""
+        found: list[tuple[int, int, bytes, bytes]] = []
         try:
             entries = _read_from(self._index, HEAD_BYTES)
         except OSError as error:
@@ -164,10 +162,9 @@ class BlockFile:
             if not 0 < length <= MAX_KEY_BYTES or crc32(entry[:-4]) != check or key[:length] in seen:
                 continue
             seen.add(key[:length])
-            self._digests[place] = key[:length], digest
-            found.append((number, place))
-        self._newest = max((number for number, _ in found), default=0)
-        return {place: None for _, place in sorted(found)}
+            found.append((number, place, key[:length], digest))
+        self._entries = {place: (key, digest) for _, place, key, digest in sorted(found)}
+        self._newest = max((number for number, *_ in found), default=0)
 
 
 def _open(folder: Path, *names: str) -> list[int]:

@@ -81,8 +81,8 @@ def read_keys(folder: Path, name: str, identity: bytes, file: BlockFile) -> list
 
 def read_prefix(
     folder: Path, name: str, identity: bytes, file: BlockFile, wanted: list[tuple[int, bytes]]
-) -> Iterator[tuple[int, bytes, bool]]:
-    """Copy blocks of the file to these places one at a time; yield place, key and success of each.
+) -> Iterator[tuple[bytes, bool]]:
+    """Copy blocks of the file to these places one at a time; yield key and success of each.
 
     Raises `PrefixFileError` as `read_keys` does.
     """
@@ -101,7 +101,7 @@ def read_prefix(
                 and read_whole(source, block, offset)
                 and digest_of(identity, key, block) == digest
             )
-            yield place, key, is_whole and file.write(place, key, block)
+            yield key, is_whole and file.write(place, key, block)
     except OSError as error:
         raise PrefixFileError(f"{folder / name}: {error.strerror}") from None
     finally:

@@ -39,7 +39,7 @@ def exported(folder: Path) -> Path:
     return folder / "out"
 
 
-def imported(folder: Path, file: BlockFile) -> list[tuple[int, bytes, bool]]:
+def imported(folder: Path, file: BlockFile) -> list[tuple[bytes, bool]]:
     assert list(read_keys(folder, NAME, IDENTITY, file)) == KEYS[:3]
     return list(read_prefix(folder, NAME, IDENTITY, file, PLACES))
 
@@ -48,7 +48,7 @@ def test_an_exported_prefix_is_imported(tmp_path: Path) -> None:
     folder = exported(tmp_path)
     assert os.listdir(folder) == [NAME]
     other = opened(tmp_path / "other")
-    assert imported(folder, other) == [(place, key, True) for place, key in PLACES]
+    assert imported(folder, other) == [(key, True) for _, key in PLACES]
     again = opened(tmp_path / "other")
     assert [found(again, place, key) for place, key in PLACES] == [block_of(key) for key in KEYS[:3]]
 
@@ -57,7 +57,7 @@ def test_a_damaged_block_is_not_imported(tmp_path: Path) -> None:
     folder = exported(tmp_path)
     flip(folder / NAME, HEAD.size + 3 * ENTRY.size + 32 + BLOCK_BYTES + 5)
     other = opened(tmp_path / "other")
-    assert [is_stored for _, _, is_stored in imported(folder, other)] == [True, False, True]
+    assert [is_stored for _, is_stored in imported(folder, other)] == [True, False, True]
     assert found(other, 2, KEYS[1]) is None
 
 
