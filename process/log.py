@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 
 from quintet.wire.ids import WorkerId
 
@@ -20,3 +21,22 @@ def configure_logging(worker: WorkerId | str, level: str) -> logging.Logger:
     logger = logging.getLogger("quintet")
     logger.setLevel(level)
     return logger
+
+
+class LogLimit:
+    """Limits a log line about repeated events to one per interval."""
+
+    def __init__(self, interval_s: float = 60.0) -> None:
+        self._interval_s = interval_s
+        self._num_unlogged = 0
+        self._quiet_until_s = 0.0
+
+    def count(self) -> int:
+        """Count an event; return the number of events since the last line if a line is due now, otherwise 0."""
+        self._num_unlogged += 1
+        now_s = time.monotonic()
+        if now_s < self._quiet_until_s:
+            return 0
+        self._quiet_until_s = now_s + self._interval_s
+        num_events, self._num_unlogged = self._num_unlogged, 0
+        return num_events

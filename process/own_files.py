@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from pathlib import Path
 
 ROOT = 0
 """Accepted as an owner: container volumes are often created by root."""
@@ -41,3 +43,35 @@ def open_own(name: str, flags: int, folder: int | None = None) -> int:
         return file
     os.close(file)
     raise PermissionError(0, complaint, name)
+
+
+class OwnFolder:
+    """An open folder of this process, and its files by relative name. Links are not followed."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `OSError` as `open_own`."""
+        self.descriptor = open_own(str(path), os.O_RDONLY | os.O_DIRECTORY)
+
+    def open(self, name: str, flags: int) -> int:
+        """See `open_own`."""
+        return open_own(name, flags, self.descriptor)
+
+    def size_of(self, name: str) -> int | None:
+        """Return the size of a file; None if it does not exist."""
+        try:
+            return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return None
+
+    def rename(self, name: str, other: str) -> None:
+        """Rename a file, replacing one of the other name."""
+        os.rename(name, other, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it exists."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.descriptor)
+
+    def close(self) -> None:
+        """Close the folder; its open files stay open."""
+        os.close(self.descriptor)

@@ -56,9 +56,3 @@ class BlockBytes:
 
 def _no_wait() -> None:
     """Return: the copy was synchronous."""
-
-
-def take(whole: WholeBlocks, blocks: Int) -> tuple[Bytes, Wait]:
-    """Return copies of blocks, ``[blocks, bytes]``, and a function that waits for them."""
-    taken: Bytes = np.empty((len(blocks), whole.block_bytes), np.uint8)
-    return taken, whole.take_into(blocks, taken, np.arange(len(blocks), dtype=np.int32))

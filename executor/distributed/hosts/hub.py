@@ -52,6 +52,7 @@ from quintet.executor.distributed.hosts.topology import (
 from quintet.executor.distributed.parallel.child import ChildIdentity, run_child
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, read_key
+from quintet.process.log import LogLimit
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError
@@ -92,7 +93,7 @@ class Hub:
         """Frames for hosts that have not begun; no step waits for these."""
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromMember)
         self._carrier = Carrier(config, 0, links, self._send_to)
-        self._last_sent_s = self._quiet_until_s = 0.0
+        self._last_sent_s, self._rejected_connections = 0.0, LogLimit()
         self._context = context = Context()
         key = read_key(hosts.key_file, *GROUP_KEY)
         self._authenticator = PeerAuthenticator(context, key)
@@ -272,8 +273,7 @@ class Hub:
             for routing_id, member in list(self._members.items()):
                 if member.descriptor == event["value"]:
                     self._drop_member(routing_id, member, "closed the connection")
-        elif time.monotonic() >= self._quiet_until_s:
-            self._quiet_until_s = time.monotonic() + WARNING_INTERVAL_S
+        elif self._rejected_connections.count():
             log.warning("rejected a connection to the hub: its %s is missing or differs", GROUP_KEY[0])
 
     def _check_heartbeats(self, now: float) -> None:

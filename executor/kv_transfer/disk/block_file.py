@@ -18,13 +18,14 @@ import contextlib
 import logging
 import os
 import struct
-import time
 from pathlib import Path
 from zlib import crc32
 
 from quintet.executor.kv_transfer.kv_identity import digest_of
-from quintet.process.own_files import open_own
+from quintet.process.log import LogLimit
+from quintet.process.own_files import OwnFolder
 from quintet.wire.errors import ConfigError
+from quintet.wire.kv_tiers import KEY_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +34,6 @@ HEAD_BYTES = 4096
 ENTRY = struct.Struct("<B34sQ32sI")
 """Length of the key, key, use counter, hash of the block, CRC-32 of all these."""
 NOTHING = bytes(ENTRY.size)
-MAX_KEY_BYTES = 34
-LOG_INTERVAL_S = 60.0
-"""Minimum interval between log lines about failed writes."""
 
 
 class BlockFile:
@@ -49,13 +47,13 @@ class BlockFile:
         self._newest = 0
         self._entries: dict[int, tuple[bytes, bytes]] = {}
         """Place -> key and hash of its block, least recently used first."""
-        self._num_unwritten = 0
-        """Failed writes since the last log line."""
-        self._quiet_until = 0.0
+        self._failed_writes = LogLimit()
         head = (MAGIC + identity + block_bytes.to_bytes(8, "little")).ljust(HEAD_BYTES, b"\0")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._index, self._blocks = _open(folder, "blocks.index", "blocks.kv")
+            with contextlib.closing(OwnFolder(folder)) as own:
+                self._index = own.open("blocks.index", os.O_RDWR | os.O_CREAT)
+                self._blocks = own.open("blocks.kv", os.O_RDWR | os.O_CREAT)
             if os.pread(self._index, HEAD_BYTES, 0) != head:
                 if os.fstat(self._index).st_size:
                     log.warning("cleared %s: it is of another model or version", folder)
@@ -88,16 +86,9 @@ class BlockFile:
             reason = "short write"
         except OSError as error:
             reason = str(error.strerror)
-        self._log_error(reason)
+        if number := self._failed_writes.count():  # a full disk stays full
+            log.warning("%d KV blocks could not be written to disk: %s", number, reason)
         return False
-
-    def _log_error(self, reason: str) -> None:
-        """Log a failed write, rate-limited: a full disk stays full."""
-        self._num_unwritten += 1
-        if time.monotonic() >= self._quiet_until:
-            log.warning("%d KV blocks could not be written to disk: %s", self._num_unwritten, reason)
-            self._num_unwritten = 0
-            self._quiet_until = time.monotonic() + LOG_INTERVAL_S
 
     def read(self, place: int, key: bytes, into: memoryview) -> bool:
         """Read a block from its place; return whether it is intact. If not, the content of ``into`` is undefined."""
@@ -159,21 +150,12 @@ class BlockFile:
         for place in range(min(self.num_places, len(entries) // ENTRY.size)):
             entry = entries[place * ENTRY.size : (place + 1) * ENTRY.size]
             length, key, number, digest, check = ENTRY.unpack(entry)
-            if not 0 < length <= MAX_KEY_BYTES or crc32(entry[:-4]) != check or key[:length] in seen:
+            if not 0 < length <= max(KEY_BYTES) or crc32(entry[:-4]) != check or key[:length] in seen:
                 continue
             seen.add(key[:length])
             found.append((number, place, key[:length], digest))
         self._entries = {place: (key, digest) for _, place, key, digest in sorted(found)}
         self._newest = max((number for number, *_ in found), default=0)
-
-
-def _open(folder: Path, *names: str) -> list[int]:
-    """Open files of a folder, all of which must belong to this user."""
-    inside = open_own(str(folder), os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        return [open_own(name, os.O_RDWR | os.O_CREAT, inside) for name in names]
-    finally:
-        os.close(inside)
 
 
 def write_whole(file: int, block: memoryview, offset: int) -> bool:

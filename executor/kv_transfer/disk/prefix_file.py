@@ -2,10 +2,8 @@
 
     head | table: an entry for each block | SHA-256 of all before | block | block | …
 
-The head has the portable identity (`quintet.executor.kv_transfer.kv_identity.whole_of`), the block size and the
-number of blocks. An entry has a block's key, and a hash over identity, key and bytes, so a read returns the block or
-an error. An unfinished file has a temporary name. Hashes detect accidents, not attacks: an importer must trust the
-file's author.
+Head and entries are those of `quintet.executor.kv_transfer.store.chunk_format`. An unfinished file has a temporary
+name. Hashes detect accidents, not attacks: an importer must trust the file's author.
 """
 
 from __future__ import annotations
@@ -13,19 +11,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from quintet.executor.kv_transfer.disk.block_file import MAX_KEY_BYTES, BlockFile, read_whole, write_whole
+from quintet.executor.kv_transfer.disk.block_file import BlockFile, read_whole, write_whole
 from quintet.executor.kv_transfer.kv_identity import digest_of
-from quintet.process.own_files import open_own
+from quintet.executor.kv_transfer.store.chunk_format import ENTRY, HEAD, entry_of
+from quintet.process.own_files import OwnFolder
+from quintet.wire.kv_tiers import KEY_BYTES
 
 MAGIC = b"quintet KV prefix 1\n"
-HEAD = struct.Struct("<20s32sQI")
-"""Magic, identity, bytes of a block, number of blocks."""
-ENTRY = struct.Struct("<B34s32s")
-"""Length of the key, key, hash of the block."""
 HASH_BYTES = 32
 
 
@@ -43,8 +38,8 @@ def write_prefix(
     unfinished = f".{name}.part"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.closing(_Folder(folder)) as held:
-            if held.has(name):
+        with contextlib.closing(OwnFolder(folder)) as held:
+            if held.size_of(name) is not None:
                 raise PrefixFileError(f"{folder / name} exists: use another name, or remove the file")
             target = held.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
@@ -55,7 +50,7 @@ def write_prefix(
                         raise PrefixFileError("some blocks were evicted during the export: export it again")
                     if not write_whole(target, block, end):
                         raise PrefixFileError("short write: is the disk full?")
-                    table += ENTRY.pack(len(key), key, digest_of(identity, key, block))
+                    table += entry_of(identity, key, block)
                     end += file.block_bytes
                     yield end
                 os.pwrite(target, table + hashlib.sha256(table).digest(), 0)
@@ -108,33 +103,6 @@ def read_prefix(
         os.close(source)
 
 
-class _Folder:
-    """An open folder that belongs to this user."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open_own(str(path), os.O_RDONLY | os.O_DIRECTORY)
-
-    def open(self, name: str, flags: int) -> int:
-        return open_own(name, flags, self._file)
-
-    def has(self, name: str) -> bool:
-        try:
-            os.stat(name, dir_fd=self._file, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def rename(self, name: str, other: str) -> None:
-        os.rename(name, other, src_dir_fd=self._file, dst_dir_fd=self._file)
-
-    def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._file)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
 def _first_block(num_blocks: int) -> int:
     """Return the offset of the first block in bytes."""
     return HEAD.size + num_blocks * ENTRY.size + HASH_BYTES
@@ -142,7 +110,7 @@ def _first_block(num_blocks: int) -> int:
 
 def _open_prefix(folder: Path, name: str) -> int:
     try:
-        with contextlib.closing(_Folder(folder)) as held:
+        with contextlib.closing(OwnFolder(folder)) as held:
             return held.open(name, os.O_RDONLY)
     except OSError as error:
         raise PrefixFileError(f"{folder / name}: {error.strerror}") from None
@@ -168,7 +136,7 @@ def _entries(path: Path, source: int, identity: bytes, file: BlockFile) -> list[
         raise PrefixFileError(f"{path} is damaged: the hash of its table does not match")
     found: dict[bytes, bytes] = {}
     for length, key, digest in ENTRY.iter_unpack(table[:table_bytes]):
-        if not 0 < length <= MAX_KEY_BYTES:
+        if not 0 < length <= max(KEY_BYTES):
             raise PrefixFileError(f"{path} is damaged: a key has {length} bytes")
         found[key[:length]] = digest
     if len(found) != num_blocks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -26,13 +25,12 @@ from quintet.executor.kv_transfer.peers.messages import (
     window_of,
 )
 from quintet.executor.memory import lazy_zeros
+from quintet.process.log import LogLimit
 from quintet.wire.codec import UNREADABLE, encode
 from quintet.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-LOG_INTERVAL_S = 60.0
-"""Minimum interval between log lines about invalid requests."""
 _decoder = msgspec.msgpack.Decoder(Ask)
 
 
@@ -110,7 +108,7 @@ class KvServer:
         self._identity = identity
         self._parts = dict(parts)
         self._window = window_of(offered.block_bytes)
-        self._quiet_until = 0.0
+        self._invalid_requests = LogLimit()
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         # A peer that does not read loses replies. Twice the window: ZeroMQ updates its read count late, in halves.
@@ -147,7 +145,8 @@ class KvServer:
         except UNREADABLE:
             ask = None
         if ask is None or not ask.is_valid:
-            self._log_error()
+            if self._invalid_requests.count():
+                log.warning("ignored an invalid request for KV blocks from an unknown client")
             return
         if ask.identity != self._identity or ask.version != VERSION:
             self.socket.send_multipart((routing_id, encode(IdentityMismatch(ask.number, self._parts))))
@@ -161,9 +160,3 @@ class KvServer:
             head = encode(BlockReply(ask.number, index, digest_of(self._identity, key, memoryview(block))))
             self.socket.send_multipart((routing_id, head, block), copy=False)
         self.socket.send_multipart((routing_id, encode(BlocksMissing(ask.number, missing))))
-
-    def _log_error(self) -> None:
-        """Log an invalid request, rate-limited."""
-        if time.monotonic() >= self._quiet_until:
-            log.warning("ignored an invalid request for KV blocks from an unknown client")
-            self._quiet_until = time.monotonic() + LOG_INTERVAL_S

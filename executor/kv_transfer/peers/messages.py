@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import msgspec
 
+from quintet.wire.kv_tiers import KEY_BYTES
+
 VERSION = 1
 MAX_KEYS = 256
 """Maximum keys per request."""
-KEY_BYTES = (32, 34)
 MAX_HEAD_BYTES = 64 << 10
 WINDOW_BYTES = 4 << 20
 """Maximum bytes of blocks per request."""

@@ -24,6 +24,7 @@ from quintet.executor.kv_transfer.block_bytes import Bytes, Wait, WholeBlocks
 from quintet.executor.kv_transfer.kv_identity import parts_of, whole_of
 from quintet.executor.kv_transfer.store.chunk_format import ChunkFormat
 from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, ObjectStore, open_connector
+from quintet.process.log import LogLimit
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.kv_tiers import Fetch, KvTierRequests, Search, SearchResult, Store, TierCapacity
@@ -33,8 +34,6 @@ ValueT = TypeVar("ValueT")
 
 BACKOFF_S = 5.0
 """Time without requests to a store after an error, and the timeout that counts as an error."""
-LOG_INTERVAL_S = 60.0
-"""Minimum interval between log lines about errors."""
 
 
 class StoreBackEnd(BackEnd):
@@ -65,8 +64,7 @@ class StoreBackEnd(BackEnd):
         self._damaged: dict[str, None] = {}
         """Damaged objects, treated as missing; oldest first."""
         self._backoff_until_s = 0.0
-        self._num_errors, self._quiet_until_s = 0, 0.0
-        """Errors since the last log line, and the end of its interval."""
+        self._errors = LogLimit()
 
     @property
     def capacity(self) -> TierCapacity:
@@ -181,15 +179,12 @@ class StoreBackEnd(BackEnd):
         kind = os.strerror(errno) if errno is not None and errno in errorcode else None
         with self.changed:
             self._backoff_until_s = time.monotonic() + BACKOFF_S
-            self._num_errors += 1
-            if time.monotonic() < self._quiet_until_s:
-                return
-            number, self._num_errors = self._num_errors, 0
-            self._quiet_until_s = time.monotonic() + LOG_INTERVAL_S
-        log.warning(
-            "the KV store had %d errors, the last one %s%s: missing blocks are computed",
-            number, type(error).__name__, f" ({kind})" if kind else "",
-        )  # fmt: skip
+            number = self._errors.count()
+        if number:
+            words = f"{type(error).__name__} ({kind})" if kind else type(error).__name__
+            log.warning(
+                "the KV store had %d errors, the last one %s: missing blocks are computed", number, words
+            )
 
 
 def open_store(

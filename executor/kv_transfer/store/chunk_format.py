@@ -24,6 +24,11 @@ ENTRY = struct.Struct("<B34s32s")
 """Length of the key, key, hash of the block."""
 
 
+def entry_of(identity: bytes, key: bytes, block: memoryview) -> bytes:
+    """Return the entry of a block."""
+    return ENTRY.pack(len(key), key, digest_of(identity, key, block))
+
+
 class ChunkFormat:
     """Format of chunks of one model's blocks."""
 
@@ -47,10 +52,7 @@ class ChunkFormat:
     def finish(self, content: Bytes, blocks: Bytes, keys: Sequence[bytes]) -> None:
         """Write head and entries before the blocks, which must be complete."""
         head = HEAD.pack(MAGIC, self.identity, self.block_bytes, len(keys))
-        entries = [
-            ENTRY.pack(len(key), key, digest_of(self.identity, key, block.data))
-            for key, block in zip(keys, blocks, strict=True)
-        ]
+        entries = [entry_of(self.identity, key, block.data) for key, block in zip(keys, blocks, strict=True)]
         before = head + b"".join(entries)
         content[: len(before)] = np.frombuffer(before, np.uint8)
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quintet.executor.kv_transfer.disk.block_file import read_whole, write_whole
-from quintet.process.own_files import open_own
+from quintet.process.own_files import OwnFolder
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
@@ -53,9 +53,9 @@ class FolderStore:
         """Raises `OSError` if the folder belongs to another user, or is not writable."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._size_bytes = size_bytes
-        self._folder = open_own(str(folder), os.O_RDONLY | os.O_DIRECTORY)
+        self._folder = OwnFolder(folder)
         self._path = folder
-        self._ledger = open_own("ledger", os.O_RDWR | os.O_CREAT, self._folder)
+        self._ledger = self._folder.open("ledger", os.O_RDWR | os.O_CREAT)
         self._ledger_lock = threading.Lock()
         """Guards the ledger between threads: a file lock is per process."""
         self._numbers = itertools.count()
@@ -64,17 +64,17 @@ class FolderStore:
 
     def count(self, names: Sequence[str]) -> int:
         """See `ObjectStore.count`."""
-        existing = itertools.takewhile(lambda name: self._size_of(name) is not None, names)
+        existing = itertools.takewhile(lambda name: self._folder.size_of(name) is not None, names)
         return sum(1 for _ in existing)
 
     def put(self, name: str, content: memoryview) -> bool:
         """See `ObjectStore.put`. Raises `OSError`."""
-        if self._size_of(name) == len(content):
+        if self._folder.size_of(name) == len(content):
             self._use(name)
             return True
         folder, _, short = name.partition("/")
         with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o700, dir_fd=self._folder)
+            os.mkdir(folder, 0o700, dir_fd=self._folder.descriptor)
         unfinished = f"{folder}/.{short}.{os.getpid()}-{next(self._numbers)}"
         file = self._reserve(unfinished, len(content))
         if file is None:
@@ -92,7 +92,7 @@ class FolderStore:
     def get(self, name: str, into: memoryview) -> bool:
         """See `ObjectStore.get`. Raises `OSError`."""
         try:
-            file = open_own(name, os.O_RDONLY, self._folder)
+            file = self._folder.open(name, os.O_RDONLY)
         except FileNotFoundError:
             return False
         try:
@@ -105,28 +105,16 @@ class FolderStore:
 
     def drop(self, name: str) -> None:
         """See `ObjectStore.drop`."""
-        self._remove(name)
+        self._folder.remove(name)
 
     def close(self) -> None:
         """See `ObjectStore.close`."""
         os.close(self._ledger)
-        os.close(self._folder)
-
-    # --- files ---
-
-    def _size_of(self, name: str) -> int | None:
-        try:
-            return os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_size
-        except FileNotFoundError:
-            return None
+        self._folder.close()
 
     def _use(self, name: str) -> None:
         with contextlib.suppress(OSError):  # another process may have removed it
-            os.utime(name, dir_fd=self._folder, follow_symlinks=False)
-
-    def _remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._folder)
+            os.utime(name, dir_fd=self._folder.descriptor, follow_symlinks=False)
 
     # --- space ---
 
@@ -142,7 +130,7 @@ class FolderStore:
                 os.pwrite(self._ledger, kept.to_bytes(8, "little"), 0)
                 return None
             os.pwrite(self._ledger, (kept + size).to_bytes(8, "little"), 0)
-            file = open_own(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._folder)
+            file = self._folder.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(file, size)  # so that scans count it
             return file
@@ -150,10 +138,10 @@ class FolderStore:
     def _settle(self, unfinished: str, name: str | None, size: int) -> None:
         """Rename a complete file, unless an equal object exists; otherwise remove it and release its space."""
         with self._locked_ledger():
-            if name is not None and self._size_of(name) != size:
-                os.rename(unfinished, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            if name is not None and self._folder.size_of(name) != size:
+                self._folder.rename(unfinished, name)
                 return
-            self._remove(unfinished)
+            self._folder.remove(unfinished)
             kept = int.from_bytes(os.pread(self._ledger, 8, 0), "little")
             os.pwrite(self._ledger, max(0, kept - size).to_bytes(8, "little"), 0)
 
@@ -182,7 +170,7 @@ class FolderStore:
         """Scan the folder, remove files of dead writers and evict LRU objects. Return the bytes that are left."""
         found: list[tuple[int, int, str]] = []
         kept = 0
-        for folder in os.scandir(self._folder):
+        for folder in os.scandir(self._folder.descriptor):
             for entry in os.scandir(self._path / folder.name) if folder.is_dir(follow_symlinks=False) else ():
                 name = f"{folder.name}/{entry.name}"
                 if entry.name.startswith("."):
@@ -196,14 +184,14 @@ class FolderStore:
         for _, object_size, name in sorted(found):
             if kept <= most:
                 break
-            self._remove(name)
+            self._folder.remove(name)
             kept -= object_size
         return kept
 
     def _live_writer_bytes(self, unfinished: str) -> int:
         """Return the size of a file with a live writer; otherwise remove the file and return 0."""
         try:
-            file = open_own(unfinished, os.O_RDWR, self._folder)  # NFS cannot lock a file opened read-only
+            file = self._folder.open(unfinished, os.O_RDWR)  # NFS cannot lock a file opened read-only
         except FileNotFoundError:
             return 0
         try:
@@ -211,7 +199,7 @@ class FolderStore:
         except BlockingIOError:
             return os.fstat(file).st_size
         else:
-            self._remove(unfinished)
+            self._folder.remove(unfinished)
             return 0
         finally:
             os.close(file)

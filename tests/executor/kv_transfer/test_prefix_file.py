@@ -20,13 +20,12 @@ from tests.executor.kv_transfer.test_block_file import (
 
 from quintet.executor.kv_transfer.disk.block_file import BlockFile
 from quintet.executor.kv_transfer.disk.prefix_file import (
-    ENTRY,
-    HEAD,
     PrefixFileError,
     read_keys,
     read_prefix,
     write_prefix,
 )
+from quintet.executor.kv_transfer.store.chunk_format import ENTRY, HEAD
 
 NAME = "prefix.kv"
 WANTED = list(enumerate(KEYS))[:3]
