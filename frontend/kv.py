@@ -7,12 +7,13 @@ text only on request.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
 from quintet.frontend.api.openai import parse
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.service import Service
+from quintet.frontend.service import Handler, Service
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import RequestError
 from quintet.wire.kv_admin import MAX_LISTED, MAX_NAME, KvPrefix, KvReport, KvUsage, Verb
@@ -56,8 +57,7 @@ _import_decoder = msgspec.json.Decoder(ImportBody)
 async def listing(service: Service, http_request: HttpRequest) -> None:
     """List every engine's prefixes, most recently used first."""
     limit, with_text = _limit(http_request), http_request.has_flag("text")
-    reports = await service.queries.kv_query("list", limit=limit, with_tokens=with_text)
-    _raise_if_all_failed(reports)
+    reports = await _ask(service, "list", limit=limit, with_tokens=with_text)
     found = [(report.core, prefix, report.usage) for report in reports for prefix in report.prefixes]
     found.sort(key=lambda each: math.inf if each[1].idle_ns is None else each[1].idle_ns)
     shown = []
@@ -80,19 +80,17 @@ async def listing(service: Service, http_request: HttpRequest) -> None:
     )
 
 
-async def pin(service: Service, http_request: HttpRequest) -> None:
-    """Pin a prefix on every engine."""
-    await _change(service, http_request, "pin")
+def change(verb: Verb) -> Handler:
+    """Return the handler that pins, unpins or evicts a prefix on every engine."""
 
+    async def handle(service: Service, http_request: HttpRequest) -> None:
+        body = parse.decode(await http_request.read_json_body(service.bodies), _decoder)
+        name, token_ids = await _prefix_of(service, body)
+        reports = await _ask(service, verb, name=name, token_ids=token_ids, salt=body.cache_salt)
+        answer = {"object": f"kv.{verb}", "data": _prefixes(reports), "errors": _errors(reports)}
+        await http_request.respond_json(answer)
 
-async def unpin(service: Service, http_request: HttpRequest) -> None:
-    """Unpin a prefix on every engine."""
-    await _change(service, http_request, "unpin")
-
-
-async def evict(service: Service, http_request: HttpRequest) -> None:
-    """Evict a prefix and its extensions."""
-    await _change(service, http_request, "evict")
+    return handle
 
 
 async def export_prefix(service: Service, http_request: HttpRequest) -> None:
@@ -101,12 +99,10 @@ async def export_prefix(service: Service, http_request: HttpRequest) -> None:
     path = _path_of(service, body.file)
     name, token_ids = await _prefix_of(service, body)
     fields = {"name": name, "token_ids": token_ids, "salt": body.cache_salt, "file": body.file}
-    reports = await service.queries.kv_query("export", **fields)
-    _raise_if_all_failed(reports)
-    (report,) = reports
-    data = [_prefix(report.core, prefix, report.usage) for prefix in report.prefixes]
+    reports = await _ask(service, "export", **fields)
+    data, num_bytes = _prefixes(reports), reports[0].num_bytes
     await http_request.respond_json(
-        {"object": "kv.export", "data": data, "file": path, "bytes": report.num_bytes, "errors": []}
+        {"object": "kv.export", "data": data, "file": path, "bytes": num_bytes, "errors": []}
     )
 
 
@@ -114,8 +110,7 @@ async def import_prefix(service: Service, http_request: HttpRequest) -> None:
     """Load a file's blocks to the disk of every engine."""
     body = parse.decode(await http_request.read_json_body(service.bodies), _import_decoder)
     path = _path_of(service, body.file)
-    reports = await service.queries.kv_query("import", file=body.file)
-    _raise_if_all_failed(reports)
+    reports = await _ask(service, "import", file=body.file)
     data = [
         {
             "engine": report.core,
@@ -145,15 +140,6 @@ def _path_of(service: Service, file: str) -> str:
             "file",
         )
     return f"{disk.folder}/{EXCHANGE}/{file}"
-
-
-async def _change(service: Service, http_request: HttpRequest, verb: Verb) -> None:
-    body = parse.decode(await http_request.read_json_body(service.bodies), _decoder)
-    name, token_ids = await _prefix_of(service, body)
-    reports = await service.queries.kv_query(verb, name=name, token_ids=token_ids, salt=body.cache_salt)
-    _raise_if_all_failed(reports)
-    data = [_prefix(report.core, prefix, report.usage) for report in reports for prefix in report.prefixes]
-    await http_request.respond_json({"object": f"kv.{verb}", "data": data, "errors": _errors(reports)})
 
 
 async def _prefix_of(service: Service, body: PrefixBody) -> tuple[str, bytes]:
@@ -186,10 +172,13 @@ def _limit(http_request: HttpRequest) -> int:
     return int(given)
 
 
-def _raise_if_all_failed(reports: list[KvReport]) -> None:
-    if all(report.error is not None for report in reports):
-        error = next(report.error for report in reports if report.error is not None)
-        raise RequestError(error.code, error.message, error.param)
+async def _ask(service: Service, verb: Verb, **fields: Any) -> list[KvReport]:
+    """Return the reports of the engines. Raises `RequestError` if all failed."""
+    reports = await service.queries.kv_query(verb, **fields)
+    errors = [report.error for report in reports if report.error is not None]
+    if len(errors) == len(reports):
+        raise RequestError(errors[0].code, errors[0].message, errors[0].param)
+    return reports
 
 
 def _errors(reports: list[KvReport]) -> list[dict[str, object]]:
@@ -199,6 +188,10 @@ def _errors(reports: list[KvReport]) -> list[dict[str, object]]:
         for report in reports
         if report.error is not None
     ]
+
+
+def _prefixes(reports: list[KvReport]) -> list[dict[str, object]]:
+    return [_prefix(report.core, prefix, report.usage) for report in reports for prefix in report.prefixes]
 
 
 def _prefix(core: int, prefix: KvPrefix, usage: KvUsage | None) -> dict[str, object]:

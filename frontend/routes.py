@@ -317,19 +317,19 @@ ROUTES = (
     ),
     route(
         "/kv/pin",
-        kv.pin,
+        kv.change("pin"),
         post("For operators: pin a prefix", PrefixBody, {"prompt": "You are a helpful assistant."}),
         fields=DATA,
     ),
     route(
         "/kv/unpin",
-        kv.unpin,
+        kv.change("unpin"),
         post("For operators: unpin a prefix", PrefixBody, {"id": "c0ffee00"}),
         fields=DATA,
     ),
     route(
         "/kv/evict",
-        kv.evict,
+        kv.change("evict"),
         post("For operators: evict a prefix and its extensions", PrefixBody, {"id": "c0ffee00"}),
         fields=DATA,
     ),

@@ -57,37 +57,25 @@ def rows_of(
     disk: KvDiskPlan | None, store: KvStoreConfig | None, peers: KvPeersConfig | None, block_size: int
 ) -> Rows:
     """Return text rows: label, value."""
-    return _disk_rows(disk, block_size) + _store_rows(store) + _peers_rows(peers)
-
-
-def _disk_rows(disk: KvDiskPlan | None, block_size: int) -> Rows:
-    if disk is None:
-        return []
-    words = (
-        f"{format_size(disk.size_bytes)} in {disk.folder}: {disk.num_blocks:,} blocks of {block_size} tokens, per"
-        f" engine; {format_size(disk.free_bytes)} free on disk; {format_size(disk.staging_bytes)} of read buffers"
-    )
-    return [("KV on disk", words)]
-
-
-def _store_rows(store: KvStoreConfig | None) -> Rows:
-    if store is None:
-        return []
-    bound = (
-        f"{format_size(store.size_bytes)} for all servers"
-        if store.size_bytes
-        else "size limited by the storage"
-    )
-    memory = format_size(store.staging_bytes + store.waiting_bytes)
-    return [("KV store", f"{store.url}, {bound}; {memory} of memory per engine")]
-
-
-def _peers_rows(peers: KvPeersConfig | None) -> Rows:
-    if peers is None:
-        return []
-    words: list[str] = [peers.role]
-    if peers.listen:
-        words.append(f"offered at {peers.listen}, in {format_size(peers.offered_bytes)} of memory per engine")
-    if peers.allowed:
-        words.append(f"fetched from {', '.join(peers.allowed)} into {format_size(peers.staging_bytes)}")
-    return [("KV transfer", "; ".join(words))]
+    rows: Rows = []
+    if disk is not None:
+        words = (
+            f"{format_size(disk.size_bytes)} in {disk.folder}: {disk.num_blocks:,} blocks of {block_size} tokens, per"
+            f" engine; {format_size(disk.free_bytes)} free on disk; {format_size(disk.staging_bytes)} of read buffers"
+        )
+        rows.append(("KV on disk", words))
+    if store is not None:
+        size = format_size(store.size_bytes)
+        bound = f"{size} for all servers" if store.size_bytes else "size limited by the storage"
+        memory = format_size(store.staging_bytes + store.waiting_bytes)
+        rows.append(("KV store", f"{store.url}, {bound}; {memory} of memory per engine"))
+    if peers is not None:
+        words = peers.role
+        if peers.listen:
+            words += (
+                f"; offered at {peers.listen}, in {format_size(peers.offered_bytes)} of memory per engine"
+            )
+        if peers.allowed:
+            words += f"; fetched from {', '.join(peers.allowed)} into {format_size(peers.staging_bytes)}"
+        rows.append(("KV transfer", words))
+    return rows
