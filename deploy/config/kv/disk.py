@@ -7,7 +7,6 @@ from pathlib import Path
 
 from quintet.deploy.config.kv.transfer import KvSource, check_folder, inaccessible, nearest_folder
 from quintet.wire.config import KvDiskConfig
-from quintet.wire.errors import ConfigError
 
 FLAG = "--kv-disk"
 DEFAULT_SIZE = "8GiB"
@@ -17,8 +16,6 @@ def kv_disk_config(source: KvSource) -> KvDiskConfig | None:
     """Return the section, or None without ``--kv-disk``. Raises `ConfigError`."""
     options = source.options
     if options.kv_disk is None:
-        if options.kv_disk_size is not None:
-            raise ConfigError(f"--kv-disk-size requires {FLAG}: set {FLAG}, or drop --kv-disk-size")
         return None
     source.check(FLAG)
     folder = Path(options.kv_disk).expanduser().absolute()

@@ -23,7 +23,6 @@ def kv_peers_config(source: KvSource) -> KvPeersConfig | None:
     """Return the section, or None if ``--role`` is none. Raises `ConfigError`."""
     options, role = source.options, source.options.role
     if role == "none":
-        _check_no_peer_flags(options)
         return None
     source.check(f"--role {role}")
     offers, fetches = role != "decode", role != "prefill"
@@ -56,17 +55,6 @@ def kv_peers_config(source: KvSource) -> KvPeersConfig | None:
         offered_bytes=offered_bytes // source.parts,
         staging_bytes=source.staging_bytes if fetches else 0,
     )
-
-
-def _check_no_peer_flags(options: Options) -> None:
-    for flag, value in (
-        ("--kv-peer-listen", options.kv_peer_listen),
-        ("--kv-peers", options.kv_peers),
-        ("--kv-peer-key", options.kv_peer_key),
-        ("--kv-peer-memory", options.kv_peer_memory),
-    ):
-        if value:
-            raise ConfigError(f"{flag} requires --role prefill, decode or both: set --role, or drop {flag}")
 
 
 def _address(options: Options) -> str:

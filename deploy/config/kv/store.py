@@ -23,8 +23,6 @@ def kv_store_config(source: KvSource) -> KvStoreConfig | None:
     """Return the section, or None without ``--kv-store``. Raises `ConfigError`."""
     options, url = source.options, source.options.kv_store
     if url is None:
-        if options.kv_store_size is not None:
-            raise ConfigError(f"--kv-store-size requires {FLAG}: set {FLAG}, or drop --kv-store-size")
         return None
     source.check(FLAG)
     _check_url(url)

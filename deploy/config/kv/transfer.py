@@ -38,7 +38,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "store": {"url": "kv_store", "size": "kv_store_size"},
 }
-"""Back end -> key -> option."""
+"""Back end -> key -> option. The first option enables the back end, and the others require it."""
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 """vLLM's ``kv_role`` -> ``--role``."""
 PEER_CONNECTORS = ("NixlConnector", "P2pNcclConnector")
@@ -49,18 +49,35 @@ MAX_STAGING_BYTES = 512 << 20
 
 def with_kv_transfer_config(options: Options) -> Options:
     """Return the options with those of ``--kv-transfer-config``. Raises `ConfigError`."""
-    if not options.kv_transfer_config:
-        return options
-    defaults, changes = Options(), dict[str, object]()
+    changes = dict[str, object]()
     for name, value in _settings(dict(options.kv_transfer_config)):
-        flag = "--" + name.replace("_", "-")
-        if getattr(options, name) != getattr(defaults, name):
-            raise ConfigError(f"{FLAG} and {flag} are both set: drop one of the two")
+        if _is_set(options, name):
+            raise ConfigError(f"{FLAG} and {_flag_of(name)} are both set: drop one of the two")
         changes[name] = parse_size(value, f"{FLAG} host size") / (1 << 30) if name == "swap_space" else value
     try:
-        return msgspec.convert(msgspec.structs.asdict(options) | changes, Options)
+        options = msgspec.convert(msgspec.structs.asdict(options) | changes, Options) if changes else options
     except msgspec.ValidationError as error:
         raise ConfigError(f"{FLAG}: {error}") from None
+    _check_required(options)
+    return options
+
+
+def _check_required(options: Options) -> None:
+    """Reject settings of a back end that is not enabled."""
+    for first, *others in (keys.values() for keys in SECTIONS.values()):
+        for name in others if not _is_set(options, first) else ():
+            if _is_set(options, name):
+                flag, required = _flag_of(name), _flag_of(first)
+                values = " prefill, decode or both" if first == "role" else ""
+                raise ConfigError(f"{flag} requires {required}{values}: set {required}, or drop {flag}")
+
+
+def _is_set(options: Options, name: str) -> bool:
+    return bool(getattr(options, name) != getattr(Options(), name))
+
+
+def _flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _settings(sections: dict[str, Any]) -> Iterator[tuple[str, Any]]:
