@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 from quintet.core.kv.prefix import content_of, digest_after, key_of
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
-
-
-def run_of(keys: list[bytes], block_of: dict[bytes, int]) -> list[int]:
-    """Return the blocks of the leading keys that are known."""
-    blocks = map(block_of.get, keys)
-    return [block for block in takewhile(lambda block: block is not None, blocks) if block is not None]
 
 
 def keys_after(state: SchedulerState, request: Request, index: int, num_tokens: int) -> list[bytes]:

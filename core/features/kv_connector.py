@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from quintet.core.block_keys import digests_of, keys_after, run_of
+from quintet.core.block_keys import digests_of, keys_after
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.groups import GroupBlocks
-from quintet.core.kv.prefix import AnyOf, reach
+from quintet.core.kv.prefix import AnyOf, reach, run_of
 from quintet.core.kv.tier import Tier, Wanted
 from quintet.core.recurrent_state import last_checkpoint
 from quintet.core.requests.request import Request, Status

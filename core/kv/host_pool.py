@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from quintet.core.kv.prefix import run_of
+
 
 class HostPool:
     """Host blocks by content, and the requests that want them. Without blocks it is empty."""
@@ -105,14 +107,7 @@ class HostPool:
         """Return the host blocks of the longest available prefix of these keys: present, or present after the next
         plan's copies.
         """
-        found: list[int] = []
-        block_of = self.block_of
-        for key in keys:
-            block = block_of.get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        return run_of(keys, self.block_of)
 
     def take_copies(self) -> list[int]:
         """Return pairs ``device block, host block`` for the plan being sent: all since the previous one."""

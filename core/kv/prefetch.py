@@ -42,18 +42,16 @@ class FetchRequest:
 class Prefetches:
     """Fetches per request, and the transfers in progress."""
 
-    __slots__ = ("_awaited", "_num_requested", "_number_of", "_untimed", "host_blocks", "requests")
+    __slots__ = ("_awaited", "_num_requested", "_untimed", "host_blocks", "requests")
 
     def __init__(self, first_host_block: int, num_host_blocks: int) -> None:
         """Host blocks are numbered consecutively from ``first_host_block``; fetches are written into them."""
         self.host_blocks = HostPool(num_host_blocks, first_host_block)
         self.requests: dict[int, FetchRequest] = {}
         """Keyed by request."""
-        self._awaited: dict[int, bytes] = {}
-        """Host block -> key being read into it."""
+        self._awaited: dict[int, tuple[int, bytes]] = {}
+        """Host block -> sequence number of its fetch, and key; results arrive in about this order."""
         self._num_requested = 0
-        self._number_of: dict[int, int] = {}
-        """Host block -> sequence number of its fetch; results arrive in about this order."""
         self._untimed: list[FetchRequest] = []
         """Fetches with a timeout that starts at the next transfer requests."""
 
@@ -68,16 +66,16 @@ class Prefetches:
         if not wanted:
             return None
         new: list[tuple[int, bytes]] = []
+        block_of = self.host_blocks.block_of
         for key in wanted:
-            if key not in self.host_blocks.block_of:
+            if key not in block_of:
                 block = self.host_blocks.place(key)
-                self._awaited[block] = key
                 self._num_requested += 1
-                self._number_of[block] = self._num_requested
+                self._awaited[block] = self._num_requested, key
                 new.append((block, key))
-        pending = {key for key in wanted if self.host_blocks.block_of[key] in self._awaited}
-        last = max((self._number_of[self.host_blocks.block_of[key]] for key in pending), default=0)
-        self.requests[request_id] = fetch = FetchRequest(num_tokens, pending, last)
+        awaited = [self._awaited[block_of[key]] for key in wanted if block_of[key] in self._awaited]
+        last, _ = max(awaited, default=(0, b""))
+        self.requests[request_id] = fetch = FetchRequest(num_tokens, {key for _, key in awaited}, last)
         self._untimed.append(fetch)
         return new
 
@@ -121,7 +119,7 @@ class Prefetches:
 
     def settle(self, blocks: Sequence[int], *, missed: bool) -> list[bytes]:
         """Apply results: these host blocks hold their content, or missed it. Return the keys that were awaited."""
-        newest = max((self._number_of.get(block, 0) for block in blocks), default=0)
+        newest = max((self._awaited[block][0] for block in blocks if block in self._awaited), default=0)
         if newest:
             later = [fetch for fetch in self.requests.values() if fetch.pending and fetch.last >= newest]
             for fetch in later:
@@ -130,11 +128,10 @@ class Prefetches:
         settled: list[bytes] = []
         known: list[bytes] = []
         for block in blocks:
-            key = self._awaited.pop(block, None)
-            if key is None:
+            if block not in self._awaited:
                 continue
+            _, key = self._awaited.pop(block)
             settled.append(key)
-            del self._number_of[block]
             # Otherwise no request wants it any more, or it was requested again.
             if self.host_blocks.block_of.get(key) == block:
                 known.append(key)
@@ -166,7 +163,6 @@ class Prefetches:
     def check(self, waiting: set[int]) -> None:
         """See `quintet.core.kv.tier.Tier.check`."""
         self.host_blocks.check(waiting)
-        assert self._awaited.keys() == self._number_of.keys(), (self._awaited, self._number_of)
         assert self._awaited.keys() <= {*self.host_blocks.block_of.values(), *self.host_blocks.leaving}, (
             self._awaited
         )

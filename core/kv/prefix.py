@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from hashlib import sha256
 
 from quintet.core.kv.groups import GroupBlocks
@@ -85,6 +85,17 @@ def digest_after(before: bytes, content: bytes) -> bytes:
 def key_of(digest: bytes, group: int) -> bytes:
     """Return the key of a group's block; for the first group the digest itself."""
     return digest + group.to_bytes(2, "little") if group else digest
+
+
+def run_of(keys: Iterable[bytes], block_of: Mapping[bytes, int]) -> list[int]:
+    """Return the blocks of the leading keys that are known."""
+    found: list[int] = []
+    for key in keys:
+        block = block_of.get(key)
+        if block is None:
+            break
+        found.append(block)
+    return found
 
 
 class AnyOf:
@@ -251,23 +262,12 @@ class PrefixIndex:
         For a state group that is the one block with the state.
         """
         if len(groups) == 1 and groups[0].kind == "full":
-            blocks = self._run(digests, max_blocks)
+            blocks = run_of(digests[:max_blocks], self.block_of)
             return len(blocks), [GroupBlocks(0, blocks)]
         num_blocks = reach(self.block_of, digests, max_blocks, groups, block_size)
         return num_blocks, [
             self._read(digests, num_blocks, index, group, block_size) for index, group in enumerate(groups)
         ]
-
-    def _run(self, digests: list[bytes], max_blocks: int) -> list[int]:
-        """Return the longest known run of the first group's blocks."""
-        found: list[int] = []
-        block_of = self.block_of
-        for key in digests[:max_blocks]:
-            block = block_of.get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
 
     def _read(
         self, digests: list[bytes], end: int, index: int, group: KvGroup, block_size: int
