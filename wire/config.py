@@ -215,9 +215,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """KV events; None disables them."""
 
     @property
-    def has_remote_tiers(self) -> bool:
-        """True if a disk, peer or store tier is configured."""
-        return self.disk is not None or self.peers is not None or self.store is not None
+    def remote_tiers(self) -> list[KvDiskConfig | KvPeersConfig | KvStoreConfig]:
+        """Sections of the configured KV back ends, except host memory."""
+        return [tier for tier in (self.disk, self.peers, self.store) if tier is not None]
 
 
 MAX_DRAFTS = 32

@@ -51,10 +51,8 @@ FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 def max_tier_blocks(config: EngineConfig) -> tuple[int, int]:
     """Return the maximum number of blocks in host memory, and on disk."""
     num_blocks, cache = config.model.kv.num_offloaded_blocks, config.cache
-    num_host_blocks = num_blocks(cache.swap_bytes)
-    for section in (cache.disk, cache.peers, cache.store):
-        num_host_blocks += 0 if section is None else num_blocks(section.staging_bytes)
-    return num_host_blocks, 0 if cache.disk is None else num_blocks(cache.disk.size_bytes)
+    host_bytes = [cache.swap_bytes, *(tier.staging_bytes for tier in cache.remote_tiers)]
+    return sum(map(num_blocks, host_bytes)), 0 if cache.disk is None else num_blocks(cache.disk.size_bytes)
 
 
 def are_swaps(swaps: bytes, num_blocks: int, num_host_blocks: int) -> bool:

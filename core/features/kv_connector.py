@@ -30,11 +30,11 @@ from quintet.core.scheduler_state import SchedulerState
 def build(setup: Setup) -> Feature | None:
     """Return the feature if a back end is configured."""
     cache = setup.cache
-    if not (cache.has_remote_tiers or cache.swap_bytes):
+    if not (cache.remote_tiers or cache.swap_bytes):
         return None
     return Feature(
         "kv_connector",
-        can_schedule=can_schedule if cache.has_remote_tiers else None,
+        can_schedule=can_schedule if cache.remote_tiers else None,
         match_prefix=match_prefix,
         on_preempt=on_preempt if cache.swap_bytes else None,
     )

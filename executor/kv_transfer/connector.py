@@ -99,7 +99,7 @@ class KvConnector:
         self._host_blocks = host_blocks
         self.back_ends: list[BackEnd] = []
         self._process: Process[StepPlan | KvTierRequests | KvPins] | None = None
-        if not config.cache.has_remote_tiers:
+        if not config.cache.remote_tiers:
             return
         blocks, first = open_blocks(), host_blocks.num_blocks
         for path in BACK_ENDS.values():

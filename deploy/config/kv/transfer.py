@@ -104,7 +104,8 @@ def _settings(sections: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def leaves_executor(options: Options) -> bool:
     """Return whether a back end other than host memory is configured."""
-    return options.kv_disk is not None or options.kv_store is not None or options.role != "none"
+    enabling = [next(iter(keys.values())) for section, keys in SECTIONS.items() if section != "host"]
+    return any(_is_set(options, name) for name in enabling)
 
 
 def num_parts(options: Options) -> int:

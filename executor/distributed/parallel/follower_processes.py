@@ -52,7 +52,7 @@ class FollowerProcesses:
         self.memory = RankMemory(
             tuple(os.memfd_create("quintet-ranks") for _ in range(stages if size > 1 else 0)),
             tuple(os.memfd_create("quintet-link") for _ in range(stages if stages > 1 else 0)),
-            tuple(os.memfd_create("quintet-gather") for _ in range(config.cache.has_remote_tiers)),
+            tuple(os.memfd_create("quintet-gather") for _ in range(bool(config.cache.remote_tiers))),
         )
         self._descriptors = (*self.memory.stages, *self.memory.links, *self.memory.gather)
         ranks = (rank for rank in ranks_of(config.executor, host) if rank != 0)

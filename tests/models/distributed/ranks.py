@@ -87,7 +87,7 @@ def in_ranks(
     memories = [
         range(stages * (size > 1)),
         range(stages * (stages > 1)),
-        range(config.cache.has_remote_tiers),
+        range(bool(config.cache.remote_tiers)),
     ]
     memory = RankMemory(*(tuple(os.memfd_create("ranks") for _ in each) for each in memories))
     is_over = threading.Event()
