@@ -21,8 +21,7 @@ from quintet.executor.kv_transfer.peers.messages import (
     BlockReply,
     BlocksMissing,
     IdentityMismatch,
-    max_unread_replies,
-    window_of,
+    max_requests,
 )
 from quintet.executor.memory import lazy_zeros
 from quintet.process.log import LogLimit
@@ -107,12 +106,11 @@ class KvServer:
         self._offered = offered
         self._identity = identity
         self._parts = dict(parts)
-        self._window = window_of(offered.block_bytes)
         self._invalid_requests = LogLimit()
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         # A peer that does not read loses replies. Twice the window: ZeroMQ updates its read count late, in halves.
-        self.socket.setsockopt(zmq.SNDHWM, 2 * max_unread_replies(offered.block_bytes))
+        self.socket.setsockopt(zmq.SNDHWM, 2 * max_requests(offered.block_bytes))
         self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # detects vanished machines
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEAD_BYTES)
         if address.startswith("["):
@@ -138,7 +136,7 @@ class KvServer:
             self.is_open = True
 
     def answer(self) -> None:
-        """Answer one waiting request. Ignores an invalid one; of too many blocks, sends the first ones."""
+        """Answer one waiting request. Ignores an invalid one."""
         routing_id, *frames = self.socket.recv_multipart()
         try:
             ask = _decoder.decode(frames[0]) if len(frames) == 1 else None
@@ -151,12 +149,10 @@ class KvServer:
         if ask.identity != self._identity or ask.version != VERSION:
             self.socket.send_multipart((routing_id, encode(IdentityMismatch(ask.number, self._parts))))
             return
-        missing: list[int] = []
-        for index, key in enumerate(ask.keys):
-            block = self._offered.get(key) if index - len(missing) < self._window else None
-            if block is None:
-                missing.append(index)
-                continue
-            head = encode(BlockReply(ask.number, index, digest_of(self._identity, key, memoryview(block))))
-            self.socket.send_multipart((routing_id, head, block), copy=False)
-        self.socket.send_multipart((routing_id, encode(BlocksMissing(ask.number, missing))))
+        (key,) = ask.keys
+        block = self._offered.get(key)
+        if block is None:
+            self.socket.send_multipart((routing_id, encode(BlocksMissing(ask.number, [0]))))
+            return
+        head = encode(BlockReply(ask.number, 0, digest_of(self._identity, key, memoryview(block))))
+        self.socket.send_multipart((routing_id, head, block), copy=False)

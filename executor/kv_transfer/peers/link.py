@@ -15,15 +15,12 @@ from quintet.executor.kv_transfer.kv_identity import digest_of
 from quintet.executor.kv_transfer.peers.keys import Context, PeerKey
 from quintet.executor.kv_transfer.peers.messages import (
     MAX_HEAD_BYTES,
-    MAX_REQUESTS,
     VERSION,
     Answer,
     Ask,
-    BlockReply,
     BlocksMissing,
     IdentityMismatch,
-    max_unread_replies,
-    window_of,
+    max_requests,
 )
 from quintet.wire.codec import UNREADABLE, encode
 
@@ -70,10 +67,11 @@ class Link:
     ) -> None:
         """Raises `zmq.ZMQError` if ``peer`` is not a valid address."""
         self._identity, self._parts, self._block_bytes = identity, parts, block_bytes
+        self._max_requests = max_requests(block_bytes)
         self._last_number = 0
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVHWM, max_unread_replies(block_bytes))
+        self._socket.setsockopt(zmq.RCVHWM, self._max_requests)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEAD_BYTES, block_bytes))
         if peer.startswith("["):
             self._socket.setsockopt(zmq.IPV6, 1)
@@ -105,38 +103,29 @@ class Link:
         Ends early after a cancellation. Raises `PeerLost`.
         """
         waiting = deque(range(len(keys)))
-        outstanding: dict[int, dict[int, int]] = {}
-        """Request number -> index in the request -> index in ``keys``."""
-        until_s: dict[int, float] = {}
+        in_flight: dict[int, tuple[int, float]] = {}
+        """Request number -> index in ``keys``, and deadline; oldest first."""
         last_reply_s = time.monotonic()
-        while (waiting or outstanding) and not is_cancelled():
-            while waiting and len(outstanding) < MAX_REQUESTS:
-                number = self._ask(keys, outstanding, waiting)
-                until_s[number] = time.monotonic() + REQUEST_TIMEOUT_S
+        while (waiting or in_flight) and not is_cancelled():
+            while waiting and len(in_flight) < self._max_requests:
+                index = waiting.popleft()
+                in_flight[self._ask(keys[index])] = index, time.monotonic() + REQUEST_TIMEOUT_S
             received, now_s = self._receive(), time.monotonic()
-            wanted = None if received is None else outstanding.get(received[0].number)
-            if received is not None and wanted is not None:  # otherwise nothing, or a cancelled request
-                last_reply_s = now_s
+            if received is not None and received[0].number in in_flight:  # not of a cancelled request
                 answer, frames = received
-                if isinstance(answer, BlocksMissing):
-                    del outstanding[answer.number], until_s[answer.number]
-                    yield from ((index, None) for index in wanted.values())
-                else:
-                    yield self._block(answer, wanted, keys, frames)
-            if outstanding and now_s - last_reply_s > REPLY_TIMEOUT_S:
+                index, _ = in_flight.pop(answer.number)
+                last_reply_s = now_s
+                yield index, self._block(answer, keys[index], frames)
+            if in_flight and now_s - last_reply_s > REPLY_TIMEOUT_S:
                 raise PeerLost(f"sent nothing for {REPLY_TIMEOUT_S:.0f} s")
-            if any(now_s > each for each in until_s.values()):
+            if in_flight and now_s > next(iter(in_flight.values()))[1]:
                 raise PeerLost(f"took more than {REQUEST_TIMEOUT_S:.0f} s for a request")
 
-    def _ask(self, keys: Sequence[bytes], outstanding: dict[int, dict[int, int]], waiting: deque[int]) -> int:
-        """Request the next blocks, as many as the window allows; return the request's number."""
-        count = min(window_of(self._block_bytes), len(waiting))
-        indexes = [waiting.popleft() for _ in range(count)]
+    def _ask(self, key: bytes) -> int:
+        """Request a block; return the request's number."""
         self._last_number += 1
-        outstanding[self._last_number] = dict(enumerate(indexes))
-        ask = Ask(VERSION, self._last_number, self._identity, [keys[index] for index in indexes])
         try:
-            self._socket.send(encode(ask), zmq.NOBLOCK)
+            self._socket.send(encode(Ask(VERSION, self._last_number, self._identity, [key])), zmq.NOBLOCK)
         except zmq.Again:  # the connection is gone after a protocol error, before its event
             raise PeerLost("closed the connection") from None
         return self._last_number
@@ -165,23 +154,18 @@ class Link:
             raise PeerLost("closed the connection")
         raise PeerLost("failed the handshake: its --kv-peer-key is missing or differs")
 
-    def _block(
-        self,
-        answer: BlockReply | IdentityMismatch,
-        wanted: dict[int, int],
-        keys: Sequence[bytes],
-        frames: Sequence[zmq.Frame],
-    ) -> tuple[int, memoryview]:
-        """Return index and content of a received block."""
+    def _block(self, answer: Answer, key: bytes, frames: Sequence[zmq.Frame]) -> memoryview | None:
+        """Return the received block of this key; None if the server does not have it."""
+        if isinstance(answer, BlocksMissing):
+            return None
         if isinstance(answer, IdentityMismatch):
             # By our own names: the peer's names are untrusted.
             differing = sorted(name for name, part in self._parts.items() if part != answer.parts.get(name))
             words = ", ".join(differing) or "version"
             raise PeerLost(f"has another identity: its {words} differ", MISMATCH_BACKOFF_S)
-        index = wanted.pop(answer.index, None)
-        if index is None or len(frames) != 2:
+        if answer.index or len(frames) != 2:
             raise PeerLost("sent a block that was not requested")
         block = memoryview(frames[1].buffer)
-        if len(block) != self._block_bytes or digest_of(self._identity, keys[index], block) != answer.digest:
+        if len(block) != self._block_bytes or digest_of(self._identity, key, block) != answer.digest:
             raise PeerLost("sent a block with a wrong hash", MISMATCH_BACKOFF_S)
-        return index, block
+        return block

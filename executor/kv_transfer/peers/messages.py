@@ -1,12 +1,12 @@
 """Protocol for blocks between two servers over ZeroMQ: a DEALER sends requests, a ROUTER replies.
 
     client                                 server
-    Ask 7: keys a, b, c          ──────▶
-                                 ◀──────   BlockReply 7, of a   | block
-                                 ◀──────   BlockReply 7, of c   | block
-                                 ◀──────   BlocksMissing 7: b
-    Ask 8: keys, other identity  ──────▶
-                                 ◀──────   IdentityMismatch 8: the server's identity parts
+    Ask 7: key a                 ──────▶
+    Ask 8: key b                 ──────▶
+                                 ◀──────   BlockReply 7 | block
+                                 ◀──────   BlocksMissing 8
+    Ask 9: key, other identity   ──────▶
+                                 ◀──────   IdentityMismatch 9: the server's identity parts
 
 Every message is one frame; a block is a second frame. A block's digest covers identity, key and bytes, as on disk, so
 no block is accepted by accident. `quintet.executor.kv_transfer.peers.keys` authenticates connections.
@@ -18,50 +18,44 @@ import msgspec
 
 from quintet.wire.kv_tiers import KEY_BYTES
 
-VERSION = 1
-MAX_KEYS = 256
-"""Maximum keys per request."""
+VERSION = 2
 MAX_HEAD_BYTES = 64 << 10
-WINDOW_BYTES = 4 << 20
-"""Maximum bytes of blocks per request."""
-MAX_REQUESTS = 2
-"""Requests in flight per client, so that the server always has the next one."""
+WINDOW_BYTES = 8 << 20
+"""Bytes of blocks that a client has requested and not received, unless a block is larger."""
+MAX_REQUESTS = 512
 
 
-def window_of(block_bytes: int) -> int:
-    """Return the maximum number of blocks per request."""
-    return max(1, min(MAX_KEYS, WINDOW_BYTES // block_bytes))
-
-
-def max_unread_replies(block_bytes: int) -> int:
-    """Return the maximum number of unread replies to a client: those of all its requests in flight."""
-    return MAX_REQUESTS * (window_of(block_bytes) + 1)
+def max_requests(block_bytes: int) -> int:
+    """Return the maximum number of requests in flight per client: at least two, so that the server always has the next one."""
+    return max(2, min(MAX_REQUESTS, WINDOW_BYTES // block_bytes))
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
-    """A request for blocks."""
+    """A request for a block."""
 
     version: int
     number: int
     identity: bytes
     keys: list[bytes]
+    """One key."""
 
     @property
     def is_valid(self) -> bool:
-        """True if the request is within the protocol's limits."""
-        return len(self.keys) <= MAX_KEYS and all(len(key) in KEY_BYTES for key in self.keys)
+        """True for one key, or another version: its client gets an `IdentityMismatch`."""
+        return self.version != VERSION or (len(self.keys) == 1 and len(self.keys[0]) in KEY_BYTES)
 
 
 class BlockReply(msgspec.Struct, array_like=True, tag="given"):
-    """A requested block, by its index in the request; the block is the next frame."""
+    """The requested block, which is the next frame."""
 
     number: int
     index: int
+    """0: of the only key."""
     digest: bytes
 
 
 class BlocksMissing(msgspec.Struct, array_like=True, tag="lacking"):
-    """Indexes of blocks that the server does not have; the last reply to every request."""
+    """The server does not have the block of the only key, 0."""
 
     number: int
     indexes: list[int]

@@ -114,13 +114,15 @@ def test_a_peer_that_does_not_read_replies_costs_bounded_memory(
     gives, _ = sides(closed)
     gives.offer([0, 1, 2, 3], KEYS)
     server = gives.peers._server
-    assert server is not None and server.socket.get(zmq.SNDHWM) == 12
+    assert server is not None and server.socket.get(zmq.SNDHWM) == 4
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.linger = 0
         client.connect(f"tcp://{gives.address}")
-        client.send(encode(Ask(1, 1, b"w" * 32, [b"u" * 32, *KEYS])))
-        answers = [client.recv_multipart()[0] for _ in range(3)]
-    assert answers[-1] == encode(BlocksMissing(1, [0, 3, 4]))
+        for number, keys in enumerate((KEYS, KEYS[:1], [b"u" * 32])):
+            client.send(encode(Ask(messages.VERSION, number, b"w" * 32, keys)))
+        answers = [client.recv_multipart() for _ in range(2)]
+    assert [len(frames) for frames in answers] == [2, 1], "a request for several blocks is ignored"
+    assert answers[-1] == [encode(BlocksMissing(2, [0]))]
 
 
 def test_the_oldest_offer_is_dropped(closed: ExitStack) -> None:
@@ -140,6 +142,16 @@ def test_a_peer_with_other_weights_is_rejected_by_name(
     gives.offer([2], KEYS[:1])
     assert takes.pull(gives.address, [FIRST], KEYS[:1]) == ([], [FIRST])
     assert "has another identity: its weights differ: 1 blocks will be computed instead" in caplog.text
+
+
+def test_another_version_is_another_identity(closed: ExitStack) -> None:
+    gives, _ = sides(closed)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.linger = 0
+        client.connect(f"tcp://{gives.address}")
+        client.send(encode(Ask(messages.VERSION - 1, 1, b"w" * 32, KEYS)))
+        parts = PARTS | {"weights": (b"w" * 32).hex()}
+        assert client.recv_multipart() == [encode(IdentityMismatch(1, parts))]
 
 
 def test_a_closed_port_is_a_miss(closed: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +262,7 @@ def test_an_invalid_request_is_ignored(closed: ExitStack) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.linger = 0
         client.connect(f"tcp://{gives.address}")
-        for frame in (b"", b"\xc1", encode(Ask(1, 1, b"w" * 32, [b"short"]))):
+        for frame in (b"", b"\xc1", encode(Ask(messages.VERSION, 1, b"w" * 32, [b"short"]))):
             client.send(frame)
         assert takes.pull(gives.address, [FIRST], KEYS[:1]) == ([FIRST], [])
         assert not client.poll(50)
