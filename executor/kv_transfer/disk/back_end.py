@@ -57,6 +57,8 @@ class DiskBackEnd(BackEnd):
         super().__init__(blocks, num_staging_blocks, first_host_block)
         self._exchange, self._identity = exchange, identity
         self._file = file
+        self._dropping: set[tuple[int, bytes]] = set()
+        """Places and keys to clear."""
         self._unidentified: list[tuple[int, FileRequest]] = []
         """File operations that wait for the identity, with their `tables_epoch`."""
         self.add_thread(self._identify, "kv-disk-identity")
@@ -68,7 +70,8 @@ class DiskBackEnd(BackEnd):
 
     def stored(self) -> list[tuple[int, bytes]]:
         """See `BackEnd.stored`."""
-        return self._file.kept()
+        with self.changed:
+            return [stored for stored in self._file.kept() if stored not in self._dropping]
 
     def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
         """See `BackEnd.store_tasks`. Places are freed first."""
@@ -89,6 +92,7 @@ class DiskBackEnd(BackEnd):
 
     def tasks(self, requests: KvTierRequests) -> Iterator[Task]:
         """See `BackEnd.tasks`."""
+        self._dropping.update(zip(unpack_i32(requests.drops), requests.drop_keys, strict=True))
         for fetch in requests.fetches:
             columns = zip(unpack_i32(fetch.positions), unpack_i32(fetch.host_blocks), fetch.keys, strict=True)
             for place, host_block, key in columns:
@@ -110,6 +114,8 @@ class DiskBackEnd(BackEnd):
 
     def _drop(self, place: int, key: bytes, task: Task) -> None:
         self._file.drop(place, key)
+        with self.changed:
+            self._dropping.discard((place, key))
 
     def _store(self, place: int, key: bytes, block: Bytes, wait: Wait, task: Task) -> None:
         wait()
@@ -146,7 +152,8 @@ class DiskBackEnd(BackEnd):
         folder, name = self._exchange, file.name
         wanted = list(zip(unpack_i32(file.places), file.keys, strict=True))
         if file.verb == "export":
-            for result.num_bytes in write_prefix(folder, name, identity, self._file, wanted):
+            for num_bytes in write_prefix(folder, name, identity, self._file, wanted):
+                result.num_bytes = num_bytes
                 yield True
         elif file.verb == "import":
             for key, is_stored in read_prefix(folder, name, identity, self._file, wanted):

@@ -304,6 +304,20 @@ def test_a_restarted_executor_serves_without_a_failed_disk(
     assert found.cache.disk is None and "Read-only file system" in caplog.text
 
 
+def test_a_block_to_be_dropped_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk may be slow, and the core may be replaced meanwhile."""
+    bench = Bench(tmp_path)
+    bench.disk.order(stores(0, 2, 5))
+    assert bench.answers().stored == KEYS[:1]
+    gate = Gate(bench.file, monkeypatch, "drop")
+    bench.disk.order(KvTierRequests(0, "disk", drops=pack_i32([5]), drop_keys=KEYS[:1]))
+    gate.wait()
+    bench.disk.reset()
+    assert bench.disk.stored() == []
+    gate.open()
+    bench.disk.close()
+
+
 def test_a_dropped_block_is_a_miss(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.disk.order(stores(0, 2, 5))
