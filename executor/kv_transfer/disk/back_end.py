@@ -171,7 +171,7 @@ class DiskBackEnd(BackEnd):
         is_unfinished = False
         try:
             is_unfinished = next(steps, False)
-        except (PrefixFileError, OSError) as error:
+        except PrefixFileError as error:
             result.error = str(error)
         with self.changed:
             if is_unfinished:

@@ -36,7 +36,7 @@ def write_prefix(
     Raises `PrefixFileError` if the file exists, a block was evicted, or the disk has an error.
     """
     unfinished = f".{name}.part"
-    try:
+    with _disk_errors(folder / name):
         folder.mkdir(mode=0o700, exist_ok=True)
         with contextlib.closing(OwnFolder(folder)) as held:
             if held.size_of(name) is not None:
@@ -59,19 +59,12 @@ def write_prefix(
             finally:
                 os.close(target)
                 held.remove(unfinished)  # no effect after the rename
-    except OSError as error:
-        raise PrefixFileError(f"{folder / name}: {error.strerror}") from None
 
 
 def read_keys(folder: Path, name: str, identity: bytes, file: BlockFile) -> list[bytes]:
     """Return the keys of a file's blocks. Raises `PrefixFileError` for a damaged file, or one of another identity."""
-    source = _open_prefix(folder, name)
-    try:
-        return [key for key, _ in _entries(folder / name, source, identity, file)]
-    except OSError as error:
-        raise PrefixFileError(f"{folder / name}: {error.strerror}") from None
-    finally:
-        os.close(source)
+    with _opened(folder / name) as source:
+        return list(_entries(folder / name, source, identity, file))
 
 
 def read_prefix(
@@ -81,26 +74,38 @@ def read_prefix(
 
     Raises `PrefixFileError` as `read_keys` does.
     """
-    source = _open_prefix(folder, name)
-    try:
+    with _opened(folder / name) as source:
         entries = _entries(folder / name, source, identity, file)
-        begin = _first_block(len(entries))
-        found = {
-            key: (begin + index * file.block_bytes, digest) for index, (key, digest) in enumerate(entries)
-        }
         block = memoryview(bytearray(file.block_bytes))
         for place, key in wanted:
-            offset, digest = found.get(key, (0, b""))
+            offset, digest = entries.get(key, (0, b""))
             is_whole = (
                 bool(digest)
                 and read_whole(source, block, offset)
                 and digest_of(identity, key, block) == digest
             )
             yield key, is_whole and file.write(place, key, block)
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Raise `PrefixFileError` for a disk error."""
+    try:
+        yield
     except OSError as error:
-        raise PrefixFileError(f"{folder / name}: {error.strerror}") from None
-    finally:
-        os.close(source)
+        raise PrefixFileError(f"{path}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a file for reading. Raises `PrefixFileError`."""
+    with _disk_errors(path):
+        with contextlib.closing(OwnFolder(path.parent)) as held:
+            source = held.open(path.name, os.O_RDONLY)
+        try:
+            yield source
+        finally:
+            os.close(source)
 
 
 def _first_block(num_blocks: int) -> int:
@@ -108,16 +113,8 @@ def _first_block(num_blocks: int) -> int:
     return HEAD.size + num_blocks * ENTRY.size + HASH_BYTES
 
 
-def _open_prefix(folder: Path, name: str) -> int:
-    try:
-        with contextlib.closing(OwnFolder(folder)) as held:
-            return held.open(name, os.O_RDONLY)
-    except OSError as error:
-        raise PrefixFileError(f"{folder / name}: {error.strerror}") from None
-
-
-def _entries(path: Path, source: int, identity: bytes, file: BlockFile) -> list[tuple[bytes, bytes]]:
-    """Return key and hash of each block, after checks of identity, size and table."""
+def _entries(path: Path, source: int, identity: bytes, file: BlockFile) -> dict[bytes, tuple[int, bytes]]:
+    """Return offset and hash of each block by key, after checks of identity, size and table."""
     size, head = os.fstat(source).st_size, os.pread(source, HEAD.size, 0)
     if len(head) < HEAD.size or not head.startswith(MAGIC):
         raise PrefixFileError(f"{path} was not written by this version's `kv export`")
@@ -134,11 +131,11 @@ def _entries(path: Path, source: int, identity: bytes, file: BlockFile) -> list[
     table = os.pread(source, table_bytes + HASH_BYTES, HEAD.size)
     if hashlib.sha256(head + table[:table_bytes]).digest() != table[table_bytes:]:
         raise PrefixFileError(f"{path} is damaged: the hash of its table does not match")
-    found: dict[bytes, bytes] = {}
-    for length, key, digest in ENTRY.iter_unpack(table[:table_bytes]):
+    found: dict[bytes, tuple[int, bytes]] = {}
+    for index, (length, key, digest) in enumerate(ENTRY.iter_unpack(table[:table_bytes])):
         if not 0 < length <= max(KEY_BYTES):
             raise PrefixFileError(f"{path} is damaged: a key has {length} bytes")
-        found[key[:length]] = digest
+        found[key[:length]] = _first_block(num_blocks) + index * block_bytes, digest
     if len(found) != num_blocks:
         raise PrefixFileError(f"{path} is damaged: it names a block twice")
-    return list(found.items())
+    return found
