@@ -1,7 +1,8 @@
 """Peer back end, core half: blocks offered to other servers, and blocks that waiting requests fetch from them.
 
-Offered blocks are copied from the device at once. The executor keeps the copies for a while and serves them by key
-(`quintet.executor.kv_transfer.peers`). So an offer holds no block and outlives this process.
+A prompt's blocks are offered when its request has ended, and copied from the device at once. The executor keeps the
+copies for a while and serves them by key (`quintet.executor.kv_transfer.peers`). So an offer holds no block and outlives
+this process.
 
 The sender of a request names the peer and its number of blocks; there is no lookup and no comparison with computing.
 """
@@ -36,12 +37,6 @@ class PeerPool(Tier):
     def offer(self, keys: Iterable[bytes]) -> None:
         """Offer these contents: copy them from their device blocks before the next plan."""
         self.due |= {key: [key] for key in keys}
-
-    def completed(self, digests: Sequence[bytes], first: int, end: int) -> None:
-        """Do nothing: a prompt's blocks are offered when its request has ended."""
-
-    def completed_state(self, digests: Sequence[bytes], num_blocks: int) -> None:
-        """Do nothing, as `completed`."""
 
     def max_blocks(self, wanted: Wanted) -> int:
         """See `Tier.max_blocks`."""

@@ -88,7 +88,10 @@ class Tier(ABC):
                 self.store(self.chunks.keys(digests, group, index - 1))
 
     def store(self, keys: list[bytes]) -> None:
-        """Queue an object with these blocks, unless the back end has it. Stored if no block is evicted before."""
+        """Queue an object with these blocks, unless the back end has it. Stored if no block is evicted before.
+
+        The default stores nothing.
+        """
 
     def take_stores(self, block_of: Mapping[bytes, int]) -> list[Store]:
         """Return the queued objects to send now. block_of: device blocks by key."""

@@ -36,12 +36,9 @@ class KvTierClient:
             remote.append(kind(limits.groups, recurrent_state.CHECKPOINT_EVERY, first, each))
             first += each.num_staging_blocks
         tiers = Tiers(capacity.num_host_blocks, remote)
-        disk = tiers.find(DiskPool)
+        disk, about = tiers.find(DiskPool), (capacity.executor_epoch, capacity.tables_epoch)
         for kept in self._kept:
-            if disk is not None and (kept.executor_epoch, kept.tables_epoch) == (
-                capacity.executor_epoch,
-                capacity.tables_epoch,
-            ):
+            if disk is not None and (kept.executor_epoch, kept.tables_epoch) == about:
                 for place, key in zip(unpack_i32(kept.places), kept.keys, strict=True):
                     disk.hold(key, place)
         self._kept.clear()
