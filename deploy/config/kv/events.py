@@ -52,13 +52,7 @@ def kv_events_config(options: Options, kv: KvSpec, *, has_prefix_cache: bool) ->
     for name, number in (("buffer_steps", parsed.buffer_steps), ("hwm", parsed.hwm)):
         if not 0 < number < 1 << 31:
             raise ConfigError(f"{FLAG}: {name} is {number}; it must be from 1 to 2147483647")
-    return KvEventsConfig(
-        endpoint=parsed.endpoint,
-        replay_endpoint=parsed.replay_endpoint,
-        buffer_steps=parsed.buffer_steps,
-        hwm=parsed.hwm,
-        topic=parsed.topic,
-    )
+    return msgspec.convert(parsed, KvEventsConfig, from_attributes=True)
 
 
 def _check_port(name: str, address: str, num_engines: int) -> None:
