@@ -27,7 +27,8 @@ from quintet.wire.params import MAX_COUNT
 from quintet.wire.request import MAX_PEER_CHARS, KvTransfer
 from quintet.wire.step import Capacity
 
-MAX_NS = 1 << 63
+MAX_NUMBER = 1 << 63
+MAX_SLOTS = 1 << 10
 
 
 def are_below(column: bytes, limit: int) -> bool:
@@ -106,7 +107,7 @@ def tier_checks(
             )
             and all(is_fetch(fetch, message.tier, num_host_blocks, num_places) for fetch in message.fetches)
             and all(
-                0 <= search.request_id < MAX_NS and all(map(are_keys, search.chains))
+                0 <= search.request_id < MAX_NUMBER and all(map(are_keys, search.chains))
                 for search in message.searches
             )
             and are_named(message.drops, num_places, message.drop_keys)
@@ -125,11 +126,11 @@ def tier_checks(
             and are_below(message.fetched, num_host_blocks)
             and are_below(message.missed, num_host_blocks)
             and all(
-                0 <= found.request_id < MAX_NS and are_below(found.counts, MAX_COUNT)
+                0 <= found.request_id < MAX_NUMBER and are_below(found.counts, MAX_COUNT)
                 for found in message.found
             )
             and all(0 <= each <= MAX_COUNT for each in (message.num_fetches, message.num_searches))
-            and all(0 <= each < MAX_NS for each in (message.fetch_ns, message.search_ns))
+            and all(0 <= each < MAX_NUMBER for each in (message.fetch_ns, message.search_ns))
             and all(0 <= each.task_id <= MAX_COUNT and are_keys(each.keys) for each in message.files)
         )
 
@@ -155,10 +156,6 @@ def is_file_name(name: str) -> bool:
 
 def _is_about_tables(message: KvTierResults | StoredBlocks) -> bool:
     return 0 < message.executor_epoch <= MAX_COUNT and 0 <= message.tables_epoch <= MAX_COUNT
-
-
-MAX_NUMBER = 1 << 63
-MAX_SLOTS = 1 << 10
 
 
 def operator_checks(vocab_size: int, max_len: int) -> dict[type[msgspec.Struct], Callable[[Any], bool]]:

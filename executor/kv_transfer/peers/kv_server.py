@@ -55,10 +55,8 @@ class OfferedBlocks:
         """Copy blocks of KV memory that are not offered yet; if they exceed the capacity, the first ones."""
         with self._lock:
             new, rows = list[int](), list[int]()
-            num_rows = len(self._memory)
-            for index in range(
-                min(len(keys), num_rows) - 1, -1, -1
-            ):  # the first blocks become the most recent
+            # The first blocks become the most recently used.
+            for index in reversed(range(min(len(keys), len(self._memory)))):
                 key = keys[index]
                 row = self._row_of.pop(key, None)
                 if row is None:
