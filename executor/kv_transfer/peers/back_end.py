@@ -113,15 +113,12 @@ class PeerBackEnd(BackEnd):
             }
             if peer in self._backoff_until:
                 return None
-            own = [idle for idle in self._idle if idle[0] == peer]
-            self._idle = [idle for idle in self._idle if idle[0] != peer]
-            alive = [idle for idle in own if idle[1].is_alive]
-            self._idle += alive[1:]
-        for idle in own:
-            if idle not in alive:
-                idle[1].close()
-        if alive:
-            return alive[0][1]
+            own = [idle for idle in self._idle if idle[0] == peer][:1]
+            self._idle = [idle for idle in self._idle if idle not in own]
+        for _, link in own:
+            if link.is_alive:
+                return link
+            link.close()
         try:
             return Link(self._context, peer, self._key, self._identity, self._parts, self.blocks.block_bytes)
         except zmq.ZMQError as error:
