@@ -141,11 +141,13 @@ class BlockFile:
     def _read_index(self) -> None:
         """Load the valid entries. There are none if the disk has an error."""
         found: list[tuple[int, int, bytes, bytes]] = []
+        entries = bytearray()
         try:
-            entries = _read_from(self._index, HEAD_BYTES)
+            entries = bytearray(max(0, os.fstat(self._index).st_size - HEAD_BYTES))
+            read_whole(self._index, memoryview(entries), HEAD_BYTES)
         except OSError as error:
             log.warning("the index of KV blocks on disk could not be read: %s", error.strerror)
-            entries = b""
+            entries = bytearray()
         seen: set[bytes] = set()
         for place in range(min(self.num_places, len(entries) // ENTRY.size)):
             entry = entries[place * ENTRY.size : (place + 1) * ENTRY.size]
@@ -176,10 +178,3 @@ def read_whole(file: int, into: memoryview, offset: int) -> bool:
             return False
         into, offset = into[num_read:], offset + num_read
     return True
-
-
-def _read_from(file: int, offset: int) -> bytes:
-    found = bytearray()
-    while part := os.pread(file, 1 << 20, offset + len(found)):
-        found += part
-    return bytes(found)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from quintet.wire.config import KvStoreConfig
@@ -74,23 +75,17 @@ class FsspecStore:
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         """Look up all names in parallel, in daemon threads that do not delay the exit of the process."""
-        found: list[bool | Exception] = [False] * len(names)
+        found = [Future[bool]() for _ in names]
 
         def ask(index: int) -> None:
             try:
-                found[index] = self._size_of(names[index]) is not None
-            except Exception as error:  # noqa: BLE001 -- raised below
-                found[index] = error
+                found[index].set_result(self._size_of(names[index]) is not None)
+            except Exception as error:  # noqa: BLE001 -- raised by `result`
+                found[index].set_exception(error)
 
-        threads = [threading.Thread(target=ask, args=(index,), daemon=True) for index in range(len(names))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        errors = [each for each in found if isinstance(each, Exception)]
-        if errors:
-            raise errors[0]
-        return [each is True for each in found]
+        for index in range(len(names)):
+            threading.Thread(target=ask, args=(index,), daemon=True).start()
+        return [each.result() for each in found]
 
     def _size_of(self, name: str) -> object | None:
         try:
