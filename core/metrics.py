@@ -13,33 +13,24 @@ S = 1e-9
 
 def _transfer_counters(metrics: Metrics) -> Iterator[tuple[tuple[TierName, str], CounterSeries]]:
     """Yield the counters of KV back ends, by key of `Counters.transfers`."""
-    tiers: tuple[tuple[TierName, str, dict[str, tuple[str, str]]], ...] = (
-        (
-            *("disk", "KV blocks on disk"),
-            {
-                "stored_objects": ("stored", "written"),
-                "unstored_objects": ("unstored", "not written because the disk is slow or full"),
-                "fetched_blocks": ("fetched", "read"),
-                "missed_blocks": ("missed", "requested, but absent or damaged"),
-            },
-        ),
-        (
-            *("peer", "KV blocks between servers"),
-            {
-                "offered_blocks": ("offered", "copied for other servers to fetch"),
-                "fetched_blocks": ("fetched", "received from another server"),
-                "missed_blocks": ("missed", "requested from another server, but not received or damaged"),
-            },
-        ),
-        (
-            *("store", "KV blocks of the shared store"),
-            {
-                "fetched_blocks": ("fetched", "received"),
-                "missed_blocks": ("missed", "requested, and not received or incomplete"),
-            },
-        ),
-    )
-    for tier, blocks, events in tiers:
+    tiers: dict[tuple[TierName, str], dict[str, tuple[str, str]]] = {
+        ("disk", "KV blocks on disk"): {
+            "stored_objects": ("stored", "written"),
+            "unstored_objects": ("unstored", "not written because the disk is slow or full"),
+            "fetched_blocks": ("fetched", "read"),
+            "missed_blocks": ("missed", "requested, but absent or damaged"),
+        },
+        ("peer", "KV blocks between servers"): {
+            "offered_blocks": ("offered", "copied for other servers to fetch"),
+            "fetched_blocks": ("fetched", "received from another server"),
+            "missed_blocks": ("missed", "requested from another server, but not received or damaged"),
+        },
+        ("store", "KV blocks of the shared store"): {
+            "fetched_blocks": ("fetched", "received"),
+            "missed_blocks": ("missed", "requested, and not received or incomplete"),
+        },
+    }
+    for (tier, blocks), events in tiers.items():
         help = (
             f"{blocks}, by event: {', '.join(f'{event} ({meaning})' for event, meaning in events.values())}."
         )
