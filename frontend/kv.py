@@ -87,8 +87,9 @@ def change(verb: Verb) -> Handler:
         body = parse.decode(await http_request.read_json_body(service.bodies), _decoder)
         name, token_ids = await _prefix_of(service, body)
         reports = await _ask(service, verb, name=name, token_ids=token_ids, salt=body.cache_salt)
-        answer = {"object": f"kv.{verb}", "data": _prefixes(reports), "errors": _errors(reports)}
-        await http_request.respond_json(answer)
+        await http_request.respond_json(
+            {"object": f"kv.{verb}", "data": _prefixes(reports), "errors": _errors(reports)}
+        )
 
     return handle
 

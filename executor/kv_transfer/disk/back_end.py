@@ -140,7 +140,9 @@ class DiskBackEnd(BackEnd):
             with self.changed:
                 for epoch, file in self._unidentified:
                     result = FileResult(file.task_id, error)
-                    steps = iter(()) if error else self._steps(file, identity, epoch, result)
+                    steps: Iterator[bool] = iter(())
+                    if not error:
+                        steps = self._steps(file, identity, epoch, result)
                     self.queues["idle"].append(Task("idle", epoch, partial(self._step, steps, result)))
                 self._unidentified.clear()
                 self.changed.notify_all()
