@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quintet.executor.backends.platforms.platform import Platform, open_platform
-from quintet.executor.model_config.share import WHOLE, Share, share_of
+from quintet.executor.model_config.share import OUTPUT, WHOLE, Share, share_of
 from quintet.executor.model_config.state_specs import num_draft_states
 from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from quintet.executor.kv_memory import KvMemory
     from quintet.executor.models.model import CausalModel
 
-TARGET, DRAFT = "target", "draft"
-"""Names of the model that the server serves, and of its draft model."""
+TARGET, DRAFT, DRAFT_OUTPUT = "target", "draft", "draft output"
+"""Names of the model that the server serves, of its draft model, and of the whole output layer that a head needs."""
 
 DEFAULT_KV_BYTES = 4 << 30
 """KV memory on a GPU without our kernels, a mode for trial use."""
@@ -114,6 +114,18 @@ class WorkerContext:
             return model
         return loaded.causal
 
+    def load_output(self) -> CausalModel:
+        """Return the part of the served model after its layers, whole. Other ranks have parts of the output layer."""
+        if self.share.is_all:
+            return self.load()
+        from quintet.executor.loading import load_model  # imports torch
+
+        model = load_model(self.config, self.platform, share=OUTPUT)
+        self.models[DRAFT_OUTPUT] = LoadedModel(
+            model.weights.num_bytes, 0.0, model, model.weights.reservation
+        )
+        return model
+
     @property
     def pages(self) -> list[HugePages]:
         """Host memory of the models' weights, part of which may be on small pages."""
@@ -182,6 +194,7 @@ class WorkerContext:
             "weights": f"{loaded.num_bytes / 1e6:.1f} MB in {loaded.load_s:.1f} s",
             "blocks": str(num_blocks),
         }
-        if DRAFT in self.models:
-            facts["draft"] = f"{self.models[DRAFT].num_bytes / 1e6:.1f} MB of weights"
+        drafts = [self.models[name].num_bytes for name in (DRAFT, DRAFT_OUTPUT) if name in self.models]
+        if drafts:
+            facts["draft"] = f"{sum(drafts) / 1e6:.1f} MB of weights"
         return facts

@@ -117,6 +117,11 @@ def read_head(
     item_bytes, spec, weights = DTYPE_BYTES[dtype], head.spec, head.weights
     num_parameters = (weights and weights.num_parameters) or spec.num_parameters
     weight_bytes = weight_bytes_of(num_parameters, item_bytes, head.quantization, head.stored, weights, 0)
+    if options.tensor_parallel_size > 1 and isinstance(spec, MtpSpec):
+        # Rank 0 of the served model has a part of the output layer; the head needs all of it.
+        quantization: Quantization = "none" if head.stored else head.quantization
+        num_outputs = spec.vocab_size * spec.hidden_size
+        weight_bytes += weight_bytes_of(num_outputs, item_bytes, quantization, None, None, 0)
     kv, num_features = KvSpec([], 0, 0, block_size), 1
     if spec.kv_needs:
         kv, num_features = draft_kv(options, target, spec.kv_needs, block_size, item_bytes), NUM_FEATURES

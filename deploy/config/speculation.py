@@ -222,14 +222,13 @@ def check_support(options: Options, kind: Literal["torch", "mock"], device: Lite
         )
     if options.model_impl == "transformers":
         raise ConfigError(f"{FLAG} is not supported with --model-impl transformers: drop one of them")
-    num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-    if num_ranks == 1 or not needs_draft_model(options):
+    if not needs_draft_model(options):
         return
     method = speculative_method(options)
-    if method != "draft_model":
+    if options.pipeline_parallel_size > 1 and method != "draft_model":
         raise ConfigError(
-            f"{FLAG}: the method {method} is not supported with --tensor-parallel-size and --pipeline-parallel-size: drop one"
-            " of them, or use the method draft_model or ngram"
+            f"{FLAG}: the method {method} is not supported with --pipeline-parallel-size: drop one of them, or use the method"
+            " draft_model or ngram"
         )
     if options.nnodes > 1:
         raise ConfigError(

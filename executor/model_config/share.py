@@ -160,6 +160,7 @@ class Share:
         experts = ", whole experts" if self.by_experts else ""
         words = [f"rank {self.rank} of {self.size}{experts}"] * (not self.is_all)
         words += [f"stage {self.stage} of {self.stages}"] * (self.stages > 1)
+        words += ["without layers"] * (self.layers == (0, 0))
         words += [f"{self.leaves} leaves"] * (self.leaves > 1)
         words += [f"{self.context_size} ranks with one KV memory"] * (self.context_size > 1)
         return ", ".join(words)
@@ -212,6 +213,8 @@ class Share:
 
 WHOLE = Share()
 """The share of a process that holds the whole model."""
+OUTPUT = Share(stage=1, stages=2, layers=(0, 0))
+"""The part after the layers, whole: a draft head on rank 0 computes all logits."""
 
 
 def share_of(executor: ExecutorConfig, rank: int, spec: DecoderSpec | None = None) -> Share:

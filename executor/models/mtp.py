@@ -48,14 +48,19 @@ class MtpHead:
         (layer,) = spec.layers
         self._layer = Layer(inside, layer)
         self._served: Decoder | None = None
+        self._output: Decoder | None = None
         self.attentions = attentions
         self.ropes = [Rope(rope, setting.device) for rope in spec.ropes]
 
     def share(self, served: Decoder) -> None:
-        """Use the served model's embedding, last norm and output layer."""
+        """Use the served model's embedding and last norm."""
         self._served = served
         if self.spec.parts.has_output_norm:
             self._output_norm = self._output_norm or served.final_norm
+
+    def share_output(self, served: Decoder) -> None:
+        """Use the output layer of the served model, which is whole."""
+        self._output = served
 
     def fused(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the features ``[tokens, hidden]`` of the served model's hidden states after its last layer."""
@@ -72,7 +77,7 @@ class MtpHead:
 
     def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
         """See `CausalModel.logits`."""
-        return _known(self._served).logits_of_normed(ops, hidden)
+        return _known(self._output).logits_of_normed(ops, hidden)
 
 
 def _normed(ops: ForwardPass[ValueT], x: ValueT, norm: Norm | None) -> ValueT:

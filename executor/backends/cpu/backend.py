@@ -19,6 +19,8 @@ from quintet.executor.kv_memory import KvMemory
 from quintet.executor.loading import MODEL_DTYPES
 from quintet.executor.models.decoder import Decoder
 from quintet.executor.models.medusa import MedusaHeads
+from quintet.executor.models.model import CausalModel
+from quintet.executor.models.mtp import MtpHead
 from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
 from quintet.executor.speculation.head import DraftHead, HeadDrafter
 from quintet.executor.speculation.medusa import MedusaDrafter
@@ -69,9 +71,9 @@ def _open_drafter(context: WorkerContext, target: ModelProgram) -> MakeDrafter |
     head = draft.load()
     context.add_draft(draft)
     if isinstance(head, DraftHead | MedusaHeads):
-        model = context.load()
-        assert isinstance(model, Decoder), "the configuration allows draft heads of decoders only"
-        head.share(model)
+        head.share(_decoder(context.load()))
+    if isinstance(head, MtpHead):
+        head.share_output(_decoder(context.load_output()))
     if isinstance(head, MedusaHeads):
         return partial(MedusaDrafter, head, _open_heads(draft, head, target), draft.config, target)
     try:
@@ -83,6 +85,11 @@ def _open_drafter(context: WorkerContext, target: ModelProgram) -> MakeDrafter |
         return partial(HeadDrafter, speculative.draft, head, runner, program, target, num_blocks)
     sizes = num_blocks, program.max_tokens, context.config.model.vocab_size
     return partial(DraftModel, speculative.draft, runner, *sizes)
+
+
+def _decoder(model: CausalModel) -> Decoder:
+    assert isinstance(model, Decoder), "the configuration allows draft heads of decoders only"
+    return model
 
 
 def _open_heads(context: WorkerContext, model: MedusaHeads, target: ModelProgram) -> list[ModelProgram]:

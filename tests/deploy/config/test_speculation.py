@@ -139,12 +139,16 @@ def test_names_of_vllm_for_a_family_mean_mtp(method: str) -> None:
 def test_layouts_and_devices_without_support_are_refused() -> None:
     text = '{"num_speculative_tokens": 4}'
     assert config_of(text, tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2) is not None
-    model = '{"num_speculative_tokens": 4, "model": "x"}'
+    model, mtp = (
+        '{"num_speculative_tokens": 4, "model": "x"}',
+        '{"method": "mtp", "num_speculative_tokens": 4}',
+    )
     for layout in ("tensor_parallel_size", "pipeline_parallel_size"):
         assert config_of(model, **{layout: 2}) is not None
-        with pytest.raises(ConfigError, match="the method mtp is not supported with --tensor-parallel-size"):
-            config_of('{"method": "mtp", "num_speculative_tokens": 4}', **{layout: 2})
         with pytest.raises(ConfigError, match="the method draft_model is not supported with --nnodes"):
             config_of(model, nnodes=2, **{layout: 2})
+    assert config_of(mtp, tensor_parallel_size=2) is not None
+    with pytest.raises(ConfigError, match="the method mtp is not supported with --pipeline-parallel-size"):
+        config_of(mtp, pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match="not on CUDA"):
         speculative_config(Options(speculative_config=text), "torch", "cuda")

@@ -57,6 +57,13 @@ def test_tensors_of_the_layer_are_its_memory(tmp_path: Path) -> None:
     assert after - plain == 2 * (64 * 128 + 1000 * 64 - num_layer) and before < plain
 
 
+def test_rank_0_has_a_whole_output_layer_for_the_layer(tmp_path: Path) -> None:
+    write_model(tmp_path / "target", **MIMO)
+    alone, ranks = (draft_of(tmp_path, tensor_parallel_size=size) for size in (1, 2))
+    assert ranks.weight_bytes - alone.weight_bytes == 100 * 64 * 2
+    assert ranks.model.kv == alone.model.kv
+
+
 def test_experts_of_the_layer_have_a_layout_of_their_own(tmp_path: Path) -> None:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     write_model(tmp_path / "target", **QWEN, **sizes, shared_expert_intermediate_size=8)

@@ -38,6 +38,7 @@ def config_of(
     activation_dtype: ActivationDtype = "auto",
     context: int = 1,
     max_model_len: int = MAX_MODEL_LEN,
+    speculative_config: str | None = None,
 ) -> EngineConfig:
     """Resolve as `quintet serve` does."""
     requested = Options(
@@ -60,6 +61,7 @@ def config_of(
         eplb_config=eplb,
         layout_invariant=invariant,
         pipeline_parallel_size=stages,
+        speculative_config=speculative_config,
     )
     return with_blocks(resolve(requested, RUN_DIR, http=False).config, NUM_BLOCKS)
 
