@@ -76,12 +76,10 @@ def read_draft(
     group = next((index for index, each in enumerate(kv.groups) if each.kind == "full"), None)
     if method == "medusa":
         group = 0  # unused: the heads have no keys and values
-    has_states = kv.has_states and method == "draft_model"
-    if has_states or group is None:
-        kind = "recurrent states" if has_states else "a window in all layers"
+    if group is None:
         raise ConfigError(
-            f"{FLAG}: {target.path} has {kind}; a draft model needs a served model with full attention and without states:"
-            " use the method ngram"
+            f"{FLAG}: {target.path} has no layer with full attention; a draft model or head uses the blocks of such a layer: use"
+            " the method ngram"
         )
     if name is None or method in HEAD_METHODS:
         return read_head(name, options, target, dtype, kv.block_size, group)

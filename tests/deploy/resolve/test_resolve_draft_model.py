@@ -149,16 +149,11 @@ def test_draft_model_with_other_tokens_is_refused(folder: Path) -> None:
         config_of(folder, speculative_config=flag(draft))
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [(MAMBA, "has recurrent states"), ({**WINDOWS, "max_window_layers": 0}, "has a window in all layers")],
-)
-def test_served_model_without_full_attention_is_refused(
-    target: dict[str, Any], message: str, folder: Path
-) -> None:
+@pytest.mark.parametrize("target", [MAMBA, {**WINDOWS, "max_window_layers": 0}])
+def test_served_model_without_full_attention_is_refused(target: dict[str, Any], folder: Path) -> None:
     draft = write_model(folder / "draft")
     write_model(folder / "target", **target)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match="has no layer with full attention"):
         config_of(folder, speculative_config=flag(draft))
 
 
