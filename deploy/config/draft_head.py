@@ -24,7 +24,7 @@ from quintet.deploy.config.model.weights import (
     read_weight_facts,
     weight_bytes_of,
 )
-from quintet.deploy.config.speculation import FLAG, speculative_method
+from quintet.deploy.config.speculation import FLAG, speculative_config, speculative_method
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.model_config import eagle, medusa, mtp
 from quintet.executor.model_config.draft_heads import DRAFT_HEADS, NUM_FEATURES, HeadSpec
@@ -65,6 +65,11 @@ class Head:
     stored: Format | None = None
     """Quantization format of the checkpoint."""
 
+    @property
+    def num_layers(self) -> int:
+        """Layers with keys and values."""
+        return len(self.spec.kv_needs)
+
 
 @dataclass(frozen=True, slots=True)
 class HeadFacts:
@@ -79,10 +84,11 @@ class HeadFacts:
 
     @property
     def block_bytes(self) -> int:
-        """Memory for each block of the served model's KV memory: keys and values, and features of its last token."""
+        """Memory for each block of the served model's KV memory: keys and values, and each layer's features of its last token."""
         if not self.kv.groups:
             return 0
-        return self.kv.bytes_per_block + self.head.spec.hidden_size * DTYPE_BYTES[self.dtype]
+        num_features = self.head.num_layers * self.head.spec.hidden_size
+        return self.kv.bytes_per_block + num_features * DTYPE_BYTES[self.dtype]
 
     def of(self, model: ModelConfig) -> DraftModelConfig:
         """Return the configuration of the head of a served model."""
@@ -125,6 +131,7 @@ def read_head(
     kv, num_features = KvSpec([], 0, 0, block_size), 1
     if spec.kv_needs:
         kv, num_features = draft_kv(options, target, spec.kv_needs, block_size, item_bytes), NUM_FEATURES
+        num_features += head.num_layers - 1
     weight_bytes += options.max_num_seqs * num_features * spec.hidden_size * item_bytes
     return HeadFacts(head, dtype, weight_bytes, kv, group)
 
@@ -176,26 +183,30 @@ def _mtp_head(options: Options, target: ModelFacts) -> Head:
     hf_config = parse_json(target.hf_config, path) | {mtp.SERVED: target.architecture}
     hf_config = with_expert_layout(hf_config, is_stacked=False)
     spec = mtp.read_mtp(HfConfig(hf_config, str(path)))
-    if options.load_format == "auto" and has_stacked_experts(target.path, spec):
-        hf_config = with_expert_layout(hf_config, is_stacked=True)
-        spec = mtp.read_mtp(HfConfig(hf_config, str(path)))
-    weights = None
+    found = speculative_config(options, "torch", "cpu")
+    assert found is not None, "the method is mtp"
+    weights, num_layers = None, min(len(spec.parts), found.num_speculative_tokens)
     if options.load_format == "auto":
-        weights = _read_tensors(spec, read_weight_facts(target.path))
-        if not weights.contents:
+        if has_stacked_experts(target.path, spec):
+            hf_config = with_expert_layout(hf_config, is_stacked=True)
+        weights = read_weight_facts(target.path)
+        num_layers = spec.num_found(weights.contents, num_layers)
+        if not num_layers:
             raise ConfigError(
-                f"{FLAG}: {target.path} has no tensors {spec.parts.projection}.* of a multi-token prediction layer: use"
+                f"{FLAG}: {target.path} has no tensors {spec.parts[0].projection}.* of a multi-token prediction layer: use"
                 " safetensors of the whole model, or the method ngram"
             )
+    hf_config |= {mtp.NUM_LAYERS: num_layers}
+    spec = mtp.read_mtp(HfConfig(hf_config, str(path)))
     quantization = choose_quantization(options, "cpu", target)
     text = json.dumps(hf_config)
-    return Head("mtp", target.path, mtp.ARCHITECTURE, text, spec, weights, quantization, target.stored)
+    read = None if weights is None else _read_tensors(spec, weights)
+    return Head("mtp", target.path, mtp.ARCHITECTURE, text, spec, read, quantization, target.stored)
 
 
 def _read_tensors(spec: MtpSpec | MedusaSpec, weights: WeightFacts) -> WeightFacts:
     """Return the sizes of the tensors that a head reads."""
-    has = spec.has if isinstance(spec, MedusaSpec) else spec.parts.has
-    return facts_of({name: entry for name, entry in weights.contents.items() if has(name)})
+    return facts_of({name: entry for name, entry in weights.contents.items() if spec.has(name)})
 
 
 def _served_spec(target: ModelFacts, method: str) -> DecoderSpec:

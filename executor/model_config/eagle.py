@@ -97,7 +97,7 @@ def read_eagle(hf_config: HfConfig) -> MtpSpec:
     spec = decoder(hf_config, (layer,), None, names=Names(layer=_NAMES.layer))
     return MtpSpec(
         **{field.name: getattr(spec, field.name) for field in fields(spec)},
-        parts=_NAMES,
+        parts=(_NAMES,),
         projection_bias=hf_config.flag(_FC_BIAS, False),
         aux_layers=_aux_layers(hf_config),
     )

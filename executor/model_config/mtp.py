@@ -1,30 +1,37 @@
 """Multi-token prediction layers of checkpoints (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 2.2).
 
 A layer proposes the token after the next one. It is a decoder layer of the model's own kind, and has its own norms and
-projection. Embedding and output layer are the model's; copies of them in a checkpoint are not read. A layer's config is the
-model's config with one more key, `SERVED`.
+projection. A second layer proposes the token after that, and so on. Embedding and output layer are the model's; copies of them in
+a checkpoint are not read. The layers' config is the model's config with more keys, `SERVED` and `NUM_LAYERS`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.shape import MAX_LAYERS, PREDICTORS
 from quintet.executor.model_config.spec import DecoderSpec
 
 ARCHITECTURE = "MultiTokenPredictor"
 SERVED = "served_architecture"
 """Key of a config: the architecture of the model."""
+NUM_LAYERS = "num_prediction_layers"
+"""Key of a config: the number of layers to read."""
 _COPIES = ("embed_tokens.", "shared_head.head.")
 """Tensors of a layer that repeat the model's."""
 
 
 @dataclass(frozen=True, slots=True)
 class MtpNames:
-    """Tensor names of a checkpoint's first prediction layer, without ``.weight``; the defaults are DeepSeek's."""
+    """Tensor names of a checkpoint's prediction layers, without ``.weight``; the defaults are DeepSeek's.
 
-    layer: str = "model.layers.{num_layers}"
+    ``{index}`` stands for the index of a prediction layer, ``{number}`` for its number after the model's layers.
+    """
+
+    layer: str = "model.layers.{number}"
     """Prefix of the decoder layer; the names in it are those of the model's layers."""
     token_norm: str | None = "{layer}.enorm"
     hidden_norm: str | None = "{layer}.hnorm"
@@ -39,11 +46,11 @@ class MtpNames:
     first_kind: bool = False
     """The layer is as the model's first one; otherwise as its last one with attention."""
 
-    def of(self, num_layers: int) -> MtpNames:
-        """Return complete names for a model with this number of layers."""
-        layer = self.layer.format(num_layers=num_layers)
+    def of(self, index: int, num_layers: int) -> MtpNames:
+        """Return complete names of a prediction layer. num_layers: of the model."""
+        layer = self.layer.format(index=index, number=num_layers + index)
         parts = {
-            each: name.format(layer=layer)
+            each: name.format(layer=layer, index=index)
             for each in ("token_norm", "hidden_norm", "projection", "output_norm")
             if (name := getattr(self, each)) is not None
         }
@@ -61,19 +68,27 @@ class MtpNames:
         return False
 
 
-_QWEN = MtpNames("mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+_QWEN = MtpNames(
+    "mtp.layers.{index}", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
+)
 MTP_NAMES: dict[str, MtpNames] = {
     "DeepseekV3ForCausalLM": MtpNames(),
     "Glm4MoeForCausalLM": MtpNames(),
     "Glm4MoeLiteForCausalLM": MtpNames(),
     "BailingMoeV2ForCausalLM": MtpNames(output_norm="{layer}.final_layernorm"),
     "MiMoForCausalLM": MtpNames(
-        *("model.mtp_layers.0", "{layer}.token_layernorm", "{layer}.hidden_layernorm", "{layer}.input_proj"),
+        *(
+            "model.mtp_layers.{index}",
+            "{layer}.token_layernorm",
+            "{layer}.hidden_layernorm",
+            "{layer}.input_proj",
+        ),
         output_norm="{layer}.final_layernorm",
         hidden_first=True,
     ),
     "Ernie4_5_MoeForCausalLM": MtpNames(
-        *("model.mtp_block.0", "model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0"),
+        *("model.mtp_block.{index}", "model.mtp_emb_norm.{index}", "model.mtp_hidden_norm.{index}"),
+        *("model.mtp_linear_proj.{index}",),
         output_norm=None,
         first_kind=True,
     ),
@@ -88,10 +103,10 @@ MTP_NAMES: dict[str, MtpNames] = {
 
 @dataclass(frozen=True, slots=True)
 class MtpSpec(DecoderSpec):
-    """A prediction layer, or an EAGLE head (`quintet.executor.model_config.eagle`)."""
+    """Prediction layers, or an EAGLE head (`quintet.executor.model_config.eagle`)."""
 
-    parts: MtpNames = MtpNames()
-    """Names of its parts."""
+    parts: tuple[MtpNames, ...] = ()
+    """Names of each layer's parts."""
     projection_bias: bool = False
     aux_layers: tuple[int, ...] = ()
     """The model's last layer, as a number of layers: the hidden states after it are read."""
@@ -100,7 +115,7 @@ class MtpSpec(DecoderSpec):
 
     @property
     def draft_vocab_size(self) -> int:
-        """Tokens that the layer can propose."""
+        """Tokens that the layers can propose."""
         return self.vocab_size
 
     @property
@@ -111,21 +126,33 @@ class MtpSpec(DecoderSpec):
     @property
     def num_parameters(self) -> int:
         """See `ModelSpec`: without embedding and output layer."""
-        (layer,), hidden = self.layers, self.hidden_size
-        blocks = [block for block in (layer.mixer, layer.mlp) if block is not None]
-        return sum(block.num_parameters(hidden) for block in blocks) + 2 * hidden * hidden
+        hidden = self.hidden_size
+        blocks = [block for layer in self.layers for block in (layer.mixer, layer.mlp) if block is not None]
+        return sum(block.num_parameters(hidden) for block in blocks) + 2 * hidden * hidden * len(self.layers)
+
+    def has(self, tensor: str) -> bool:
+        """Return whether a layer reads a tensor. The name may lack ``model.``."""
+        return any(each.has(tensor) for each in self.parts)
+
+    def num_found(self, tensors: Collection[str], most: int) -> int:
+        """Return the number of first layers with tensors, at most ``most``. Names may lack ``model.``."""
+        layers = [(f"{each.layer}.", f"{each.layer.removeprefix('model.')}.") for each in self.parts[:most]]
+        found = [any(name.startswith(layer) for name in tensors) for layer in layers]
+        return [*found, False].index(False)
 
 
 def read_mtp(hf_config: HfConfig) -> MtpSpec:
-    """Return the spec of a model's first prediction layer. Raises `ConfigError`."""
+    """Return the spec of a model's prediction layers. Raises `ConfigError`."""
     architecture = hf_config.word(SERVED, tuple(MTP_NAMES), "")
     spec = FAMILIES[architecture].read(hf_config)
     assert isinstance(spec, DecoderSpec), architecture
-    parts = MTP_NAMES[architecture].of(len(spec.layers))
+    known = MTP_NAMES[architecture]
+    count = hf_config.whole((NUM_LAYERS, *PREDICTORS), 0, MAX_LAYERS, 1) or 1
+    parts = tuple(known.of(index, len(spec.layers)) for index in range(count))
     like = (
-        spec.layers[:1] if parts.first_kind else [each for each in spec.layers if each.attention is not None]
+        spec.layers[:1] if known.first_kind else [each for each in spec.layers if each.attention is not None]
     )
     values = {field.name: getattr(spec, field.name) for field in fields(DecoderSpec)}
-    names = replace(spec.names, layer=parts.layer)
-    changed = {"layers": (like[-1],), "names": names}
+    names = replace(spec.names, layer=parts[0].layer)
+    changed = {"layers": count * (like[-1],), "names": names}
     return MtpSpec(**(values | changed), parts=parts, aux_layers=(len(spec.layers),))

@@ -11,7 +11,7 @@ has computed them; else the head's own hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -72,6 +72,11 @@ class EagleHead:
     def _keep_token_map(self, offsets: torch.Tensor) -> None:
         """Keep the ids. offsets: id of the served model minus id of the head, for each token of the head."""
         self.token_map = torch.arange(self.vocab_size) + offsets.long()
+
+    @property
+    def layers(self) -> Sequence[CausalModel]:
+        """The only layer."""
+        return [self]
 
     def share(self, served: Decoder) -> None:
         """Use the served model's embedding, unless the head has its own."""

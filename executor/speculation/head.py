@@ -10,6 +10,12 @@ The head computes token ``t[i]`` from its embedding and features of the token be
 Features of the newest tokens are kept per slot; keys and values of their tokens are computed when drafts are needed, when there
 are many, or at the end of a block. The first token has features of zeros.
 
+Of several layers, each draws one more draft. Features of a layer are the hidden states of the layer before it, also of the
+prompt. So each layer computes all tokens, and the drafts before its own; the last layer draws the remaining drafts:
+
+    first layer         … (t8, f7)  (t9, f8)               draws d10, with hidden states … h8 h9
+    second layer        … (t8, h7)  (t9, h8)  (d10, h9)    draws d11
+
 A block id names the same tokens in the KV memories of both models. The newest features of each block are kept, for requests that
 start after them. A copy of a block copies all. A block that was restored from host memory, disk or another server has no keys and
 values of the head: a request gets no drafts if one of its full blocks lacks them.
@@ -18,6 +24,8 @@ values of the head: a request gets no drafts if one of its full blocks lacks the
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -44,6 +52,20 @@ DraftHead = EagleHead | MtpHead
 _UNKNOWN = -1
 
 
+@dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """A recorded layer of a head."""
+
+    runner: ProgramRunner
+    program: ModelProgram
+
+    @property
+    def input(self) -> torch.Tensor:
+        """Features ``[max_tokens, width]`` of a step's tokens."""
+        assert self.program.received_hidden is not None, "a head reads features"
+        return self.program.received_hidden
+
+
 class HeadDrafter:
     """A `quintet.executor.speculation.drafters.Drafter` with a head, its KV memory, and features."""
 
@@ -51,26 +73,26 @@ class HeadDrafter:
         self,
         config: DraftModelConfig,
         head: DraftHead,
-        runner: ProgramRunner,
-        program: ModelProgram,
+        layers: Sequence[HeadLayer],
         target: ModelProgram,
         num_blocks: int,
         tables: SlotTables,
         sampler: Sampler,
     ) -> None:
-        """runner, program: of the head. target: of the served model, as ``tables`` and ``sampler``."""
-        assert program.received_hidden is not None, "a head reads features"
-        self._head, self._runner, self._program, self._target = head, runner, program, target
-        self._input = program.received_hidden
+        """layers: of the head. target: of the served model, as ``tables`` and ``sampler``."""
+        self._head, self._layers, self._target = head, layers, target
         self._sampler, self._tables = sampler, tables.of_group(config.group, config.model.kv)
         self._token_ids: Tokens = tables.token_ids.numpy()
         self._block_table, self._block_size = self._tables.block_table[0], config.model.kv.block_size
-        num_slots, width = len(self._token_ids), self._input.shape[1]
-        cpu, dtype = torch.device("cpu"), self._input.dtype
+        self._max_tokens, width = layers[0].input.shape
+        num_slots, num_layers = len(self._token_ids), len(layers)
+        cpu, dtype = torch.device("cpu"), layers[0].input.dtype
         self._features = lazy_zeros((num_slots, NUM_FEATURES, width), dtype, cpu)
         """Features of the newest tokens of each slot, at their position modulo `NUM_FEATURES`."""
-        self._block_features = lazy_zeros((num_blocks, width), dtype, cpu)
-        """Features of one token of each block: the newest one."""
+        self._last_hidden = lazy_zeros((num_slots, num_layers - 1, width), dtype, cpu)
+        """Hidden states of each slot's last computed token after each layer but the last: features of the next token there."""
+        self._block_features = lazy_zeros((num_blocks, num_layers, width), dtype, cpu)
+        """Of each block, features of its newest token, and `_last_hidden` of its last computed token."""
         self._featured: Int = np.zeros(num_blocks, np.int64)
         """Number of tokens in each block up to that token; 0: none."""
         self._block_tokens: Int = np.zeros(num_blocks, np.int64)
@@ -111,7 +133,7 @@ class HeadDrafter:
         restored = np.frombuffer(plan.swaps_in, np.int32)[::2]
         self._block_tokens[restored] = self._featured[restored] = 0
         if plan.copies:
-            self._program.kv.copy(plan.copies)
+            self._layers[0].program.kv.copy(plan.copies)
             sources, targets = np.frombuffer(plan.copies, np.int32).reshape(-1, 2).T.astype(np.int64)
             self._block_tokens[targets], self._featured[targets] = (
                 self._block_tokens[sources],
@@ -162,36 +184,40 @@ class HeadDrafter:
         is_known = (self._num_known[slots] == ends - 1) & ~self._has_gap[slots]
         counts = np.where(is_known, rows.counts, 0)
         missing = np.where(is_known, ends - begins, 0)
-        counts[np.cumsum(missing) > len(self._input)] = 0
-        missing[counts == 0] = 0
-        which, positions = ranges(begins, missing)
-        features = self._features_of(slots[which], positions - 1)
-        hidden = self._step(slots, begins, missing, features)
-        self._num_computed[slots] = np.where(counts > 0, ends, begins)
-        self._note_blocks(slots, begins, begins + missing)
-        for depth in range(1, int(counts.max(initial=0))):
-            hidden = hidden[torch.from_numpy((counts > depth)[counts > depth - 1])]
-            hidden = self._step(slots, ends + (depth - 1), (counts > depth).astype(np.int64), hidden)
-        return [
-            self._token_ids[slot, end : end + count].copy()
-            for slot, end, count in zip(slots.tolist(), ends.tolist(), counts.tolist(), strict=True)
-        ]
+        counts[np.cumsum(missing + len(self._layers) - 1) > self._max_tokens] = 0
+        used = counts > 0
+        slots, ends, begins, drafts = slots[used], ends[used], begins[used], counts[used]
+        which, positions = ranges(begins, ends - begins)
+        hidden = self._advance(slots, begins, ends, drafts, self._features_of(slots[which], positions - 1))
+        for depth in range(len(self._layers), int(drafts.max(initial=0))):
+            row = drafts > depth
+            hidden = hidden[torch.from_numpy(row[drafts > depth - 1])]
+            starts, ones = ends[row] + (depth - 1), np.ones(int(row.sum()), np.int64)
+            hidden = self._step(-1, slots[row], starts, ones, ones > 0, hidden)
+        columns = zip(rows.slots.tolist(), rows.num_tokens.tolist(), counts.tolist(), strict=True)
+        return [self._token_ids[slot, end : end + count].copy() for slot, end, count in columns]
 
     def _begin(self, slot: int, start: int) -> None:
         """Begin after a prefix of ``start`` tokens in other requests' blocks, or in copies of them."""
         self._num_computed[slot] = self._num_known[slot] = start
         self._has_gap[slot], self._first_featured[slot] = False, start - 1
+        self._last_hidden[slot] = 0.0
         if not start:
             return
         num_whole, rest = divmod(start, self._block_size)
         blocks = self._block_table[slot, : num_whole + (rest > 0)]
         last, in_last = int(blocks[-1]), rest or self._block_size
         self._has_gap[slot] = (self._block_tokens[blocks[:num_whole]] < self._block_size).any()
-        self._block_tokens[last] = min(self._block_tokens[last], in_last)
+        if self._block_tokens[last] > in_last:
+            self._block_tokens[last] = in_last
+            self._block_features[last, 1:] = 0.0  # of a later token; drafts may be worse
         if self._featured[last] == self._block_tokens[last] == in_last:
-            self._features[slot, (start - 1) % NUM_FEATURES] = self._block_features[last]
+            self._features[slot, (start - 1) % NUM_FEATURES] = self._block_features[last, 0]
         elif not self._take_features(slot, start, start - in_last + int(self._block_tokens[last])):
             self._has_gap[slot], self._first_featured[slot] = True, start
+        newest = int(self._num_computed[slot]) - 1
+        if newest >= 0:
+            self._last_hidden[slot] = self._block_features[int(blocks[newest // self._block_size]), 1:]
 
     def _take_features(self, slot: int, start: int, begin: int) -> bool:
         """Copy the features of the tokens from ``begin`` - 1 to ``start`` - 1 from a slot with the same prefix, if any."""
@@ -221,15 +247,8 @@ class HeadDrafter:
         is_kept = is_newest | ((positions + 1) % self._block_size == 0)
         slots, positions = slots[is_kept], positions[is_kept]
         blocks = self._block_table[slots, positions // self._block_size].astype(np.int64)
-        self._block_features[torch.from_numpy(blocks)] = features[torch.from_numpy(is_kept)]
+        self._block_features[torch.from_numpy(blocks), 0] = features[torch.from_numpy(is_kept)]
         self._featured[blocks] = positions % self._block_size + 1
-
-    def _note_blocks(self, slots: Int, begins: Int, ends: Int) -> None:
-        """Note that the tokens ``[begins, ends)`` of each row have keys and values."""
-        size, first = self._block_size, begins // self._block_size
-        rows, positions = ranges(first, np.where(ends > begins, (ends - 1) // size + 1 - first, 0))
-        blocks = self._block_table[slots[rows], positions]
-        self._block_tokens[blocks] = np.minimum(ends[rows] - positions * size, size)
 
     def _features_of(self, slots: Int, positions: Int) -> torch.Tensor:
         """Return kept features ``[tokens, width]``; those before the first token are zeros."""
@@ -247,30 +266,85 @@ class HeadDrafter:
     def _compute(self, slot: int, begin: int, features: torch.Tensor) -> None:
         """Compute the tokens from ``begin`` on. features: of the token before each of them."""
         end = begin + len(features)
-        for first in range(begin, end, len(self._input)):
-            count = min(end - first, len(self._input))
-            self._input[:count] = features[first - begin : first - begin + count]
-            one = (np.array([slot]), np.array([first]), np.array([count]))
-            self._runner.forward(Rows(plan_of_rows(*one, np.array([False]))), self._tables)
-        self._num_computed[slot] = end
-        self._note_blocks(np.array([slot]), np.array([begin]), np.array([end]))
+        for first in range(begin, end, self._max_tokens):
+            last = min(first + self._max_tokens, end)
+            one = np.array([slot]), np.array([first]), np.array([last]), np.array([0])
+            self._advance(*one, features[first - begin : last - begin])
 
-    def _step(self, slots: Int, starts: Int, counts: Int, features: torch.Tensor) -> torch.Tensor:
-        """Compute ``counts`` tokens of each row, and write the next draft into the token table.
+    def _advance(
+        self, slots: Int, begins: Int, ends: Int, drafts: Int, features: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the tokens ``[begins, ends)`` of each row with all layers, which draw up to ``drafts`` drafts.
 
-        features: ``[tokens, width]``. Returns the hidden states of the rows' last tokens, of rows with tokens.
+        features: of the token before each of them, ``[tokens, width]``. Returns the last layer's hidden states of the newest
+        tokens, of rows that it drew for.
         """
-        used = counts > 0
-        if not used.any():
+        if not len(slots):
             return features
-        began_s = time.perf_counter()
-        self._input[: len(features)] = features
-        slots, starts, counts = slots[used], starts[used], counts[used]
-        rows = Rows(plan_of_rows(slots, starts, counts, np.ones(len(slots), np.bool_)))
+        outputs: list[tuple[torch.Tensor, Int]] = []
+        for number in range(len(self._layers)):
+            draws = drafts > number
+            counts = ends - begins + number * draws
+            if number:
+                features = self._shifted(
+                    self._last_hidden[torch.from_numpy(slots), number - 1], *outputs[-1], counts
+                )
+            hidden = self._step(number, slots, begins, counts, draws, features)
+            outputs.append((hidden, np.cumsum(counts) - counts))
+        self._note_layers(slots, begins, ends, outputs[:-1])
+        return hidden[torch.from_numpy((np.cumsum(counts) - 1)[draws])]
+
+    @staticmethod
+    def _shifted(before: torch.Tensor, hidden: torch.Tensor, firsts: Int, counts: Int) -> torch.Tensor:
+        """Return features of each row's tokens: ``before`` of the token before the row, then ``hidden`` from ``firsts`` on."""
+        rows, offsets = ranges(np.zeros_like(counts), counts)
+        features = hidden[torch.from_numpy(firsts[rows] + np.maximum(offsets - 1, 0))]
+        features[torch.from_numpy(offsets == 0)] = before
+        return features
+
+    def _note_layers(
+        self, slots: Int, begins: Int, ends: Int, outputs: Sequence[tuple[torch.Tensor, Int]]
+    ) -> None:
+        """Note that the tokens ``[begins, ends)`` of each row have keys and values.
+
+        outputs: hidden states after each layer but the last, and the index of each row's first token in them.
+        """
+        size, first = self._block_size, begins // self._block_size
+        rows, positions = ranges(first, (ends - 1) // size + 1 - first)
+        blocks = self._block_table[slots[rows], positions].astype(np.int64)
+        block_ends = np.minimum(ends[rows], (positions + 1) * size)
+        self._num_computed[slots] = ends
+        self._block_tokens[blocks] = block_ends - positions * size
+        for number, (hidden, firsts) in enumerate(outputs):
+            of_blocks = torch.from_numpy(firsts[rows] + block_ends - begins[rows] - 1)
+            self._block_features[torch.from_numpy(blocks), number + 1] = hidden[of_blocks]
+            self._last_hidden[torch.from_numpy(slots), number] = hidden[
+                torch.from_numpy(firsts + ends - begins - 1)
+            ]
+
+    def _step(
+        self,
+        number: int,
+        slots: Int,
+        starts: Int,
+        counts: Int,
+        draws: NDArray[np.bool_],
+        features: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute ``counts`` tokens of each row with a layer. Where ``draws``, write the next token into the token table.
+
+        features: ``[tokens, width]``. Returns the hidden states of all tokens, which the layer's next step overwrites.
+        """
+        began_s, layer = time.perf_counter(), self._layers[number]
+        layer.input[: len(features)] = features
+        rows = Rows(plan_of_rows(slots, starts, counts, draws))
+        if not draws.any():
+            layer.runner.forward(rows, self._tables)
+            return layer.program.hidden[: len(features)]
         has_same_ids = self._token_map is None
-        drawn = compute_and_draw(self._runner, rows, self._tables, self._sampler, has_same_ids=has_same_ids)
+        drawn = compute_and_draw(layer.runner, rows, self._tables, self._sampler, has_same_ids=has_same_ids)
         if self._token_map is not None:
-            self._token_ids[slots, starts + counts] = self._token_map[np.frombuffer(drawn, np.int32)]
-        hidden = self._program.hidden.index_select(0, torch.from_numpy(np.cumsum(counts) - 1))
+            places = slots[draws], (starts + counts)[draws]
+            self._token_ids[places] = self._token_map[np.frombuffer(drawn, np.int32)]
         self._time.note(int(counts.sum()), time.perf_counter() - began_s)
-        return hidden
+        return layer.program.hidden[: len(features)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES, NARROW_KV
@@ -22,7 +23,7 @@ from quintet.executor.models.medusa import MedusaHeads
 from quintet.executor.models.model import CausalModel
 from quintet.executor.models.mtp import MtpHead
 from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
-from quintet.executor.speculation.head import DraftHead, HeadDrafter
+from quintet.executor.speculation.head import DraftHead, HeadDrafter, HeadLayer
 from quintet.executor.speculation.medusa import MedusaDrafter
 from quintet.executor.worker import MakeDrafter, Worker
 from quintet.wire.errors import ConfigError
@@ -77,14 +78,15 @@ def _open_drafter(context: WorkerContext, target: ModelProgram) -> MakeDrafter |
     if isinstance(head, MedusaHeads):
         return partial(MedusaDrafter, head, _open_heads(draft, head, target), draft.config, target)
     try:
-        program = open_program(draft)
+        programs = _open_programs(draft, head.layers if isinstance(head, DraftHead) else [head])
     except Unsupported as why:
         raise ConfigError(f"--speculative-config: draft model {draft.config.model.path}: {why}") from why
-    runner, num_blocks = ProgramRunner(program, draft.config), context.num_blocks()
+    layers = [HeadLayer(ProgramRunner(program, draft.config), program) for program in programs]
+    num_blocks = context.num_blocks()
     if isinstance(head, DraftHead):
-        return partial(HeadDrafter, speculative.draft, head, runner, program, target, num_blocks)
-    sizes = num_blocks, program.max_tokens, context.config.model.vocab_size
-    return partial(DraftModel, speculative.draft, runner, *sizes)
+        return partial(HeadDrafter, speculative.draft, head, layers, target, num_blocks)
+    sizes = num_blocks, programs[0].max_tokens, context.config.model.vocab_size
+    return partial(DraftModel, speculative.draft, layers[0].runner, *sizes)
 
 
 def _decoder(model: CausalModel) -> Decoder:
@@ -108,16 +110,21 @@ def _on_hosts(context: WorkerContext) -> str:
 
 def open_program(context: WorkerContext) -> ModelProgram:
     """Load and record this process's layers. Raises `Unsupported` if the compiled kernels do not support them."""
+    return _open_programs(context, [context.load()])[0]
+
+
+def _open_programs(context: WorkerContext, models: Sequence[CausalModel]) -> list[ModelProgram]:
+    """Record models with one KV memory, as `open_program` does."""
     config, kv, ranks = context.config, context.config.model.kv, context.ranks
     library = program_library()
     if library is None:
         raise _unsupported(context, "the compiled CPU kernels are not built")
-    num_blocks, model = context.num_blocks(), context.load()
+    num_blocks, attentions = context.num_blocks(), [each for model in models for each in model.attentions]
     dtype = MODEL_DTYPES[config.model.dtype]
     kv_dtype = NARROW_KV.get(config.cache.dtype, dtype)
     code = DTYPE_CODES[kv_dtype]
-    if not all(takes_layer(library, layer, code, kv.block_size) for layer in model.attentions):
-        widest = max(max(layer.head_dim, layer.value_width) for layer in model.attentions)
+    if not all(takes_layer(library, layer, code, kv.block_size) for layer in attentions):
+        widest = max(max(layer.head_dim, layer.value_width) for layer in attentions)
         raise _unsupported(
             context,
             "the compiled attention supports head sizes up to 576 for keys and 512 for values, and block sizes that are"
@@ -129,7 +136,10 @@ def open_program(context: WorkerContext) -> ModelProgram:
         memory = context.reserve_kv(kv_dtype)
     draft = None if config.scheduler.speculative is None else config.scheduler.speculative.draft
     aux_layers = () if draft is None else draft.aux_layers
-    return ModelProgram(library, model, config, dtype, memory, context.share, ranks, aux_layers)
+    return [
+        ModelProgram(library, model, config, dtype, memory, context.share, ranks, aux_layers)
+        for model in models
+    ]
 
 
 def _unsupported(context: WorkerContext, reason: str) -> ConfigError:

@@ -20,7 +20,7 @@ LAYER = "model.mtp_layers.0"
 
 
 def draft_of(folder: Path, **options: Any) -> DraftModelConfig:
-    found = speculative_of(config_of(folder, speculative_config=FLAG, **options)).draft
+    found = speculative_of(config_of(folder, **{"speculative_config": FLAG, **options})).draft
     assert found is not None
     return found
 
@@ -34,6 +34,24 @@ def test_layer_reads_the_last_hidden_states(tmp_path: Path) -> None:
     assert found.model.path == config.model.path
     kv, features = 2 * 2 * 16 * 4 * 16, 64 * 4
     assert found.model.kv.bytes_per_block == kv and config.model.kv.draft_bytes == kv + features
+
+
+def test_several_layers_have_keys_values_and_features_each(tmp_path: Path) -> None:
+    write_model(tmp_path / "target", **MIMO, num_nextn_predict_layers=3)
+    config = config_of(tmp_path, speculative_config=FLAG, dtype="float32")
+    found = speculative_of(config).draft
+    kv, features = 2 * 2 * 16 * 4 * 16, 64 * 4
+    assert found is not None and found.model.kv.bytes_per_block == 3 * kv
+    assert config.model.kv.draft_bytes == 3 * (kv + features)
+
+
+def test_only_layers_that_are_used_and_found_are_read(tmp_path: Path) -> None:
+    write_model(tmp_path / "target", **MIMO, num_mtp_layers=3)
+    (group,) = draft_of(tmp_path, speculative_config=FLAG.replace("4", "2")).model.kv.groups
+    assert group.layers == [0, 1]
+    write_weights(tmp_path / "target" / "model.safetensors", {f"{LAYER}.input_proj.weight": [64, 128]})
+    (group,) = draft_of(tmp_path, load_format="auto").model.kv.groups
+    assert group.layers == [0]
 
 
 def test_layer_of_a_model_with_states_has_blocks_of_its_attention(tmp_path: Path) -> None:

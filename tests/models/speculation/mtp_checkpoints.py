@@ -7,7 +7,7 @@ layer.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,16 @@ class Layout:
     copies: tuple[str, ...] = ()
     """Tensors that repeat the model's embedding and output layer."""
 
+    def of(self, index: int) -> Layout:
+        """Return the names of a later layer."""
+        names = {each.name: getattr(self, each.name) for each in fields(self)}
+        later = {
+            key: name.replace("layers.3", f"layers.{3 + index}").replace("layers.0", f"layers.{index}")
+            for key, name in names.items()
+            if isinstance(name, str)
+        }
+        return replace(self, **later)
+
 
 DEEPSEEK = Layout(copies=("model.layers.3.embed_tokens", "model.layers.3.shared_head.head"))
 QWEN = Layout(
@@ -56,21 +66,30 @@ class Kind:
     layout: Layout = DEEPSEEK
     alone: dict[str, Any] = field(default_factory=dict)
     hf_config: dict[str, Any] = field(default_factory=dict)
+    num_layers: int = 1
+    """Prediction layers."""
 
 
 GLM = {**ROUTED, "moe_intermediate_size": 40, "use_qk_norm": True}
+OF_MIMO = Layout(
+    *(MIMO, f"{MIMO}.token_layernorm", f"{MIMO}.hidden_layernorm", f"{MIMO}.input_proj"),
+    output_norm=f"{MIMO}.final_layernorm",
+    hidden_first=True,
+)
+AS_MIMO = {"architectures": ["MiMoForCausalLM"]}
 KINDS = {
-    "mimo": Kind(
-        "Qwen2Config",
-        {},
-        Layout(
-            *(MIMO, f"{MIMO}.token_layernorm", f"{MIMO}.hidden_layernorm", f"{MIMO}.input_proj"),
-            output_norm=f"{MIMO}.final_layernorm",
-            hidden_first=True,
-        ),
-        hf_config={"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
+    "mimo": Kind("Qwen2Config", {}, OF_MIMO, hf_config={**AS_MIMO, "num_nextn_predict_layers": 1}),
+    "mimo, two layers": Kind(
+        "Qwen2Config", {}, OF_MIMO, hf_config={**AS_MIMO, "num_mtp_layers": 2}, num_layers=2
     ),
     "glm4 moe": Kind("Glm4MoeConfig", GLM, alone={"first_k_dense_replace": 0}),
+    "glm4 moe, three layers": Kind(
+        "Glm4MoeConfig",
+        GLM,
+        alone={"first_k_dense_replace": 0},
+        hf_config={"num_nextn_predict_layers": 3},
+        num_layers=3,
+    ),
     "deepseek v3": Kind(
         "DeepseekV3Config",
         {**LATENT, **ROUTED, "rope_parameters": YARN},
@@ -100,45 +119,60 @@ KINDS = {
 
 @dataclass
 class Reference:
-    """A model and its prediction layer."""
+    """A model and its prediction layers."""
 
     target: Any
-    alone: Any
+    alone: list[Any]
     tensors: dict[str, torch.Tensor]
-    layout: Layout
+    layouts: list[Layout]
 
     @torch.no_grad()
     def drafts(self, tokens: list[int], count: int) -> list[int]:
         """Return greedy drafts after ``tokens``, computed without a cache; those before the first close choice."""
-        layout, drafts = self.layout, list[int]()
+        drafts, first, last = list[int](), torch.zeros(1, HIDDEN), len(self.alone) - 1
         known = self.target.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
-        features = torch.cat((torch.zeros(1, HIDDEN), known[:-1]))
-        for _ in range(count):
+        features = torch.cat((first, known[:-1]))
+        for index in (min(depth, last) for depth in range(count)):
+            layout = self.layouts[index]
             token = self.target.get_input_embeddings()(torch.tensor(tokens + drafts))
             pair = [self._normed(token, layout.token_norm), self._normed(features, layout.hidden_norm)]
             if layout.hidden_first:
                 pair.reverse()
             x = linear(torch.cat(pair, dim=1), self.tensors[f"{layout.projection}.weight"])
-            hidden = self.alone.model(inputs_embeds=x[None], use_cache=False).last_hidden_state[0, -1:]
-            logits = self.target.lm_head(hidden)[0]
-            first, second = logits.topk(2).values
-            if first - second < CLOSE * logits.std():
+            hidden = self.alone[index].model(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
+            logits = self.target.lm_head(hidden[-1])
+            greatest, second = logits.topk(2).values
+            if greatest - second < CLOSE * logits.std():
                 break
             drafts.append(int(logits.argmax()))
-            features = torch.cat((features, hidden))
+            features = torch.cat((features, hidden[-1:]) if index == last else (first, hidden))
         return drafts
 
     def _normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        weight = self.tensors[f"{name}.weight"] + self.layout.norm_offset
+        weight = self.tensors[f"{name}.weight"] + self.layouts[0].norm_offset
         return rms_norm(x, (HIDDEN,), weight, self.target.config.rms_norm_eps)
 
 
 def write(name: str, folder: Path) -> Reference:
-    """Write a random checkpoint with a prediction layer; return its reference."""
+    """Write a random checkpoint with prediction layers; return its reference."""
     kind = KINDS[name]
-    target = _model(kind, {})
-    alone = _model(kind, {"num_hidden_layers": 1, **kind.alone})
-    layout = kind.layout
+    target = _model(kind, {}, seed=1)
+    layouts = [kind.layout.of(index) for index in range(kind.num_layers)]
+    made = [_layer(kind, layout, target, folder, seed=2 + index) for index, layout in enumerate(layouts)]
+    tensors = {key: value for _, each in made for key, value in each.items()}
+    target.save_pretrained(folder)
+    path, hf_config = folder / "model.safetensors", folder / "config.json"
+    save_file(load_file(path) | tensors, path)
+    hf_config.write_text(json.dumps(json.loads(hf_config.read_bytes()) | kind.hf_config))
+    (folder / "tokenizer.json").write_text("{}")
+    return Reference(target, [model for model, _ in made], tensors, layouts)
+
+
+def _layer(
+    kind: Kind, layout: Layout, target: Any, folder: Path, seed: int
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a random prediction layer as a model, and its tensors."""
+    alone = _model(kind, {"num_hidden_layers": 1, **kind.alone}, seed)
     if layout.output_norm is None:
         alone.model.norm.weight.data.copy_(target.model.norm.weight)
     tensors = {
@@ -155,19 +189,14 @@ def write(name: str, folder: Path) -> Reference:
             tensors[tensor.replace("model.layers.0", layout.layer)] = value
         elif tensor == "model.norm.weight" and layout.output_norm is not None:
             tensors[f"{layout.output_norm}.weight"] = value
-    target.save_pretrained(folder)
-    path, hf_config = folder / "model.safetensors", folder / "config.json"
-    save_file(load_file(path) | tensors, path)
-    hf_config.write_text(json.dumps(json.loads(hf_config.read_bytes()) | kind.hf_config))
-    (folder / "tokenizer.json").write_text("{}")
-    return Reference(target, alone, tensors, layout)
+    return alone, tensors
 
 
-def _model(kind: Kind, changes: dict[str, Any]) -> Any:
+def _model(kind: Kind, changes: dict[str, Any], seed: int) -> Any:
     config = getattr(transformers, kind.config)
     defaults = config()
     settings = {key: value for key, value in SMALL.items() if hasattr(defaults, key)} | kind.settings
-    torch.manual_seed(1 + len(changes))
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(
         config(**(settings | changes)), attn_implementation="eager", dtype=torch.float32
     ).eval()

@@ -33,7 +33,7 @@ LAYOUTS = [
     ("eagle3", 2, 1),
     ("medusa", 2, 1),
     ("eagle3", 4, 2),
-    *((name, 2, 1) for name in ("mimo", "glm4 moe", "deepseek v3", "qwen 3.5")),
+    *((name, 2, 1) for name in ("mimo", "glm4 moe, three layers", "deepseek v3", "qwen 3.5")),
     ("mimo", 4, 2),
 ]
 """Head or model, ranks, and ranks that share KV memory."""
