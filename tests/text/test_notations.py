@@ -88,6 +88,9 @@ GRAMMARS: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "escapes of surrogates": ('root ::= "\\ud83d\\ude00" [\\ud83d\\ude00-\\ud83d\\ude4f]', ["😀🙏"], ["😀a"]),
     "classes with characters of regular expressions": ('root ::= [a&&b~~c]+ [+--] [-x] [y-]', ["a&b~c,--"], ["ad,--"]),
+    "repetitions of a repeated part": (
+        'root ::= ([0-9]+)? "-" ([a-z]{3} ){1,2} ("+)?" "*")*', ["12-abcdef", "-abc+)?*"], ["-ab", "1"],
+    ),
     "a rule named start": ('root ::= start start-0\nstart ::= "x"\nstart-0 ::= "y"', ["xy"], ["xx"]),
     "a rule named start, and no other": ('root ::= start\nstart ::= "x" | start "x"', ["xx"], [""]),
     "Lark with an inlined start": ('?start: a\n?a: "x" | b\nb: "y"', ["x", "y"], ["z"]),

@@ -15,6 +15,7 @@ _TOKEN = re.compile(
     r"""
     " (?P<text> (?:\\.|[^"\\])* ) (?P<text_end> "? )
     | \[ (?P<chars> (?:\\.|[^\]\\])* ) (?P<chars_end> \]? )
+    | (?P<repeated> (?<=[}+*?]) \s* \) (?=\s*[{+*?]) )
     | (?P<gap> (?:\s|\#[^\n]*)+ )
     | (?P<name> [A-Za-z_][\w-]* )
     """,
@@ -48,6 +49,8 @@ def plain_gbnf(grammar: str) -> str:
             return f'"{"".join(_in_text(char) for char, _ in _chars(match["text"]))}"'
         if match["chars_end"]:
             return _class(match["chars"])
+        if match["repeated"]:  # the converter drops the parentheses around one part, which two repetitions need
+            return ' "")'
         if match["gap"]:
             is_end = "\n" in match["gap"] and _RULE.match(grammar, match.end())
             return "\n" if is_end else " "
