@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.parsers import registry
+from quintet.detokenizer_proc.parsers.formats import REASONING, TOOLS
 from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser, joined
 from quintet.wire.channels import Channel, TextSpan
 from quintet.wire.codec import unpack_i32
@@ -114,6 +115,6 @@ def _is_read(opened: Open) -> bool:
         parsing is not None
         and opened.detokenize
         and bool(parsing.reasoning or parsing.tools)
-        and (not parsing.reasoning or parsing.reasoning in registry.REASONING)
-        and (not parsing.tools or parsing.tools in registry.TOOLS)
+        and (not parsing.reasoning or parsing.reasoning in REASONING)
+        and (not parsing.tools or parsing.tools in TOOLS)
     )

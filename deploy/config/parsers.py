@@ -9,6 +9,7 @@ from quintet.deploy.config.model.chat_templates import DEFAULT
 from quintet.detokenizer_proc.parsers import registry
 from quintet.detokenizer_proc.parsers.choice import reasoning_by, tools_by
 from quintet.detokenizer_proc.parsers.forced import forced_calls, think_marks
+from quintet.detokenizer_proc.parsers.formats import REASONING, TOOLS
 from quintet.wire.config import ParsersConfig
 from quintet.wire.errors import ConfigError
 
@@ -26,6 +27,7 @@ TOOL_ALIASES = {
     "glm": "glm45",
     "glm47": "glm45",
     "gpt_oss": "openai",
+    "hunyuan": "hy_v3",
     "granite4": "granite",
     "interns1": "internlm",
     "ling3": "glm45",
@@ -33,6 +35,7 @@ TOOL_ALIASES = {
     "llama_nemotron_json": "nemotron_json",
     "mimo": "qwen3_coder",
     "minimax": "jamba",
+    "muse": "muse_glimmer",
     "poolside_v1": "glm45",
     "qwen": "hermes",
     "qwen25": "hermes",
@@ -73,8 +76,8 @@ def choose_parsers(
     reasoning: str, tools: str, templates: Mapping[str, str]
 ) -> tuple[ParsersConfig, str | None]:
     """Resolve the two flags; also return a note if a parser was detected. Raises `ConfigError`."""
-    reasoning = _resolved("--reasoning-parser", reasoning, registry.REASONING, REASONING_ALIASES)
-    tools = _resolved("--tool-call-parser", tools, registry.TOOLS, TOOL_ALIASES)
+    reasoning = _resolved("--reasoning-parser", reasoning, REASONING, REASONING_ALIASES)
+    tools = _resolved("--tool-call-parser", tools, TOOLS, TOOL_ALIASES)
     default = templates.get(DEFAULT, "")
     chosen = {
         "--reasoning-parser": (reasoning_by(default) or reasoning_by(templates.get(TOOL_USE, "")))
@@ -89,7 +92,7 @@ def choose_parsers(
     if not registry.fit(*named):
         raise ConfigError(
             f"--reasoning-parser {named[0] or NONE} and --tool-call-parser {named[1] or NONE} cannot be combined: "
-            "openai_gptoss and openai must be used together"
+            "openai_gptoss and openai, inkling and muse_glimmer must be used together, or with none"
         )
     config = ParsersConfig(
         reasoning=named[0],

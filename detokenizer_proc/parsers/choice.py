@@ -11,7 +11,13 @@ from collections.abc import Sequence
 Signs = tuple[str, ...]
 
 _TOOLS: Sequence[tuple[str, Signs]] = (
+    ("muse_glimmer", ("<atem:function_calls>",)),
     ("openai", ("<|start|>", "<|channel|>")),
+    ("inkling", ("<|content_invoke_tool_json|>",)),
+    ("kimi_k3", ("<|open|>", "<|close|>", "<|sep|>")),
+    ("k2_horizon", ("<ifm|tool_call>",)),
+    ("minimax_m3", ("]<]minimax[>[",)),
+    ("hy_v3", ("<tool_sep",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("step3", ("<steptml:invoke name=",)),
     ("apertus", ("<|tools_prefix|>",)),
@@ -49,7 +55,13 @@ _TOOLS: Sequence[tuple[str, Signs]] = (
 )
 
 _REASONING: Sequence[tuple[str, Signs]] = (
+    ("muse_glimmer", ("<atem:function_calls>",)),
     ("openai_gptoss", ("<|start|>", "<|channel|>")),
+    ("inkling", ("<|content_thinking|>",)),
+    ("kimi_k3", ("<|open|>", "<|close|>", "<|sep|>")),
+    ("k2_horizon", ("<ifm|think",)),
+    ("minimax_m3", ("<mm:think>",)),
+    ("hy_v3", ("<tool_sep",)),
     ("apertus", ("<|inner_prefix|>",)),
     ("cohere_command3", ("<|START_THINKING|>",)),
     ("solar_open2", ("<|think:start|>",)),

@@ -5,8 +5,9 @@ Formats with arguments other than JSON cannot be enforced. Their required calls 
 
 from __future__ import annotations
 
+from quintet.detokenizer_proc.parsers.formats import REASONING, HarmonyFormat
 from quintet.detokenizer_proc.parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
-from quintet.detokenizer_proc.parsers.registry import REASONING, HarmonyFormat
+from quintet.detokenizer_proc.parsers.messages import MessageFormat
 from quintet.detokenizer_proc.parsers.thinking import ThinkFormat
 from quintet.wire.config import ForcedCalls, ThinkMarks
 
@@ -50,6 +51,13 @@ FORCED: dict[str, ForcedCalls] = {
     ),
     "granite": _listed("granite", "<|tool_call|>[", "]"),
     "hunyuan_a13b": _listed("hunyuan_a13b", "<tool_calls>[", "]</tool_calls>"),
+    "inkling": ForcedCalls(
+        "inkling",
+        "<|content_invoke_tool_json|>" + _NAME,
+        '", "args": ',
+        "}<|end_message|>",
+        "<|message_model|>",
+    ),
     "internlm": ForcedCalls(
         "internlm", "<|action_start|><|plugin|>\n" + _NAME, _PARAMETERS, "}<|action_end|>"
     ),
@@ -66,6 +74,14 @@ FORCED: dict[str, ForcedCalls] = {
     "llama3_json": ForcedCalls("llama3_json", _NAME, _PARAMETERS, "}", "; "),
     "llama4_json": ForcedCalls("llama4_json", _NAME, _PARAMETERS, "}", "; "),
     "mistral": _listed("mistral", "[TOOL_CALLS][", "]"),
+    "muse_glimmer": ForcedCalls(
+        "muse_glimmer",
+        '<atem:invoke name="',
+        '">\n',
+        "\n</atem:invoke>",
+        begin="<|start|>assistant to=tool<|message|><atem:function_calls>\n",
+        end="\n</atem:function_calls>",
+    ),
     "nemotron_json": _listed("nemotron_json", "<TOOLCALL>[", "]</TOOLCALL>"),
     "openai": ForcedCalls(
         "openai",
@@ -81,9 +97,10 @@ FORCED: dict[str, ForcedCalls] = {
 
 def forced_calls(reasoning: str, tools: str) -> ForcedCalls:
     """Return the syntax of required calls for a model with these parsers (empty: none)."""
-    if isinstance(REASONING.get(reasoning), HarmonyFormat):
+    form = REASONING.get(reasoning)
+    if isinstance(form, HarmonyFormat):
         return FORCED["openai"]
-    return FORCED.get(tools, _HERMES)
+    return FORCED.get(reasoning if isinstance(form, MessageFormat) else tools, _HERMES)
 
 
 def think_marks(reasoning: str) -> ThinkMarks | None:
@@ -93,5 +110,7 @@ def think_marks(reasoning: str) -> ThinkMarks | None:
         return None
     if isinstance(form, ThinkFormat):
         return ThinkMarks(list(form.opens), list(form.closes), form.begins_inside, breaks=list(form.breaks))
+    if isinstance(form, MessageFormat):
+        return ThinkMarks([form.reasoning], [form.ends[0]], answer=form.answer)
     analysis, final = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
     return ThinkMarks([analysis], [f"{ENDS[0]}{START}assistant"], answer=final, breaks=[*ENDS, START])

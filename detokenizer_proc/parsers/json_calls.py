@@ -36,6 +36,8 @@ class JsonFormat:
     """Marks inside a head, parsed by `name_of`."""
     is_keyed: bool = False
     """A call is an object with one key, the name: ``{"f": {…}}``."""
+    argument_key: str = ""
+    """Key of the arguments, if it is not ``arguments`` or ``parameters``."""
     name_of: Callable[[str], str] = str.strip
     """Extracts the name from a head, the text between the mark and the arguments; empty if it has none."""
 
@@ -94,7 +96,10 @@ class JsonCalls(ListReader):
         self._is_called = False
         if sign == "{":
             self._object = CallObject(
-                is_marked=not self._is_weak, is_strict=self._is_strict, is_keyed=self._form.is_keyed
+                is_marked=not self._is_weak,
+                is_strict=self._is_strict,
+                is_keyed=self._form.is_keyed,
+                argument_key=self._form.argument_key,
             )
             self._state = JsonCalls._in_object
         elif self._heads is None or self._is_list:

@@ -114,11 +114,19 @@ class CallObject:
     OpenAI's ``{"function": {…}}`` around it is skipped.
     """
 
-    def __init__(self, *, is_marked: bool = True, is_strict: bool = False, is_keyed: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        is_marked: bool = True,
+        is_strict: bool = False,
+        is_keyed: bool = False,
+        argument_key: str = "",
+    ) -> None:
         """``is_marked``: a mark precedes the object, so it may have other keys than `UNMARKED_KEYS`.
 
         ``is_strict``: the arguments are an object, or text of one, under the key ``arguments``; no unknown key precedes them.
-        ``is_keyed``: the first key is the name, and its value the arguments.
+        ``is_keyed``: the first key is the name, and its value the arguments. ``argument_key``: one of `ALIASES` that is
+        the format's own key.
         """
         self.name: str | None = None
         self.has_arguments = False
@@ -128,6 +136,7 @@ class CallObject:
         """True if the object cannot describe a call; then `is_over` is set too."""
         self._name_keys = NAME_KEYS if is_marked else NAME_KEYS & UNMARKED_KEYS
         self._argument_keys = ARGUMENT_KEYS if is_marked else ARGUMENT_KEYS & UNMARKED_KEYS
+        self._aliases = ALIASES - {argument_key}
         self._is_strict = is_strict
         self._is_keyed = is_keyed
         if is_strict:
@@ -213,13 +222,13 @@ class CallObject:
                 is_text = self._is_strict and sign == '"'
                 if (
                     self._is_argument
-                    and (self._is_strict or self._key in ALIASES)
+                    and (self._is_strict or self._key in self._aliases)
                     and not (sign == "{" or is_text)
                 ):
                     self._begin_extra()
                 self._begin(_Expects.VALUE_TEXT, sign)
                 self.has_arguments = self.has_arguments or (self._is_argument and not is_text)
-                self._has_alias = self._has_alias or (self._is_argument and self._key in ALIASES)
+                self._has_alias = self._has_alias or (self._is_argument and self._key in self._aliases)
                 return at
             case _:
                 self._break()
@@ -232,7 +241,7 @@ class CallObject:
 
     def _is_unused(self, *, is_repeated: bool) -> bool:
         """Return whether the current key is not part of a call."""
-        if self._key in ALIASES:
+        if self._key in self._aliases:
             return (
                 is_repeated or self._key not in self._known_keys or (self._is_argument and self.name is None)
             )
@@ -286,7 +295,7 @@ class CallObject:
             return
         if self._is_name:
             self.name = unquoted("".join(self._parts)).strip()
-            self._has_alias = self._key in ALIASES
+            self._has_alias = self._key in self._aliases
             if not self.name:
                 self._break()
         elif self._is_argument:

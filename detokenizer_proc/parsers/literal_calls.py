@@ -105,12 +105,14 @@ class LiteralCalls(ListReader):
         if not self._skip_blanks() and not self._over:
             return False
         is_json = self._form.openings != "(" and self._text[:1] == '"'
-        self._values = Literals(JSON if is_json else self._form.notation)
+        self._values = Literals(JSON if is_json else self._form.notation, self._form.ends)
         self._state = LiteralCalls._in_call
         return True
 
     def _in_call(self) -> bool:
         self._take(self._values.read(self._text, is_last=self._over))
+        if self._over and not (self._is_cut or self._values.is_over):
+            self._values.close()
         self._emit_arguments(self._values.take())
         return self._end_once(self._values.is_over)
 

@@ -23,6 +23,14 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 _PREFIXES = frozenset({"r", "b", "f", "u", "rb", "br", "fr", "rf"})
 MAX_PREFIX = 2
 _CLOSERS = {"[": "]", "(": "]", "{": "}"}
+_MARK = r"""(?:<escape>|<\|"\|>|["'])?"""
+_AFTER_STRING = re.compile(
+    rf",(?:\s*{_MARK}[\w.\-]+{_MARK}\s*:|[\w.\-]+=(?!=)|\s*[\])}}])|[\])}}\s]*<\|?/?(?:\w+_)?(?:tool|function)_call\|?>"
+)
+"""Text after a string of `GEMMA`: another key, or a mark of a call."""
+_PART_AFTER_STRING = re.compile(
+    rf"""(?:,\s*(?:<[|"\w]*>?|["'])?[\w.\-]*{_MARK}(?:<[|"\w]*)?\s*=?|[\])}}\s]*(?:<[|/\w]*)?)"""
+)
 MAX_NUMBER = 64
 MAX_FOLLOWING = 64
 """Characters after a quote that are searched for the end of its string."""
@@ -65,8 +73,10 @@ def json_word(word: str) -> str:
 class Literals:
     """Converts a call's arguments, without the opening bracket, to a JSON object without the opening brace."""
 
-    def __init__(self, notation: Notation) -> None:
+    def __init__(self, notation: Notation, call_ends: tuple[str, ...] = ()) -> None:
+        """``call_ends``: marks outside strings that end a call without its closing bracket."""
         self.is_over = False
+        self._call_ends = Marks(*call_ends)
         self._notation = notation
         self._quotes = Marks(*notation.quotes)
         self._ends: dict[str, Marks] = {}  # by quote
@@ -103,7 +113,20 @@ class Literals:
             self._end_word()
         return at
 
+    def close(self) -> None:
+        """Close the open string, lists and objects."""
+        if self._quote is not None:
+            self._out.append('"')
+            self._quote = None
+        while self._closers:
+            self._close()
+
     def _outside(self, text: str, at: int, is_last: bool) -> int:
+        end = self._call_ends.at_start(text[at : at + MAX_FOLLOWING]) if text[at] == "<" else None
+        if end:
+            self.close()
+        if end or (end == "" and not is_last):
+            return 0
         quote = self._quotes.at_start(text[at : at + 16])
         if quote:
             return self._begin_string(text, at, quote, is_last)
@@ -166,10 +189,14 @@ class Literals:
             return 0
         if mark == "\\":
             return self._escape(text, at, is_last)
-        is_end = mark not in PYTHON.quotes or self._is_end(text[at + 1 : at + 1 + MAX_FOLLOWING], is_last)
+        following = text[at + len(mark) : at + len(mark) + MAX_FOLLOWING]
+        if mark in self._notation.quotes and not self._notation.has_escapes:
+            is_end = self._is_marked_end(following, is_last)
+        else:
+            is_end = mark not in PYTHON.quotes or self._is_end(following, is_last)
         if is_end is None:
             return 0
-        self._out.append('"' if is_end else quoted(mark)[1:-1])
+        self._out.append('"' if is_end else quoted(mark if mark in PYTHON.quotes else '"')[1:-1])
         self._quote = None if is_end else self._quote
         return len(mark)
 
@@ -179,6 +206,9 @@ class Literals:
         Returns None until more text decides.
         """
         num_open = len(self._closers)
+        end = self._call_ends.at_start(following.lstrip())
+        if end or (end == "" and not is_last):
+            return True if end else None
         for sign in following:
             if sign.isspace():
                 continue
@@ -188,6 +218,29 @@ class Literals:
                 return sign in ",:"
             num_open -= 1
         return True if is_last or len(following) == MAX_FOLLOWING else None
+
+    def _is_marked_end(self, following: str, is_last: bool) -> bool | None:
+        """Return whether a mark of `GEMMA` ends its string: the next key, closing brackets or a call's mark follow.
+
+        Otherwise it stands for a quote inside the string. Returns None until more text decides.
+        """
+        text = following.lstrip()
+        is_whole = is_last or len(following) == MAX_FOLLOWING
+        if not text:
+            return True if is_whole else None
+        if self._wants_key or _AFTER_STRING.match(text):
+            return True
+        if _PART_AFTER_STRING.fullmatch(text):
+            return True if is_whole else None
+        if text[0] == ",":
+            return self._closers[-1] == "]"
+        closers = self._closers[::-1]
+        for number, sign in enumerate("".join(text.split())):
+            if number == len(closers):
+                return sign not in ")}'\""
+            if sign != closers[number]:
+                return number > 0 and sign in ",<"
+        return True if is_whole else None
 
     def _escape(self, text: str, at: int, is_last: bool) -> int:
         kind = text[at + 1 : at + 2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,8 @@ from quintet.detokenizer_proc.parsers.literals import PYTHON, Literals
 
 MAX_DEPTH = 8
 """Maximum nesting of alternatives and references."""
+MAX_ALTERNATIVES = 32
+"""Schemas that are searched for a nested value."""
 
 Types = frozenset[str]
 _TYPE_NAMES = {
@@ -30,6 +32,7 @@ class Schemas:
     def __init__(self, tools: bytes) -> None:
         """``tools`` is the request's list in OpenAI's format; invalid entries are ignored."""
         self._types: dict[str, dict[str, Types]] = {}
+        self._nested: dict[str, tuple[_Types, Mapping[str, Any]]] = {}
         try:
             listed = msgspec.json.decode(tools) if tools else []
         except (msgspec.DecodeError, RecursionError):
@@ -38,11 +41,22 @@ class Schemas:
             function = _mapping(_mapping(tool).get("function", tool))
             parameters = _mapping(function.get("parameters"))
             found = _Types({**_mapping(parameters.get("$defs")), **_mapping(parameters.get("definitions"))})
-            self._types[str(function.get("name"))] = found.of_properties(parameters)
+            name = str(function.get("name"))
+            self._types[name], self._nested[name] = found.of_properties(parameters), (found, parameters)
 
     def types(self, function: str, parameter: str) -> Types:
         """Return the allowed types of a parameter; empty if unknown."""
         return self._types.get(function, {}).get(parameter, frozenset())
+
+    def types_at(self, function: str, path: Sequence[str]) -> Types:
+        """Return the allowed types of a value inside a parameter; empty if unknown. ``item`` is one of a list."""
+        if function not in self._nested or len(path) > MAX_DEPTH:
+            return frozenset()
+        found, parameters = self._nested[function]
+        schemas: list[Any] = [parameters]
+        for key in path:
+            schemas = [child for schema in schemas for child in found.children(schema, key)]
+        return frozenset().union(*(found.of(schema) for schema in schemas))
 
     def key_after_name(self, text: str) -> str:
         """Return the parameter in the text of a function's name and one of its parameters; else an empty text."""
@@ -147,6 +161,33 @@ class _Types:
             seen.add(reference)
             if depth < MAX_DEPTH:
                 schemas += [(part, depth + 1) for part in parts]
+        return found
+
+    def children(self, schema: object, key: str) -> list[Any]:
+        """Return the schemas of an object's value under a key, or of a list's items for the key ``item``."""
+        found: list[Any] = []
+        for each in self._alternatives(schema):
+            properties, items = _mapping(each.get("properties")), each.get("items")
+            if key in properties:
+                found.append(properties[key])
+            elif key == "item" and isinstance(items, dict):
+                found.append(items)
+            elif isinstance(each.get("additionalProperties"), dict):
+                found.append(each["additionalProperties"])
+        return found[:MAX_ALTERNATIVES]
+
+    def _alternatives(self, schema: object) -> list[Mapping[str, Any]]:
+        """Return a schema and its alternatives, with references resolved."""
+        found, seen = list[Mapping[str, Any]](), set[str]()
+        schemas = [schema]
+        while schemas and len(found) < MAX_ALTERNATIVES:
+            each = _mapping(schemas.pop())
+            found.append(each)
+            schemas += _parts(each)
+            reference = str(each.get("$ref", "")).rpartition("/")[2]
+            if reference and reference not in seen:
+                seen.add(reference)
+                schemas.append(self._definitions.get(reference))
         return found
 
     def of(self, schema: object, depth: int = 0) -> Types:

@@ -6,14 +6,12 @@ emitted when their tag ends.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-
 from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
 from quintet.detokenizer_proc.parsers.json_scan import JsonValue, quoted
 from quintet.detokenizer_proc.parsers.machine import MAX_NAME, CallReader
 from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.detokenizer_proc.parsers.schemas import Schemas, Types, fields_of, json_of
+from quintet.detokenizer_proc.parsers.tag_format import TagFormat
 
 MAX_ENDS = 4
 """End marks after a value that are searched for the end of a call."""
@@ -21,51 +19,10 @@ MAX_BLANKS = 64
 """Whitespace between two end marks."""
 MAX_MARK = 64
 """Characters of the longest mark."""
-_WITH_KIND = re.compile(r'(.*?)\s+string="(true|false)"', re.DOTALL)
-"""A DeepSeek parameter's name, and the attribute that is true for text and false for JSON."""
 _WRAPPERS = frozenset({"arguments", "input"})
 """Parameters with all arguments as one object, if the function has no such parameter."""
 _WITHOUT_TEXT = frozenset({"integer", "number", "boolean", "null"})
 """Types with values that contain no marks."""
-
-
-def _without_quotes(name: str) -> str:
-    return name.strip().removesuffix("/").strip().strip("\"'").strip()
-
-
-@dataclass(frozen=True, slots=True)
-class TagFormat:
-    """Syntax of a model's calls."""
-
-    begins: tuple[str, ...]
-    """Marks before a call or a group of calls."""
-    function: str
-    """Mark before a name; empty if the name directly follows ``begins``."""
-    name_end: str
-    """Mark after a name; empty if the first parameter or the end directly follows."""
-    parameter: str
-    key_end: str
-    value_end: str
-    ends: tuple[str, ...]
-    """Marks that end a call. They also end a value without an end tag."""
-    value_begin: str = ""
-    """Mark before a value, after whitespace."""
-    has_lines: bool = False
-    """A value is on separate lines between its tags."""
-    can_omit_begin: bool = False
-    """A call may begin with its function's tag."""
-    quotes: tuple[str, ...] = ()
-    """Optional marks around a value: those of XML's CDATA."""
-    fillers: tuple[str, ...] = ()
-    """Text between ``begins`` and a function's tag; ignored."""
-    within: tuple[str, ...] = ()
-    """Special tokens inside marks."""
-
-    @property
-    def marks(self) -> frozenset[str]:
-        """Special tokens that the parser must see as text."""
-        parts = (self.function, self.name_end, self.parameter, self.key_end, self.value_begin, self.value_end)
-        return frozenset({*self.begins, *self.ends, *self.quotes, *self.fillers, *self.within, *parts} - {""})
 
 
 class TaggedCalls(CallReader):
@@ -73,12 +30,12 @@ class TaggedCalls(CallReader):
 
     def __init__(self, form: TagFormat, schemas: Schemas) -> None:
         function = (form.function,) if form.function else ()
-        super().__init__(Marks(*form.begins, *(function if form.can_omit_begin else ())))
+        super().__init__(Marks(*form.begins, *form.around, *(function if form.can_omit_begin else ())))
         self._form = form
         self._schemas = schemas
         self._fillers = Marks(*form.fillers)
         line_end = ("\n",) if form.has_lines else ()  # follows a name or a key that lacks its end
-        no_end = ("\n", form.parameter, form.key_end, form.value_end, *form.begins, *form.ends)
+        no_end = ("\n", form.parameter, form.key_end, form.value_end, *form.begins, *form.fillers, *form.ends)
         self._name_ends = Marks(*((form.name_end, *line_end) if form.name_end else no_end))
         self._key_ends = Marks(form.key_end, *line_end)
         self._plain_ends = self._value_ends = Marks(form.value_end, form.parameter, *form.ends)
@@ -95,6 +52,8 @@ class TaggedCalls(CallReader):
         self._value: list[str] = []
         self._blank = ""  # a newline that belongs to the end tag if the tag follows
         self._begins_value = False
+        self._has_tag = False  # the value has the opening of its own end tag
+        self._tail = ""  # last characters of the value
         self._has_value_lines = False  # the value began on a line of its own
         self._is_at_line = True  # the value's next character begins a line
         self._types: Types = frozenset()
@@ -104,6 +63,10 @@ class TaggedCalls(CallReader):
         self._is_wrapper = False  # the value may be all arguments
 
     def _on_mark(self, mark: str) -> bool:
+        if mark in self._form.around:
+            self._prose.at_mark()
+            self._expects_calls = True
+            return False
         self._attempt(mark)
         self._held = ""
         is_function = mark == self._form.function or not self._form.function
@@ -145,7 +108,7 @@ class TaggedCalls(CallReader):
         if mark == self._form.key_end != self._form.name_end and (key := self._schemas.key_after_name(held)):
             held = held.removesuffix(key)  # the model omitted the mark before the first key
             self._text = self._form.parameter + key + self._text
-        name = _without_quotes(held)
+        name = self._form.name_of(held)
         if not name or any(sign.isspace() or sign in '<>{}"' for sign in name):
             return self._reject()
         if mark in {self._form.name_end, "\n"}:
@@ -167,6 +130,12 @@ class TaggedCalls(CallReader):
             self._body, self._repair = JsonValue("{"), JsonRepair()
             self._state = TaggedCalls._in_body
             return True
+        filler = self._fillers.at_start(self._text)
+        if filler:
+            self._take(len(filler))
+            return True
+        if filler == "" and not self._over:
+            return False
         mark = self._inside.at_start(self._text)
         if mark is None:
             mark = self._after_value.at_start(self._text)
@@ -253,17 +222,17 @@ class TaggedCalls(CallReader):
         if mark and mark != "\n" and len(self._held) <= MAX_NAME:
             self._take(len(mark))
         key = self._held.strip().removeprefix(self._form.parameter)
-        kind = _WITH_KIND.fullmatch(key)
-        key = _without_quotes(key if kind is None else kind[1])
+        key, kind = self._form.key_of(key)
         self._key = quoted(key) + ": "
         self._types = self._schemas.types(self._name, key)
-        if kind is not None:
-            self._types = frozenset({"string"}) if kind[2] == "true" else self._types - {"string"}
+        if kind:
+            self._types = frozenset({kind}) if kind == "string" else self._types - {"string"} or self._types
         self._is_wrapper = key in _WRAPPERS and self._num_values == 0 and self._schemas.lack(self._name, key)
         self._is_text = self._types == {"string"} and not self._is_wrapper
         if self._is_text:
             self._emit_arguments(self._take_key() + '"')
         self._value, self._blank, self._begins_value = [], "", True
+        self._has_tag, self._tail = False, ""
         self._has_value_lines, self._is_at_line = False, True
         self._value_end, self._value_ends = self._form.value_end, self._plain_ends
         self._state = TaggedCalls._before_value if self._leads.marks else TaggedCalls._in_value
@@ -349,6 +318,10 @@ class TaggedCalls(CallReader):
         following = rest.lstrip()
         if len(rest) - len(following) >= MAX_BLANKS:
             return True
+        if following and not self._has_tag and self._value_end.startswith(following[: len(self._value_end)]):
+            return (
+                True if following.startswith(self._value_end) else (self._over or None)
+            )  # the model doubled the tag
         mark = self._after_value.at_start(following)
         return (self._over or None) if mark == "" else mark is not None
 
@@ -381,6 +354,9 @@ class TaggedCalls(CallReader):
     def _add_to_value(self, text: str) -> None:
         if text:
             self._is_at_line = text.endswith("\n")
+            tag = self._value_end.replace("</", "<").removesuffix(">")
+            self._has_tag = self._has_tag or tag in self._tail + text
+            self._tail = (self._tail + text)[-MAX_MARK:]
         if not self._form.has_lines:
             self._emit_value(text)
             return

@@ -30,11 +30,13 @@ class ThinkFormat:
     """Texts that begin reasoning at the start of the output: some models omit the opening mark before its name."""
     is_repeated: bool = False
     """Reasoning may also follow content, and a closing mark without reasoning may end the output."""
+    within: tuple[str, ...] = ()
+    """Special tokens inside marks."""
 
     @property
     def marks(self) -> frozenset[str]:
         """Special tokens that the parser must see as text."""
-        return frozenset({*self.opens, *self.closes, *self.breaks, *self.around})
+        return frozenset({*self.opens, *self.closes, *self.breaks, *self.around, *self.within})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ class Thinking(Machine):
         """Consume text up to a mark, and the mark."""
         before, mark, self._text = marks.split(self._text)
         if self._over and not mark:
-            before, self._text = before + self._text, ""
+            is_part = self._is_cut and self._text.startswith(self._form.within)  # of a mark of several tokens
+            before, self._text = before + ("" if is_part else self._text), ""
         return before, mark
 
     def _start(self) -> bool:

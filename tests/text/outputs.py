@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 Call = tuple[str, dict[str, Any]]
+M3 = "]<]minimax[>["
+"""MiniMax M3's mark before each tag."""
 
 
 def dumps(value: object) -> str:
@@ -127,6 +130,95 @@ def solar(calls: Sequence[Call]) -> str:
     )
 
 
+def hunyuan(calls: Sequence[Call]) -> str:
+    inner = "\n".join(
+        f"<tool_call>{name}<tool_sep>\n"
+        + "".join(
+            f"<arg_key>{k}</arg_key>\n<arg_value>{plain(v)}</arg_value>\n" for k, v in arguments.items()
+        )
+        + "</tool_call>"
+        for name, arguments in calls
+    )
+    return f"<tool_calls>\n{inner}\n</tool_calls>"
+
+
+def with_hunyuan_suffix(text: str) -> str:
+    return re.sub(r"<(/?(?:tool_calls?|tool_sep|arg_key|arg_value|think))>", r"<\1:opensource>", text)
+
+
+def horizon(calls: Sequence[Call]) -> str:
+    inner = "".join(
+        f"<ifm|tool_call>{name}\n"
+        + "".join(
+            f"<ifm|arg_key>{k}</ifm|arg_key>\n<ifm|arg_type>{type_name(v)}</ifm|arg_type>\n"
+            f"<ifm|arg_value>{plain(v)}</ifm|arg_value>\n"
+            for k, v in arguments.items()
+        )
+        + "</ifm|tool_call>\n"
+        for name, arguments in calls
+    )
+    return f"<ifm|tool_calls>\n{inner}</ifm|tool_calls>"
+
+
+def type_name(value: object) -> str:
+    types = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    return types.get(type(value), "null")
+
+
+def kimi_k3(calls: Sequence[Call]) -> str:
+    inner = "".join(
+        f'<|open|>call tool="{name}" index="{number}"<|sep|>'
+        + "".join(
+            f'<|open|>argument key="{k}" type="{type_name(v)}"<|sep|>{plain(v)}<|close|>argument<|sep|>'
+            for k, v in arguments.items()
+        )
+        + "<|close|>call<|sep|>"
+        for number, (name, arguments) in enumerate(calls, 1)
+    )
+    return f"<|open|>tools<|sep|>{inner}<|close|>tools<|sep|>"
+
+
+def minimax_m3_tags(values: dict[str, Any]) -> str:
+    return "".join(f"{M3}<{k}>{minimax_m3_value(v)}{M3}</{k}>" for k, v in values.items())
+
+
+def minimax_m3_value(value: object) -> str:
+    if isinstance(value, dict) and has_plain_text(value):
+        return minimax_m3_tags(value)
+    if isinstance(value, list) and has_plain_text(value):
+        return "".join(f"{M3}<item>{minimax_m3_value(part)}{M3}</item>" for part in value)
+    return plain(value)
+
+
+def has_plain_text(value: object) -> bool:
+    """Return whether all nested texts are no JSON, so that a reader without their types can convert them."""
+    if isinstance(value, dict | list):
+        return bool(value) and all(map(has_plain_text, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, str) or not (
+        value.strip() in {"true", "12"} or value[:1] in {"{", "["} or not value
+    )
+
+
+def minimax_m3(calls: Sequence[Call]) -> str:
+    inner = "".join(
+        f'{M3}<invoke name="{name}">{minimax_m3_tags(arguments)}{M3}</invoke>\n' for name, arguments in calls
+    )
+    return f"{M3}<tool_call>\n{inner}{M3}</tool_call>"
+
+
+def inkling(calls: Sequence[Call]) -> str:
+    return "".join(
+        f'<|message_model|><|content_invoke_tool_json|>{{"name": "{name}", "args": {dumps(arguments)}}}<|end_message|>'
+        for name, arguments in calls
+    )
+
+
+def muse(calls: Sequence[Call]) -> str:
+    inner = minimax(calls, "function_calls")
+    tagged = re.sub(r"<(/?)(function_calls|invoke|parameter)\b", r"<\1atem:\2", inner)
+    return f"<|start|>assistant to=tool<|message|>{tagged}<|eot|>"
+
+
 def cohere(calls: Sequence[Call]) -> str:
     actions = [
         f'    {{"tool_call_id": "{number}", "tool_name": "{name}", "parameters": {dumps(arguments)}}}'
@@ -227,6 +319,8 @@ WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
     "granite_20b_fc": [lambda calls: "\n".join(f"<function_call> {described(call)}" for call in calls)],
     "hermes": [hermes],
     "hunyuan_a13b": [lambda calls: f"<tool_calls>\n{listed(calls)}\n</tool_calls>"],
+    "hy_v3": [hunyuan, lambda calls: with_hunyuan_suffix(hunyuan(calls))],
+    "inkling": [inkling],
     "internlm": [
         lambda calls: "".join(
             f"<|action_start|><|plugin|>\n{described(call, 'parameters')}<|action_end|>\n" for call in calls
@@ -236,7 +330,14 @@ WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
         lambda calls: f"<tool_calls>{listed(calls)}</tool_calls>",
         lambda calls: "<tool_calls>\n" + "".join(f"{described(call)}\n" for call in calls) + "</tool_calls>",
     ],
+    "k2_horizon": [
+        horizon,
+        lambda calls: (
+            "<ifm|tool_calls>\n" + hermes(calls).replace("tool_call>", "ifm|tool_call>") + "</ifm|tool_calls>"
+        ),
+    ],
     "kimi_k2": [kimi],
+    "kimi_k3": [kimi_k3],
     "lfm2": [
         lambda calls: f"<|tool_call_start|>{python(calls)}<|tool_call_end|>",
         lambda calls: f"<|tool_call_start|>\n```python\n{python_lines(calls)}\n```\n<|tool_call_end|>",
@@ -253,7 +354,9 @@ WRITERS: dict[str, list[Callable[[Sequence[Call]], str]]] = {
     "longcat": [lambda calls: hermes(calls).replace("tool_call", "longcat_tool_call")],
     "minicpm5": [minicpm],
     "minimax_m2": [minimax],
+    "minimax_m3": [minimax_m3],
     "mistral": [lambda calls: "[TOOL_CALLS]" + listed(calls), mistral_named],
+    "muse_glimmer": [muse],
     "nemotron_json": [lambda calls: f"<TOOLCALL>{listed(calls)}</TOOLCALL>"],
     "olmo3": [lambda calls: f"<function_calls>{python_lines(calls)}</function_calls>"],
     "openai": [harmony],

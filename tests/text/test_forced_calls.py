@@ -14,7 +14,7 @@ from tests.text.test_structured import accepts
 from tokenizers import AddedToken, Tokenizer
 
 from quintet.detokenizer_proc.parsers.forced import FORCED, forced_calls, think_marks
-from quintet.detokenizer_proc.parsers.registry import REASONING
+from quintet.detokenizer_proc.parsers.formats import REASONING
 from quintet.frontend.api.openai.tools import form_of_calls, form_or_calls
 from quintet.frontend.api.openai.types import ChatBody
 from quintet.process.grammars import named_tokens, open_vocabulary

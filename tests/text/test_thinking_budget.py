@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from quintet.detokenizer_proc.parsers.forced import think_marks
-from quintet.detokenizer_proc.parsers.registry import REASONING
+from quintet.detokenizer_proc.parsers.formats import REASONING
 from quintet.tokenizer_proc.thinking import Budgets
 from quintet.wire.errors import RequestError
 from quintet.wire.params import SamplingParams, ThinkingBound

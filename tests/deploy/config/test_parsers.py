@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quintet.deploy.config.parsers import REASONING_ALIASES, TOOL_ALIASES, choose_parsers
-from quintet.detokenizer_proc.parsers.registry import REASONING, TOOLS
+from quintet.detokenizer_proc.parsers.formats import REASONING, TOOLS
 from quintet.wire.config import ParsersConfig
 from quintet.wire.errors import ConfigError
 
@@ -31,6 +31,20 @@ TEMPLATES = {
     "Command A": ("<|START_THINKING|> <|START_ACTION|>[", "cohere_command3", "cohere_command3"),
     "Nemotron Nano 2": ("<TOOLCALL>[{{ call }}]</TOOLCALL> <think></think>", "qwen3", "nemotron_json"),
     "MiniCPM 5": ('<function name="f"><param name="a"> <think></think>', "qwen3", "minicpm5"),
+    "Hy3": ("<think{{ s }}> <tool_calls{{ s }}> <tool_sep{{ s }}> <arg_key{{ s }}>", "hy_v3", "hy_v3"),
+    "Inkling": (
+        "<|content_thinking|> <|message_model|>f<|content_invoke_tool_json|>",
+        "inkling",
+        "inkling",
+    ),
+    "K2 Horizon": ("<ifm|think_fast> <ifm|tool_calls> <ifm|tool_call>", "k2_horizon", "k2_horizon"),
+    "Kimi K3": ("<|open|>tools<|sep|> <|close|>tools<|sep|>", "kimi_k3", "kimi_k3"),
+    "MiniMax M3": ("<mm:think> {%- set ns = ']<]minimax[>[' %}", "minimax_m3", "minimax_m3"),
+    "Muse Glimmer": (
+        "<|start|>assistant to=f<|message|><atem:function_calls>",
+        "muse_glimmer",
+        "muse_glimmer",
+    ),
     "a plain one": ("{{ messages }}", "", ""),
 }
 
@@ -68,6 +82,7 @@ def test_flags_override_detection() -> None:
         ("poolside_v1", "cohere_command4", ("qwen3", "cohere_command3")),
         ("nemotron_3", "interns1", ("nemotron_v3", "internlm")),
         ("none", "granite-20b-fc", ("", "granite_20b_fc")),
+        ("minimax-m3", "hunyuan", ("minimax_m3", "hy_v3")),
     ],
 )
 def test_names_of_other_servers_are_accepted(reasoning: str, tools: str, expected: tuple[str, str]) -> None:

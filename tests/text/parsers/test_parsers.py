@@ -14,8 +14,9 @@ import pytest
 from tests.text.outputs import WRITERS, Call
 
 from quintet.detokenizer_proc.parsers.forced import forced_calls
+from quintet.detokenizer_proc.parsers.formats import TOOLS
 from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser, joined
-from quintet.detokenizer_proc.parsers.registry import TOOLS, build
+from quintet.detokenizer_proc.parsers.registry import build
 from quintet.wire.channels import Channel
 
 FEW, MANY = range(25), range(25, 425)

@@ -8,10 +8,11 @@ import pytest
 from tests.text.outputs import WRITERS, Call
 from tests.text.parsers.test_parsers import FEW, Random, calls_in, check_broken, read, schemas_of, text_of
 
+from quintet.detokenizer_proc.parsers.formats import REASONING, TOOLS
 from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser, joined
 from quintet.detokenizer_proc.parsers.json_calls import JsonFormat
 from quintet.detokenizer_proc.parsers.literal_calls import LiteralFormat
-from quintet.detokenizer_proc.parsers.registry import REASONING, TOOLS, build, marks_of
+from quintet.detokenizer_proc.parsers.registry import build, marks_of
 from quintet.detokenizer_proc.parsers.tagged_calls import TagFormat
 from quintet.detokenizer_proc.parsers.thinking import ThinkFormat
 from quintet.wire.channels import Channel
@@ -183,6 +184,8 @@ def test_marks_around_coheres_answer_are_removed(kind: str) -> None:
 
 PAIRS = [
     ("apertus", "apertus"), ("cohere_command3", "cohere_command3"),
+    ("hy_v3", "hy_v3"), ("inkling", "inkling"), ("k2_horizon", "k2_horizon"), ("kimi_k3", "kimi_k3"),
+    ("minimax_m3", "minimax_m3"), ("muse_glimmer", "muse_glimmer"),
     ("deepseek_r1", "deepseek_v3"), ("gemma", "gemma"), ("glm45", "glm45"), ("granite", "granite"), ("kimi_k2", "kimi_k2"),
     ("minimax_m2", "minimax_m2"), ("mistral", "mistral"), ("openai_gptoss", "openai"), ("qwen3", "hermes"),
     ("qwen3", "qwen3_coder"), ("seed_oss", "seed_oss"),
