@@ -61,6 +61,7 @@ class NestedCalls(CallReader):
         self._open: list[_Node] = []
         """The value's tag, and the open tags inside it."""
         self._is_text = False  # the value is streamed
+        self._is_at_mark = False  # a mark precedes the text between two values
         self._value_ends = Marks(form.mark)
         self._body = JsonValue("{")
         self._repair = JsonRepair()
@@ -77,6 +78,7 @@ class NestedCalls(CallReader):
             if not found:
                 return True
             self._take(len(found))
+            self._is_at_mark = True
         return False
 
     def _is_part_of_tag(self) -> bool:
@@ -102,6 +104,7 @@ class NestedCalls(CallReader):
         if tag_name == _CALL:
             self._name, self._num_values = name, 0
             self._start_call(name)
+            self._is_at_mark = False
             self._state = NestedCalls._before_values
         return True
 
@@ -134,6 +137,9 @@ class NestedCalls(CallReader):
         tag = _TAG.match(self._text)
         if tag is None and self._is_part_of_tag():
             return False
+        if tag is None and has_text and self._is_at_mark and self._text[0] != "<":
+            self._begin_value("")  # some checkpoints omit a value's first tag; its last one has the key
+            return True
         if tag is None and self._is_cut:
             return self._drop()
         if tag is None or tag[1] or tag[2] in {_GROUP, _CALL}:
@@ -144,13 +150,17 @@ class NestedCalls(CallReader):
             self._state = NestedCalls._after
             return True
         self._take(tag.end())
-        self._open = [_Node(tag[2])]
-        self._is_text = self._schemas.types(self._name, tag[2]) == {"string"}
+        self._begin_value(tag[2])
+        return True
+
+    def _begin_value(self, key: str) -> None:
+        """Begin a value. An empty key is not known before the value's end."""
+        self._open = [_Node(key)]
+        self._is_text = bool(key) and self._schemas.types(self._name, key) == {"string"}
         if self._is_text:
             self._emit_arguments(self._take_key() + '"')
         self._set_value_ends()
         self._state = NestedCalls._in_value
-        return True
 
     def _after(self) -> bool:
         """Read another call of the group, or content, after a call."""
@@ -173,7 +183,8 @@ class NestedCalls(CallReader):
         return ("" if self._num_values == 1 else ", ") + quoted(self._open[0].key) + ": "
 
     def _set_value_ends(self) -> None:
-        self._value_ends = Marks(self._mark, f"</{self._open[-1].key}>")
+        key = self._open[-1].key
+        self._value_ends = Marks(self._mark, *((f"</{key}>",) if key else ()))
 
     def _in_value(self) -> bool:
         before, end, rest = self._value_ends.split(self._text)
@@ -223,7 +234,16 @@ class NestedCalls(CallReader):
             self._close(len(keys) - 1 - keys[::-1].index(key))
         elif key in {_GROUP, _CALL}:
             self._close(0)
-        elif self._is_text or is_end or len(keys) >= MAX_DEPTH:
+        elif is_end and keys == [""]:
+            self._text, self._open[0].key = self._text[tag.end() :], key
+            self._close(0)
+        elif is_end and not self._is_text and self._open[-1].text:
+            self._text = self._text[tag.end() :]
+            node = _Node(key, self._open[-1].text)
+            self._open[-1].text = []
+            self._open.append(node)
+            self._close(len(self._open) - 1)
+        elif self._is_text or is_end or len(keys) >= MAX_DEPTH or keys == [""]:
             self._text = self._text[tag.end() :]
             self._add_text(tag[0])
         else:
@@ -253,8 +273,11 @@ class NestedCalls(CallReader):
         if depth > 0:
             self._set_value_ends()
             return
+        self._is_at_mark = False
         if self._is_text:
             self._emit_arguments('"')
+        elif not self._open[0].key:
+            self._emit_prose("".join(self._open[0].text))
         elif value := self._value():
             self._emit_arguments(self._take_key() + value)
         self._state = NestedCalls._in_call
@@ -275,4 +298,10 @@ class NestedCalls(CallReader):
         )
         if is_list:
             return "[" + ", ".join(value for _, value in node.children) + "]"
-        return "{" + ", ".join(f"{quoted(key)}: {value}" for key, value in node.children) + "}"
+        values: dict[str, list[str]] = {}
+        for key, value in node.children:
+            values.setdefault(key, []).append(value)
+        written = (
+            (key, value[0] if len(value) == 1 else f"[{', '.join(value)}]") for key, value in values.items()
+        )
+        return "{" + ", ".join(f"{quoted(key)}: {value}" for key, value in written) + "}"

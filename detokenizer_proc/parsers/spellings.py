@@ -25,14 +25,15 @@ class Spellings:
 
     def push(self, text: str) -> list[ChannelText]:
         """See `Parser`."""
-        parts, rest = list[str](), self._held + text
+        parts, at, text = list[str](), 0, self._held + text
         while True:
-            before, mark, rest = self._marks.split(rest)
-            parts.append(before)
+            begin, mark = self._marks.search(text, at)
+            parts.append(text[at:begin])
             if not mark:
                 break
             parts.append(self._usual[mark])
-        self._held = rest
+            at = begin + len(mark)
+        self._held = text[begin:]
         return self._parser.push("".join(parts))
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:

@@ -97,7 +97,7 @@ class Thinking(Machine):
         """Consume text up to a mark, and the mark."""
         before, mark, self._text = marks.split(self._text)
         if self._over and not mark:
-            is_part = self._is_cut and self._text.startswith(self._form.within)  # of a mark of several tokens
+            is_part = self._text.startswith(self._form.within)  # of a mark of several tokens
             before, self._text = before + ("" if is_part else self._text), ""
         return before, mark
 

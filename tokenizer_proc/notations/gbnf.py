@@ -49,7 +49,7 @@ def plain_gbnf(grammar: str) -> str:
             return f'"{"".join(_in_text(char) for char, _ in _chars(match["text"]))}"'
         if match["chars_end"]:
             return _class(match["chars"])
-        if match["repeated"]:  # the converter drops the parentheses around one part, which two repetitions need
+        if match["repeated"]:  # the converter drops the parentheses around one part
             return ' "")'
         if match["gap"]:
             is_end = "\n" in match["gap"] and _RULE.match(grammar, match.end())

@@ -125,6 +125,10 @@ def tag(key: str, value: str) -> str:
         (f"{NS}<s>ls -l</s>\n{NS}<x>1</x>", {"s": "ls -l", "x": 1}),
         (tag("s", f"<b></s> a {NS}<i>x"), {"s": "<b></s> a <i>x"}),
         ('{"s": "a"}', {"s": "a"}),
+        (f"{NS}a.txt{NS}</s>{NS}<x>1{NS}</x>", {"s": "a.txt", "x": 1}),
+        (f"{NS}<o>{NS}1{NS}</k>{NS}</o>{NS}2{NS}</x>", {"o": {"k": "1"}, "x": 2}),
+        (tag("u", tag("v", "1") + tag("v", "2")), {"u": {"v": [1, 2]}}),
+        (tag("-A", "1"), {"-A": 1}),
     ],
 )
 def test_nested_tags_are_objects_and_lists(written: str, arguments: object) -> None:
