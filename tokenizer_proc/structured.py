@@ -41,6 +41,10 @@ MAX_BUILD_S = 0.5
 """Processor time. An object of 1000 optional properties takes 0.15 s."""
 NUM_TRIED = 64
 """Tokens of the trial answer."""
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+"""Without it, the library follows forced text without end where a lexeme takes the text after it: ``/a+/ "a"``."""
+_REPEATS = re.compile(r"[+*{]|%ignore")
+"""Found in each grammar with a lexeme of unbounded length."""
 MAX_REASON_CHARS = 300
 COMBINED = {"anyOf", "oneOf", "$ref"}
 """Keys with schemas that apply to the same object."""
@@ -203,7 +207,8 @@ def _grammar(wanted: StructuredOutputsParams, kind: str, named: Mapping[str, int
         return LLMatcher.grammar_from_lark("start: /" + "|".join(map(escaped, value)) + "/")
     if kind == "structural_tag":
         tag = msgspec.json.decode(value)
-        return LLMatcher.grammar_from_lark(lark_of_tags(tag, named, _expression, _json_options(wanted)))
+        written = lark_of_tags(tag, named, _expression, _json_options(wanted))
+        return LLMatcher.grammar_from_lark(written + NO_FORCING * ('"regex"' in value))
     grammar = _lark_of(value)
     check_grammar(grammar)
     if any(
@@ -217,10 +222,11 @@ def _lark_of(grammar: str) -> str:
     """Return a grammar in the library's format. Raises `RequestError`."""
     from llguidance import LLMatcher, grammar_from
 
+    options = NO_FORCING if _REPEATS.search(grammar) else ""
     if not is_gbnf(grammar):
-        return LLMatcher.grammar_from_lark(grammar)
+        return LLMatcher.grammar_from_lark(grammar + options)
     try:
-        return grammar_from("gbnf", plain_gbnf(grammar))
+        return grammar_from("gbnf", plain_gbnf(grammar)) + options
     except ValueError as error:
         raise refused("grammar", str(error)) from None
 

@@ -108,6 +108,23 @@ def test_grammars_of_other_servers_are_enforced(name: str, forms: tuple[Forms, C
     assert [each for each in others if is_answer(grammar, each)] == []
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"grammar": 'start: /a+/ "a"'},
+        {"grammar": 'start: "a" " " "b"\n%ignore / +/'},
+        {"grammar": 'root ::= x "a"\nx ::= "a"+'},
+        {"structural_tag": {"format": {"type": "sequence", "elements": [
+            {"type": "regex", "pattern": "a+"}, {"type": "const_string", "value": "a"}]}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_expression_that_takes_the_text_after_it_takes_no_endless_time(
+    form: dict[str, Any], forms: tuple[Forms, Checks]
+) -> None:
+    assert not forms[1](grammar_of(forms[0], **form), "b")
+
+
 @pytest.mark.parametrize("text", ['root ::= "a\\"', "root ::= [a\\]", 'root ::= "\\ud83d"', 'root ::= "\\q'])
 def test_invalid_grammars_are_refused(text: str, forms: tuple[Forms, Any]) -> None:
     with pytest.raises(RequestError, match="cannot be enforced"):
