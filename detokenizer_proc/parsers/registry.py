@@ -133,8 +133,9 @@ def build(reasoning: str, tools: str, schemas: bytes, prompt: str) -> Parser:
     if thought is not None:
         within = EmbeddedCalls(_begins(form), lambda: _calls(tools, types))
         parser = Chain(Thinking(thought, prompt, within), parser, LateCloseFilter(thought))
-    is_spelled = isinstance(form, TagFormat) and form.spellings
-    return Spellings(parser, dict(form.spellings)) if is_spelled else parser
+    if isinstance(form, TagFormat) and form.spellings:
+        return Spellings(parser, dict(form.spellings))
+    return parser
 
 
 def _begins(form: ToolFormat) -> frozenset[str]:
