@@ -77,10 +77,11 @@ FORCED: dict[str, ForcedCalls] = {
     "muse_glimmer": ForcedCalls(
         "muse_glimmer",
         '<atem:invoke name="',
-        '">\n',
-        "\n</atem:invoke>",
-        begin="<|start|>assistant to=tool<|message|><atem:function_calls>\n",
-        end="\n</atem:function_calls>",
+        '">',
+        "</atem:invoke>",
+        "",
+        "<|start|>assistant to=tool<|message|><atem:function_calls>",
+        "</atem:function_calls>",
     ),
     "nemotron_json": _listed("nemotron_json", "<TOOLCALL>[", "]</TOOLCALL>"),
     "openai": ForcedCalls(

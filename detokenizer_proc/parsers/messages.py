@@ -61,6 +61,7 @@ class Messages(Machine):
         self._num_calls_before = 0  # calls of earlier messages
         self._prose = Prose(Channel.CONTENT, leading=False)
         self._is_empty = True  # no text of the message was emitted
+        self._is_call = False  # the message's header is not that of an answer
         self._used_channels: set[Channel] = set()
         if prompt.rstrip().endswith(form.reasoning):
             self._begin(form.reasoning)
@@ -103,6 +104,7 @@ class Messages(Machine):
         is_thought = self.is_reasoning and self._with_reasoning
         self._prose = Prose(Channel.REASONING if is_thought else Channel.CONTENT, leading=self._has_mark)
         self._is_empty = True
+        self._is_call = not self._form.answer.endswith(header.strip())
         self._calls = self._build_calls() if self._build_calls is not None and not self.is_reasoning else None
         self._state = Messages._in_message
         mark = self._form.call_mark
@@ -116,7 +118,10 @@ class Messages(Machine):
         if not (mark or self._over):
             return False
         if self._calls is not None:
-            self._forward(self._calls.finish(is_cut=self._is_cut and not mark))
+            is_cut = self._is_cut and not mark
+            deltas = self._calls.finish(is_cut=is_cut)
+            is_partial = is_cut and self._is_call and self._is_empty  # of the first mark
+            self._forward([each for each in deltas if not (is_partial and each.channel is Channel.CONTENT)])
         self._calls, self._num_calls_before = None, self._num_calls
         if not mark:
             self._emit(self._prose.channel, self._prose.end())

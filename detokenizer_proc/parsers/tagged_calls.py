@@ -226,7 +226,7 @@ class TaggedCalls(CallReader):
         self._key = quoted(key) + ": "
         self._types = self._schemas.types(self._name, key)
         if kind:
-            self._types = frozenset({kind}) if kind == "string" else self._types - {"string"} or self._types
+            self._types = frozenset({kind}) if kind == "string" else self._types - {"string"}
         self._is_wrapper = key in _WRAPPERS and self._num_values == 0 and self._schemas.lack(self._name, key)
         self._is_text = self._types == {"string"} and not self._is_wrapper
         if self._is_text:
