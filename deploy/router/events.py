@@ -16,6 +16,7 @@ from quintet.wire.errors import ErrorCode
 _NOTE = re.compile(rb"^: ((?:ids|told) \d+ \[(?:\d+(?:,\d+)*)?\])\r?\n", re.MULTILINE)
 _WITHDRAWN = re.compile(rb"^: withdrawn\r?\n", re.MULTILINE)
 _EVENT_ID = re.compile(rb"^id: ([^\r\n:]+):([^\r\n]*)", re.MULTILINE)
+_ID_LINE = re.compile(rb"^id: [^\r\n]*\r?\n", re.MULTILINE)
 _ERROR = re.compile(rb'^(?:event: error\r?\n)?data: (\{(?:"type":"error",)?"error":[^\r\n]*)', re.MULTILINE)
 DONE = b"data: [DONE]"
 _BLANKS = (b"\n\n", b"\r\n\r\n", b"\r\r")
@@ -32,9 +33,12 @@ MAX_EVENT_BYTES = 1 << 20
 class Events:
     """Events of one stream."""
 
-    def __init__(self, is_relayed: bool) -> None:
-        """``is_relayed``: another server can resume the stream, so an unavailable error is not sent to the client."""
-        self._is_relayed = is_relayed
+    def __init__(self, is_relayed: bool, sends_ids: bool = True) -> None:
+        """``is_relayed``: another server can resume the stream, so an unavailable error is not sent to the client.
+
+        ``sends_ids``: the client gets the ids of a relayed stream.
+        """
+        self._is_relayed, self._sends_ids = is_relayed, sends_ids
         self._rest = b""
         """Beginning of an incomplete event."""
         self._is_torn = False
@@ -81,6 +85,8 @@ class Events:
             chunk = _NOTE.sub(b"", chunk)
         if b"id: " in chunk:
             self._last = chunk
+            if self._is_relayed and not self._sends_ids:
+                chunk = _ID_LINE.sub(b"", chunk)
         if not self.has_started:
             self.has_started = not _is_silence(chunk)
         if chunk.rstrip(b"\r\n").endswith(DONE) or (

@@ -274,7 +274,7 @@ class ProxiedRequest:
         content_type = header_of(flow.headers, b"content-type")
         headers = forwarded_headers(flow.headers)
         self._ticket = header_of(flow.headers, RELAY)
-        events = self._events = Events(is_relayed=bool(self._ticket))
+        events = self._events = Events(bool(self._ticket), http_request.reads_event_ids)
         while True:
             try:
                 chunk = await flow.take()

@@ -120,6 +120,11 @@ class HttpRequest:
         """True if the client asks for token ids, to resume the stream at another server."""
         return self.header(RELAY_HEADER) is not None
 
+    @property
+    def reads_event_ids(self) -> bool:
+        """False for an Accept header without events: many such clients take every line of a stream for JSON."""
+        return self.wants_relay or b"text/event-stream" in self._headers.get(b"accept", b"text/event-stream")
+
     # --- in ---------------------------------------------------------------------------------------------------
 
     async def read_json_body(self, bodies: BodyBuffers) -> bytes:

@@ -284,6 +284,25 @@ def test_event_ids_are_bounded_in_the_number_of_choices(
     assert len(reply.body) / len(reply.events) < 450
 
 
+@pytest.mark.parametrize("path", [C, "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize(
+    ("accept", "has_ids"),
+    [("*/*", False), ("application/json", False), ("application/json, text/event-stream", True)],
+)
+def test_clients_that_name_other_types_than_events_get_data_lines_alone(
+    shared: Any, path: str, accept: str, has_ids: bool
+) -> None:
+    """As benchmarks read a stream: each line is JSON after ``data: ``."""
+    prompt = {C: {"prompt": "x"}, "/v1/responses": {"input": "x", "max_output_tokens": 3}}
+    body = {**prompt.get(path, {"messages": [{"role": "user", "content": "x"}]}), "stream": True}
+    body |= {} if path == "/v1/responses" else {"max_tokens": 3}
+    reply = shared.ask("POST", path, body, {"accept": accept})
+    assert reply.events and bool(reply.event_ids) == has_ids == ("x-stream-id" in reply.headers)
+    if path == C and not has_ids:
+        lines = [line.removeprefix(b"data: ") for line in reply.body.splitlines() if line]
+        assert lines.pop() == b"[DONE]" and all(json.loads(line)["choices"] for line in lines)
+
+
 def test_events_have_no_ids_without_a_resume_grace(serve: Callable[..., Any]) -> None:
     server = serve(resume_grace_s=0.0)
     reply = server.ask("POST", C, {"prompt": "x", "max_tokens": 3, "stream": True})

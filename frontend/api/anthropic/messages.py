@@ -34,7 +34,7 @@ async def messages(service: Service, http_request: HttpRequest) -> None:
     request_id = parse.request_id(chat, http_request)
     channels = channels_of(chat, conversation, request_id, config)
     answer = MessagesAnswer(1, 1, 1, request_id, config.model.served_names[0], body.max_tokens, channels)
-    resume_token = resume_token_for(answer, config) if body.stream else None
+    resume_token = resume_token_for(answer, config) if body.stream and http_request.reads_event_ids else None
     deadline_ns = parse.deadline_ns(chat, http_request)
     earlier = http_request.partial_response
     seeds, position, received = FROM_START if earlier is None else resume_state(earlier, 1, 1)

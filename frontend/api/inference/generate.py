@@ -59,7 +59,7 @@ async def generate(service: Service, http_request: HttpRequest) -> None:
     )
     interval = body.stream_interval or 1
     answer = GenerateAnswer(1, params.n, interval, options)
-    resume_token = resume_token_for(answer, config) if body.stream else None
+    resume_token = resume_token_for(answer, config) if body.stream and http_request.reads_event_ids else None
     deadline_ns = parse.deadline_ns(fields, http_request)
     _reject_unsupported(body, fields)
     earlier = http_request.partial_response

@@ -73,7 +73,7 @@ async def chat_completions(service: Service, http_request: HttpRequest) -> None:
     agent, reply_id = http_request.header("user-agent") or "", options.response_id
     channels = None if parsing is None else channels_of(body, conversation, reply_id, config, agent)
     answer = ChatAnswer(1, params.n, interval, options, conversation.role, prefix, channels)
-    resume_token = resume_token_for(answer, config) if body.stream else None
+    resume_token = resume_token_for(answer, config) if body.stream and http_request.reads_event_ids else None
     deadline_ns = parse.deadline_ns(body, http_request)
     kv_transfer = take_kv_transfer(body, 1, config) if body.kv_transfer_params else None
     reject_unsupported(body)

@@ -69,7 +69,7 @@ async def completions(service: Service, http_request: HttpRequest) -> None:
     params = completion_params(body, config)
     options = options_of("cmpl", body, params, http_request, config)
     answer = CompletionAnswer(len(prompts), params.n, body.stream_interval or 1, options)
-    resume_token = resume_token_for(answer, config) if body.stream else None
+    resume_token = resume_token_for(answer, config) if body.stream and http_request.reads_event_ids else None
     deadline_ns = parse.deadline_ns(body, http_request)
     session = session_of(http_request, body.session_id, body.user)
     kv_transfer = take_kv_transfer(body, len(prompts), config) if body.kv_transfer_params else None

@@ -282,8 +282,8 @@ def _submit(
 
 async def _answer(service: Service, http_request: HttpRequest, checked: CheckedRequest) -> bool:
     """Answer a waiting client; return True after the end."""
-    answer = checked.answer
-    resume_token = resume_token_for(answer, service.config) if checked.body.stream else None
+    answer, is_resumable = checked.answer, checked.body.stream and http_request.reads_event_ids
+    resume_token = resume_token_for(answer, service.config) if is_resumable else None
     earlier = http_request.partial_response
     seeds, position, received = FROM_START if earlier is None else resume_state(earlier, 1, 1)
     replayed_ids = pack_i32(received[0][0][0] or ()) if received else b""

@@ -300,6 +300,19 @@ def test_events_end_as_their_server_ends_lines(end: bytes) -> None:
     assert relayed.take_resume_state() == ("a1-b2", "1", [[100]])
 
 
+def test_event_ids_are_for_clients_that_read_them() -> None:
+    async def scenario() -> None:
+        async with world(respond(head(200, TICKET), event(0), event(1), DONE)) as w:
+            assert b"id: " in (await w.request(C, STREAM)).body
+            plain = (await w.request(C, STREAM, accept="*/*")).body
+            assert plain.startswith(b"data: ") and b"id: " not in plain and plain.count(b"data: ") == 3
+
+    run(scenario())
+    events = Events(is_relayed=True, sends_ids=False)
+    assert events.take(event(0)).startswith(b"data: ")
+    assert events.take_resume_state() == ("a1-b2", "1", [[100]])
+
+
 def test_unterminated_event_is_bounded() -> None:
     events = Events(is_relayed=True)
     assert events.take(event(0))
