@@ -60,6 +60,7 @@ MEANINGS = {
     "kv_transfer_params": "[prefill on another server](../disaggregation.md)",
     "ec_transfer_params": "not supported",
     "watermarking": "not supported",
+    "moderation": "not supported",
     "stream_interval": "minimum tokens of an event",
     "timeout": "deadline in seconds after arrival",
     "session_id": "session of `--routing session`, after the header X-Session-Id",

@@ -105,6 +105,7 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (H, {"messages": USER, "guided_json": NESTED}, 400, "guided_json", ["nested deeper than 64"]),
     (C, {"prompt": "x", "kv_transfer_params": {"a": 1}}, 400, "kv_transfer_params", []),
     (C, {"prompt": "x", "return_token_offsets": True}, 400, "return_token_offsets", []),
+    (H, {"messages": USER, "moderation": {"model": "omni-moderation-latest"}}, 400, "moderation", []),
     (C, {"prompt": "x", "thinking_token_budget": -5}, 400, "thinking_token_budget", ["-1 for no limit"]),
     (C, {"prompt": "x", "stream": True, "stream_interval": 0}, 400, "stream_interval", ["at least 1"]),
     (C, {"prompt": "x", "detokenize": False}, 400, "detokenize", ["return_token_ids"]),

@@ -139,6 +139,7 @@ class GenerationBody(SamplingFields, kw_only=True):
     vllm_xargs: dict[str, ExtraArgument] | None = None
     """Arguments of plugins; no plugin takes any."""
     watermarking: RawField = msgspec.UNSET
+    moderation: RawField = msgspec.UNSET
     stream_interval: int | None = None
     timeout: float | None = None
     """Deadline in seconds; more than 0."""
