@@ -27,7 +27,7 @@ from quintet.frontend.api.responses.types import (
     ItemsBody,
     ResponsesBody,
 )
-from quintet.frontend.http.docs_page import docs, docs_part
+from quintet.frontend.http.docs_page import check_public, docs, docs_part
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.http.openapi import ANY, EVENTS, HTML, TEXT, delete, get, openapi_document, post, route
 from quintet.frontend.kv import ExportBody, ImportBody, PrefixBody
@@ -50,6 +50,7 @@ GENERATED = {"choices": [{"token_ids": [1, 2, 3], "finish_reason": "stop"}]}
 
 async def openapi(service: Service, http_request: HttpRequest) -> None:
     """Serve the OpenAPI document."""
+    check_public(service)
     config = service.config.frontend
     await http_request.respond_json(openapi_document(ROUTES, bool(config.api_keys), config.root_path))
 

@@ -54,7 +54,7 @@ class Budgets:
         assert marks is not None
         closes = [marks.closes[min(i, len(marks.closes) - 1)] for i in range(len(marks.opens))]
         sequences = [
-            Thinking(self._ids_of(opened), self._encode(closed + marks.answer))
+            Thinking(self._ids_of(opened), self._encode(marks.ending + closed + marks.answer))
             for opened, closed in zip(marks.opens, closes, strict=True)
         ]
         return sequences, [self._ids_of(mark) for mark in (*marks.closes, *marks.breaks)]

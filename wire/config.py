@@ -61,6 +61,8 @@ class ThinkMarks(msgspec.Struct, frozen=True):
     """Output starts with reasoning unless the prompt says otherwise."""
     answer: str = ""
     """Prefix of the content, after reasoning or without it."""
+    ending: str = ""
+    """Text before the closing mark of a reasoning that ends at its budget."""
     breaks: list[str] = []
     """Texts that also end reasoning and belong to the content."""
 
@@ -429,6 +431,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of silence after which a stream gets an SSE comment; 0 for never."""
     root_path: str = ""
     log_requests: bool = False
+    docs: bool = True
+    """GET /docs and /openapi.json describe the server."""
     tokenizer_info: bool = False
     """GET /tokenizer_info returns the tokenizer's configuration."""
     prompt_embeds: bool = False

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quintet.deploy.config.flag_values import count
+
 Actions = Mapping[str, argparse.Action]
 
 BOOLEANS = {"true": True, "false": False}
@@ -24,6 +26,7 @@ NUMBER_LISTS = (
 )
 """Flags of vLLM with several numbers or ranges, which have no effect here or are rejected."""
 _NUMBERS = re.compile(r"\d[\d,-]*")
+_WITH_UNIT = re.compile(r"\d+[kKmMgGtT]")
 
 
 def declared_words(words: Sequence[str], actions: Actions) -> list[str]:
@@ -65,6 +68,8 @@ def _declared(name: str, actions: Actions) -> str | None:
 
 def _words_of(option: str, action: argparse.Action, rest: str, waiting: list[str]) -> list[str]:
     """Return the words of one flag. ``rest`` is the text from ``=`` on; following values are taken from ``waiting``."""
+    if option == "--help":
+        return [option]  # vLLM's --help=GROUP selects flags; all are shown here
     if isinstance(action, argparse.BooleanOptionalAction):
         if not rest and waiting and waiting[-1].lower() in BOOLEANS:
             rest = "=" + waiting.pop()
@@ -85,17 +90,18 @@ def _opposite(option: str, action: argparse.Action) -> str:
 
 
 def _put(into: dict[str, Any], keys: Sequence[str], text: str) -> None:
-    """Set the value at a path of keys. A last key that ends with ``+`` extends a list."""
+    """Set the value at a path of keys. A last key that ends with ``+`` extends a list, also by values with commas."""
     for key in keys[:-1]:
         inner = into.setdefault(key, {})
         into = inner if isinstance(inner, dict) else into.setdefault(key, {})
     try:
         value = json.loads(text)
     except ValueError:
-        value = text
+        value = count(text, keys[-1]) if _WITH_UNIT.fullmatch(text) else text
     key = keys[-1]
     if key.endswith("+"):
         listed = into.setdefault(key[:-1], [])
+        value = value.split(",") if isinstance(value, str) else value
         listed += value if isinstance(value, list) else [value]
     else:
         into[key] = value

@@ -41,7 +41,7 @@ from quintet.deploy.config.model.weights import (
     read_served_facts,
     weight_bytes_of,
 )
-from quintet.deploy.config.parsers import choose_parsers
+from quintet.deploy.config.parsers import choose_parsers, reasoning_parser, with_ending
 from quintet.deploy.config.sections import (
     Device,
     Kind,
@@ -278,11 +278,12 @@ def _model_config(
     if is_gguf(tokenizer):
         tokenizer = tokenizer_folder(tokenizer)
     templates = read_chat_templates(tokenizer, options.chat_template)
-    parsers, note = choose_parsers(options.reasoning_parser, options.tool_call_parser, templates)
+    parsers, note = choose_parsers(reasoning_parser(options), options.tool_call_parser, templates)
+    parsers, ending_note = with_ending(parsers, options.reasoning_config)
     folder = tokenizer_folder(tokenizer)
     endings = end_token_ids(facts.eos_token_ids, folder, templates)
     facts, notes = rules.fit_facts(dataclasses.replace(facts, eos_token_ids=endings), max_model_len)
-    notes += filter(None, (note,))
+    notes += filter(None, (note, ending_note))
     model = ModelConfig(
         path=str(facts.path),
         tokenizer_path=str(folder),

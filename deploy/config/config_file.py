@@ -8,7 +8,8 @@ from quintet.deploy.config.deprecated_flags import with_new_names
 from quintet.deploy.config.flag_table import make_options
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.rules import derive_max_num_seqs
-from quintet.deploy.config.vllm_flags import ROPE, translated
+from quintet.deploy.config.vllm_flags import ROPE
+from quintet.deploy.config.vllm_settings import translated
 from quintet.wire.errors import ConfigError
 
 

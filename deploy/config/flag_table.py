@@ -18,7 +18,8 @@ import msgspec
 from quintet.deploy.config.deprecated_flags import RENAMED_VALUES, warn, with_new_names
 from quintet.deploy.config.flags import GROUP_TITLES, Flag, Options
 from quintet.deploy.config.sglang_flags import flag_for
-from quintet.deploy.config.vllm_flags import SHORT, translated
+from quintet.deploy.config.vllm_flags import SHORT
+from quintet.deploy.config.vllm_settings import translated
 from quintet.wire.errors import ConfigError
 
 Groups = tuple[str, ...]

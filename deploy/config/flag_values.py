@@ -26,6 +26,7 @@ QUANTIZATION_ALIASES = {
     **dict.fromkeys(("gptq_marlin", "gptq_marlin_24"), "gptq"),
     **dict.fromkeys(("auto_round", "inc"), "auto-round"),
     **dict.fromkeys(("modelopt_fp4", "modelopt_fp8", "modelopt_mxfp8", "modelopt_mixed"), "modelopt"),
+    "int8_per_channel_weight_only": "int8",
     **dict.fromkeys(("ipex", "moe_wna16", "marlin"), "none"),
 }
 """vLLM's names of formats. The last ones are kernels: the checkpoint's format is detected."""

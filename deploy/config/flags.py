@@ -207,6 +207,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "NAME",
         ),
     ] = "auto"
+    reasoning_config: Annotated[
+        dict[str, Any],
+        Flag(
+            MODEL,
+            'reasoning_end_str is the text that ends a reasoning at its budget: {"reasoning_end_str": "Enough.</think>"}',
+            "JSON",
+            "none",
+            read=json_object,
+        ),
+    ] = {}
     enable_auto_tool_choice: Annotated[
         bool,
         Flag(
@@ -343,6 +353,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             NETWORK, "enable GET /tokenizer_info, which returns the tokenizer configuration and chat template"
         ),
     ] = False
+    disable_fastapi_docs: Annotated[bool, Flag(NETWORK, "do not serve /docs and /openapi.json")] = False
     max_logprobs: Annotated[
         int,
         Flag(

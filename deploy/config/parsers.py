@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 
+import msgspec
+
+from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.chat_templates import DEFAULT
 from quintet.detokenizer_proc.parsers import registry
 from quintet.detokenizer_proc.parsers.choice import reasoning_by, tools_by
@@ -104,6 +107,31 @@ def choose_parsers(
     )
     flags = " ".join(f"{flag} {name}" for flag, name in chosen.items() if name)
     return config, f"parsers detected from the chat template: {flags}" if flags else None
+
+
+def reasoning_parser(options: Options) -> str:
+    """Return the named reasoning parser: that of ``--reasoning-parser``, else that of ``--reasoning-config``."""
+    named = options.reasoning_config.get("reasoning_parser")
+    return str(named) if named and options.reasoning_parser == AUTO else options.reasoning_parser
+
+
+def with_ending(
+    parsers: ParsersConfig, reasoning_config: Mapping[str, object]
+) -> tuple[ParsersConfig, str | None]:
+    """Add the text before the closing mark in ``reasoning_end_str``; return a note if it has no such mark."""
+    text, thinks = str(reasoning_config.get("reasoning_end_str") or ""), parsers.thinks
+    if not text or thinks is None:
+        return parsers, None
+    for mark in thinks.closes:
+        ending, found, _ = text.partition(mark)
+        if found:
+            return msgspec.structs.replace(
+                parsers, thinks=msgspec.structs.replace(thinks, ending=ending)
+            ), None
+    return (
+        parsers,
+        f"--reasoning-config: reasoning_end_str {text!r} has no effect: it has no {' or '.join(thinks.closes)}",
+    )
 
 
 def _resolved(flag: str, name: str, known: Collection[str], aliases: Mapping[str, str]) -> str:

@@ -230,7 +230,7 @@ def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, objec
 
     Takes settings rather than `Options`, which do not distinguish unset values from defaults.
     """
-    named = {str(key).replace("-", "_"): value for key, value in settings.items()}
+    named = {str(key).replace("-", "_"): value for key, value in settings.items() if value is not None}
     budget = count(named.get("max_num_batched_tokens"), "--max-num-batched-tokens")
     if "max_num_seqs" in named or type(budget) is not int or not 1 <= budget < Options().max_num_seqs:
         return dict(settings), []

@@ -147,6 +147,7 @@ def frontend_config(options: Options) -> FrontendConfig:
         ssl_certfile=options.ssl_certfile,
         ssl_ca_certs=options.ssl_ca_certs,
         tokenizer_info=options.enable_tokenizer_info_endpoint,
+        docs=not options.disable_fastapi_docs,
         max_body_bytes=parse_size(options.max_body_bytes, "--max-body-bytes"),
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,

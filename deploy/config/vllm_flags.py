@@ -7,16 +7,9 @@ alternative. docs/vllm-flags.md is generated from these tables.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from quintet.deploy.config.flag_values import json_object
-from quintet.wire.errors import ConfigError
-
-Settings = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +57,9 @@ HUB = {"download_dir": "HF_HUB_CACHE", "hf_token": "HF_TOKEN"}
 
 ROPE = ("rope_scaling", "rope_theta")
 """Flags of older vLLM versions, merged into ``--hf-overrides``."""
+
+DRAFTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+"""Flag -> key of ``--speculative-config``."""
 
 _MULTIMODAL = "multimodal inputs are not supported"
 _TORCH = "torch.compile is not used"
@@ -224,6 +220,8 @@ ACCEPTED_VALUES: dict[str, str] = {
         "spec_decoding_acceptance_method", "typical_acceptance_sampler_posterior_threshold",
         "typical_acceptance_sampler_posterior_alpha",
     ), _SPECULATION),
+    "tool_parser_plugin": "--tool-call-parser names a parser of Quintet",
+    "reasoning_parser_plugin": "--reasoning-parser names a parser of Quintet",
     "stream_interval": "every step is streamed; requests may set stream_interval",
     "kv_offloading_backend": "KV is offloaded to host memory (--kv-offloading-size)",
     "otlp_traces_endpoint": _OTLP,
@@ -253,7 +251,6 @@ REFUSED_SWITCHES: dict[str, str] = {
     "return_sampling_mask": "sampling masks are not returned",
     "enable_trace_replay": "use --record and `quintet replay`",
     "enable_per_request_metrics": "use GET /metrics, aggregated over requests",
-    "disable_fastapi_docs": "/docs and /openapi.json are always served; block them in a reverse proxy",
     "enable_ssl_refresh": "restart the server to change the certificate",
     "enable_mm_embeds": _MULTIMODAL,
     "mm_encoder_only": _MULTIMODAL,
@@ -274,8 +271,7 @@ REFUSED_VALUES: dict[str, str] = {
     "max_prompt_adapters": _LORA, "max_prompt_adapter_token": _LORA, "qlora_adapter_name_or_path": _LORA,
     "speculative_model": _SPECULATION, "num_speculative_tokens": _SPECULATION,
     "ngram_prompt_lookup_max": _SPECULATION, "ngram_prompt_lookup_min": _SPECULATION,
-    "spec_method": _SPECULATION, "spec_model": _SPECULATION,
-    "spec_tokens": _SPECULATION, "speculative_model_quantization": _SPECULATION,
+    "speculative_model_quantization": _SPECULATION,
     "diffusion_config": "diffusion models are not supported",
     "quantization_param_path": "KV scales are read from the checkpoint",
     "runner": _POOLING, "convert": _POOLING, "task": _POOLING, "pooler_config": _POOLING, "override_pooler_config": _POOLING,
@@ -285,9 +281,8 @@ REFUSED_VALUES: dict[str, str] = {
     "quantization_config": "the format is read from config.json; --quantization selects load-time quantization",
     "logprobs_mode": "log-probabilities are raw: before penalties and temperature",
     "logits_processors": _PLUGIN, "logits_processor_pattern": _PLUGIN, "io_processor_plugin": _PLUGIN,
-    "tool_parser_plugin": _PLUGIN, "reasoning_parser_plugin": _PLUGIN, "tool_server": "the client runs tools",
+    "tool_server": "the client runs tools",
     "scheduler_cls": _PLUGIN, "worker_extension_cls": _PLUGIN, "additional_config": _PLUGIN,
-    "reasoning_config": "use --reasoning-parser",
     "device_ids": "set CUDA_VISIBLE_DEVICES in the environment",
     "prefill_context_parallel_size": "use --pipeline-parallel-size or --tensor-parallel-size",
     "data_parallel_rank": _ON_HOSTS, "data_parallel_start_rank": _ON_HOSTS, "data_parallel_size_local": _ON_HOSTS,
@@ -305,12 +300,6 @@ REFUSED_VALUES: dict[str, str] = {
     "ssl_cert_reqs": "use --ssl-ca-certs for client certificates", "ssl_ciphers": "Python's default ciphers are used",
 }  # fmt: skip
 """Flags with a value that are refused -> alternative."""
-
-LOCAL_ENGINES = "data_parallel_size_local"
-"""Refused, except if all engines are local."""
-
-_HARMLESS = {"", "0", "0.0", "1", "1.0", "none", "auto", "false", "[]", "{}", "generate", "raw_logprobs"}
-"""Values equal to the fixed behaviour."""
 
 
 def option(key: str) -> str:
@@ -330,6 +319,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
         *REFUSED_VALUES,
         *(key for key, new in RENAMED.items() if not new.is_switch),
         *ROPE,
+        *DRAFTS,
         "download_dir",
     ]
     short = {key: word for word, key in SHORT.items()}
@@ -344,57 +334,4 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
 def keys() -> set[str]:
     """Return the keys of all of these flags."""
     tables = (RENAMED, ACCEPTED_SWITCHES, ACCEPTED_VALUES, REFUSED_SWITCHES, REFUSED_VALUES)
-    return {key for table in tables for key in table} | {*ROPE, *HUB}
-
-
-def translated(settings: Mapping[str, object], source: str) -> tuple[Settings, list[str]]:
-    """Translate settings to Quintet's keys; also return a line for each setting without effect.
-
-    Raises `ConfigError` for refused ones.
-    """
-    found: Settings = {}
-    notes: list[str] = []
-    all_given = {str(key).replace("-", "_"): value for key, value in settings.items()}
-    for raw_key, value in settings.items():
-        key = str(raw_key).replace("-", "_")
-        accepted = ACCEPTED_SWITCHES.get(key) or ACCEPTED_VALUES.get(key)
-        refused = REFUSED_SWITCHES.get(key) or REFUSED_VALUES.get(key)
-        if key in RENAMED:
-            new = RENAMED[key]
-            found[new.ours] = value if new.convert is None else new.convert(value)
-        elif key in ROPE:
-            parsed = json_object(value, option(key)) if key == "rope_scaling" else _number(value, key)
-            given = json_object(
-                found.get("hf_overrides", all_given.get("hf_overrides", {})), "--hf-overrides"
-            )
-            found["hf_overrides"] = given | {key: parsed}
-        elif key in HUB:
-            _set_environment(HUB[key], value)
-        elif key == LOCAL_ENGINES and str(value) == str(all_given.get("data_parallel_size", 1)):
-            continue
-        elif accepted is not None:
-            notes.append(f"{option(key)} has no effect: {accepted}")
-        elif refused is None:
-            if key not in found:
-                found[str(raw_key)] = value
-        elif not _is_default(value):
-            raise ConfigError(f"{source}: vLLM flag {option(key)} is not supported: {refused}")
-    return found, notes
-
-
-def _set_environment(name: str, value: object) -> None:
-    """Set an environment variable; a bare ``--hf-token`` (true) keeps the stored credentials."""
-    if isinstance(value, str) and value:
-        os.environ[name] = os.path.expanduser(value) if name == HUB["download_dir"] else value
-
-
-def _is_default(value: object) -> bool:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text.strip().lower() in _HARMLESS
-
-
-def _number(value: object, key: str) -> float:
-    try:
-        return float(str(value))
-    except ValueError:
-        raise ConfigError(f"{option(key)} is {value!r}; it must be a number") from None
+    return {key for table in tables for key in table} | {*ROPE, *DRAFTS, *HUB}

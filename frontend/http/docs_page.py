@@ -17,18 +17,26 @@ POLICY = (
 CACHE_CONTROL = b"public, max-age=3600"
 
 
+def check_public(service: Service) -> None:
+    """Raise `RequestError` if the documentation is not served."""
+    if not service.config.frontend.docs:
+        raise RequestError(ErrorCode.NOT_FOUND, "The documentation is disabled: see --disable-fastapi-docs.")
+
+
 def _file(name: str) -> bytes:
     return files("quintet.frontend").joinpath("rapidoc", name).read_bytes()
 
 
-async def docs(_service: Service, http_request: HttpRequest) -> None:
+async def docs(service: Service, http_request: HttpRequest) -> None:
     """Serve the page."""
+    check_public(service)
     headers = [(b"content-security-policy", POLICY)]
     await http_request.respond(200, _file("index.html"), b"text/html; charset=utf-8", headers)
 
 
-async def docs_part(_service: Service, http_request: HttpRequest) -> None:
+async def docs_part(service: Service, http_request: HttpRequest) -> None:
     """Serve the page's script."""
+    check_public(service)
     name = http_request.path_params["name"]
     if name != SCRIPT:
         raise RequestError(ErrorCode.NOT_FOUND, f"/docs has no file {shown(name)}; open /docs.")

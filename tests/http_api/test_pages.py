@@ -125,6 +125,12 @@ def test_the_docs_page_loads_no_external_files(shared: Any) -> None:
     assert shared.ask("GET", "/docs/index.html").status == 404
 
 
+def test_the_documentation_can_be_disabled(serve: Callable[..., Any]) -> None:
+    server = serve(docs=False)
+    for path in ("/docs", "/docs/rapidoc-min.js", "/openapi.json"):
+        assert server.ask("GET", path).status == 404
+
+
 def test_status_pages(shared: Any) -> None:
     assert shared.ask("GET", "/livez").body == b"ok"
     assert shared.ask("GET", "/ping").status == 200

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from quintet.deploy.config.parsers import with_ending
 from quintet.detokenizer_proc.parsers.forced import think_marks
 from quintet.detokenizer_proc.parsers.formats import REASONING
 from quintet.tokenizer_proc.thinking import Budgets
+from quintet.wire.config import ParsersConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.params import SamplingParams, ThinkingBound
 
@@ -52,6 +54,23 @@ def test_every_reasoning_format_is_bounded(name: str, tokenizer: Tokenizer) -> N
     opened = [bound_of(budgets_of(name, tokenizer), "a question " + mark) for mark in marks.opens]
     assert [each and each.open_format for each in opened] == [*range(len(marks.opens))]
     assert all(bound_of(budgets_of(name, tokenizer), f"{mark}\n\n") is None for mark in marks.closes)
+
+
+def test_a_text_may_precede_the_closing_mark(tokenizer: Tokenizer) -> None:
+    parsers = ParsersConfig(reasoning="qwen3", thinks=think_marks("qwen3"))
+    config = {"reasoning_start_str": "<think>", "reasoning_end_str": "Enough of this.</think>"}
+    ended, note = with_ending(parsers, config)
+    budgets = Budgets(ended.thinks, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+    bound = bound_of(budgets, "a question")
+    assert bound is not None and note is None
+    forced = tokenizer.decode(bound.formats[0].forced, skip_special_tokens=False)
+    assert forced == "Enough of this.</think>"
+    assert [tokenizer.decode(ids, skip_special_tokens=False) for ids in bound.closes] == ["</think>"]
+    for text in ("", "</think>"):
+        assert with_ending(parsers, {"reasoning_end_str": text}) == (parsers, None)
+    assert with_ending(ParsersConfig(), config) == (ParsersConfig(), None)
+    other, note = with_ending(parsers, {"reasoning_end_str": "[/THINK]"})
+    assert other == parsers and note is not None and "has no </think>" in note
 
 
 def test_a_request_without_a_budget_has_no_bound(tokenizer: Tokenizer) -> None:

@@ -35,14 +35,15 @@ Token counts may be written as `8k` (8000), `8K` (8192) or `auto`; `--dtype half
 TAKEN = (
     "allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins", "api_key", "attention_backend",
     "block_size", "chat_template", "chat_template_content_format", "data_parallel_size",
-    "decode_context_parallel_size", "default_chat_template_kwargs", "device", "distributed_executor_backend", "dtype",
+    "decode_context_parallel_size", "default_chat_template_kwargs", "device", "disable_fastapi_docs",
+    "distributed_executor_backend", "dtype",
     "enable_auto_tool_choice", "enable_chunked_prefill", "enable_eplb", "enable_expert_parallel",
     "enable_force_include_usage", "enable_prefix_caching", "enable_prompt_embeds", "enable_tokenizer_info_endpoint",
     "enforce_eager", "eplb_config", "generation_config", "gpu_memory_utilization", "headless", "hf_overrides", "host",
     "kv_cache_dtype", "kv_events_config", "kv_transfer_config", "load_format", "long_prefill_token_threshold",
     "master_addr", "master_port", "max_logprobs", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
     "middleware", "model_impl", "nnodes", "node_rank", "override_generation_config",
-    "per_request_spec_decode_metrics", "pipeline_parallel_size", "port", "quantization", "reasoning_parser",
+    "per_request_spec_decode_metrics", "pipeline_parallel_size", "port", "quantization", "reasoning_config", "reasoning_parser",
     "return_tokens_as_token_ids", "revision", "root_path", "scheduling_policy", "seed", "served_model_name",
     "speculative_config", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "swap_space", "tensor_parallel_size",
     "tokenizer", "tokenizer_revision", "tool_call_parser", "trust_remote_code", "trust_request_chat_template", "uds",
@@ -59,6 +60,7 @@ def rows() -> Iterator[tuple[str, str]]:
     )
     yield from ((key, f"taken as the environment variable `{name}`") for key, name in flags.HUB.items())
     yield from ((key, "taken as a part of `--hf-overrides`") for key in flags.ROPE)
+    yield from ((key, "taken as a part of `--speculative-config`") for key in flags.DRAFTS)
     for table, words in (
         (flags.ACCEPTED_SWITCHES, "accepted"),
         (flags.ACCEPTED_VALUES, "accepted"),

@@ -20,8 +20,9 @@ from quintet.deploy.config.build import resolve
 from quintet.deploy.config.config_file import merged_options
 from quintet.deploy.config.flag_table import flag_table, make_options
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.parsers import choose_parsers
+from quintet.deploy.config.parsers import choose_parsers, reasoning_parser
 from quintet.deploy.config.sglang_flags import LLAMA_CPP_FLAGS, SGLANG_FLAGS
+from quintet.deploy.python_api.engine import options_of_call
 from quintet.wire.errors import ConfigError
 
 
@@ -75,6 +76,13 @@ COMMON: list[tuple[list[str], dict[str, Any]]] = [
     (["-q", "gptq_marlin"], {"quantization": "gptq"}),
     (["--quantization", "inc"], {"quantization": "auto-round"}),
     (["--quantization", "moe_wna16"], {}),
+    (["--quantization", "int8_per_channel_weight_only"], {"quantization": "int8"}),
+    (["--spec-method", "mtp", "--spec-tokens", "3"],
+     {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}),
+    (["--spec-model", "draft", "--speculative-config", '{"num_speculative_tokens": 2}'],
+     {"speculative_config": {"num_speculative_tokens": 2, "model": "draft"}}),
+    (["--reasoning-config", '{"reasoning_end_str": "</think>"}'], {"reasoning_config": {"reasoning_end_str": "</think>"}}),
+    (["--disable-fastapi-docs"], {"disable_fastapi_docs": True}),
     (["--load-format", "runai_streamer"], {"load_format": "auto"}),
     (["--model-impl", "vllm"], {"model_impl": "quintet"}),
     (["--distributed-executor-backend", "uni"], {"distributed_executor_backend": "mp"}),
@@ -99,6 +107,8 @@ COMMON: list[tuple[list[str], dict[str, Any]]] = [
      {"speculative_config": {"num_speculative_tokens": 3, "method": "ngram"}}),
     (["--hf-overrides.text_config.rope_theta", "5e5", "--hf-overrides.a+=1", "--hf-overrides.a+", '["b"]'],
      {"hf_overrides": {"text_config": {"rope_theta": 5e5}, "a": [1, "b"]}}),
+    (["--hf-overrides.a+", "x", "--hf-overrides.a+=y,z"], {"hf_overrides": {"a": ["x", "y", "z"]}}),
+    (["--override-generation-config.max_new_tokens", "8k"], {"override_generation_config": {"max_new_tokens": 8000}}),
     (["--revision", "main"], {"revision": "main"}),
     (["--hf-overrides", '{"a": {"b": 1}}'], {"hf_overrides": {"a": {"b": 1}}}),
     (["--rope-scaling", '{"rope_type": "yarn"}', "--rope-theta", "1e6"],
@@ -213,6 +223,39 @@ def test_files_and_keyword_arguments_accept_them(tmp_path: Path) -> None:
     )
 
 
+def test_switches_are_turned_off_as_in_vllms_files(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "no-enable-prefix-caching: true\nno-enable-log-requests: true\nno_async_scheduling: true\n"
+    )
+    options, notes = merged_options(file, {})
+    assert options == Options(enable_prefix_caching=False, log_requests=False) and len(notes) == 1
+    assert merged_options(file, {"enable_prefix_caching": True})[0] == Options()
+
+
+def test_none_is_the_default_as_in_vllm(tmp_path: Path) -> None:
+    keys = [*flags.keys(), *(spec.key for spec in flag_table())]
+    assert make_options(dict.fromkeys(keys), "LLM(...)") == Options()
+    file = tmp_path / "server.yaml"
+    file.write_text("quantization:\nssl-certfile: null\nlora-modules: ~\n")
+    assert merged_options(file, {}) == (Options(), [])
+    few = options_of_call("m", {"max_num_seqs": None, "max_num_batched_tokens": 8}, "LLM(...)")
+    assert few.max_num_seqs == 8
+
+
+def test_the_command_line_of_nemotron_nano_is_accepted() -> None:
+    words = "--reasoning-parser-plugin nano_v3_reasoning_parser.py --reasoning-parser nano_v3".split()
+    options, [note] = parsed("folder", *words)
+    assert choose_parsers(options.reasoning_parser, "none", {})[0].reasoning == "nemotron_v3"
+    assert "no effect" in note
+
+
+def test_the_reasoning_parser_may_be_in_the_reasoning_config() -> None:
+    config = ["--reasoning-config", '{"reasoning_parser": "qwen3"}']
+    assert reasoning_parser(parsed(*config)[0]) == "qwen3"
+    assert reasoning_parser(parsed(*config, "--reasoning-parser", "glm45")[0]) == "glm45"
+
+
 def test_flags_override_a_file_with_their_spellings(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("kv-cache-memory-bytes: 1GiB\napi-server-count: 2\nrope-theta: 1\n")
@@ -230,6 +273,13 @@ def test_rope_settings_of_a_file_are_joined_with_the_flag_for_overrides(tmp_path
     assert options.hf_overrides == {"max_position_embeddings": 64, "rope_theta": 5.0}
     assert options.data_parallel_size == 2
     assert len(notes) == 1
+
+
+@pytest.mark.parametrize("word", ["--help=all", "--help=ModelConfig", "--help"])
+def test_their_help_is_the_whole_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed("folder", word)
+    assert ended.value.code == 0 and "--max-model-len" in capsys.readouterr().out
 
 
 def test_hints_are_only_flags_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
