@@ -399,9 +399,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Path of a Unix socket to listen on instead of host and port; "" for none."""
     allowed_origins: list[str] = []
     allowed_methods: list[str] = []
-    """Empty allows all."""
     allowed_headers: list[str] = []
-    """Empty allows all."""
+    """Empty lists of methods or headers allow all."""
     allow_credentials: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     """Default arguments of chat templates; a request may override them."""
@@ -432,7 +431,6 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     root_path: str = ""
     log_requests: bool = False
     docs: bool = True
-    """GET /docs and /openapi.json describe the server."""
     tokenizer_info: bool = False
     """GET /tokenizer_info returns the tokenizer's configuration."""
     prompt_embeds: bool = False

@@ -33,7 +33,6 @@ MAX_REQUEST_ID = 256
 REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
 """Valid client request ids: the response repeats the id in every event of every choice."""
 
-
 _ALIAS, _ALIASED = "/openai", "/openai/v1/"
 """Azure's path prefix, and the paths on which it is removed."""
 _MODEL_NAME = re.compile(r"(.*?/v[12]/+models/)(/*[^/].*)")
@@ -46,11 +45,8 @@ def tidy_path(path: str) -> str:
         return path
     match = _MODEL_NAME.fullmatch(path)
     head, name = match.groups() if match is not None else (path, "")
-    return (
-        re.sub("/{2,}", "/", head) + name.rstrip("/")
-        if name
-        else re.sub("/{2,}", "/", head).rstrip("/") or "/"
-    )
+    head = re.sub("/{2,}", "/", head)
+    return head + name.rstrip("/") if name else head.rstrip("/") or "/"
 
 
 def without_alias(path: str) -> str:
@@ -262,9 +258,8 @@ class HttpRequest:
     ) -> None:
         """Send a whole response."""
         self.num_bytes += len(body)
-        await self._start(
-            status, [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
-        )
+        length = b"%d" % len(body)
+        await self._start(status, [(b"content-type", content_type), (b"content-length", length), *headers])
         await self._send({"type": "http.response.body", "body": body})
 
     async def respond_json(self, value: object, status: int = 200) -> None:
