@@ -1,10 +1,10 @@
-"""The paths of docs/deploy.md, walked: each is started by its command, asked, disturbed, and left as its users would.
+"""Test the deployment paths of docs/deploy.md: start the processes, stream requests, kill or replace a process, and drain.
 
-    python -m bench.paths [one-box two-sockets gpus replicas apart] [--save FILE]
+    python -m bench.paths [one-machine two-sockets gpus replicas disaggregated] [--save FILE]
 
-Of each its commands, with flags that only keep it small (`SMALL`) or quick, and a line: what was checked, and how long the worst
-client waited. What this machine has not, of what a path is for, it says: sockets, GPUs, a cluster. Exit status 1 when something
-was not as promised.
+Prints the commands of each path, the checks that it passed, and the longest wait of a client for an event. Commands have flags
+for less memory and fewer log lines (`FLAGS`). Hardware that this machine lacks is named: sockets, GPUs, a cluster. Exit status 1
+when a check fails.
 """
 
 from __future__ import annotations
@@ -28,118 +28,120 @@ import yaml
 from tests.processes.server import Server, route, serve, wait_until
 from tests.processes.test_disaggregation import free_port
 
-from bench.chaos.streams import StreamResult, crowd, differences, listen, play
+from bench.chaos.streams import StreamResult, differences, random_requests, run_requests, stream_request
 from bench.overhead.run import Machine, _commit, machine
 from quintet.deploy.config.device import default_device, num_gpus
 from quintet.executor.backends.platforms.memory_nodes import nodes_of
 
 MANIFESTS = Path(__file__).parents[1] / "deploy" / "integrations" / "kubernetes"
-SMALL = ("--kv-cache-memory", "64MiB", "--log-level", "WARNING")
+FLAGS = ("--kv-cache-memory", "64MiB", "--log-level", "WARNING")
 NUM_STREAMS = 16
 _TIMEOUT_S = 60.0
 
 
-class NotHere(Exception):
-    """This machine has not what the path is for."""
+class MissingHardware(Exception):
+    """The machine lacks hardware of a deployment path."""
 
 
-def survives(server: Server, victim: str) -> str:
-    """Kill a process under streams; return what the clients noticed. Every byte must be that of an undisturbed run."""
-    requests = crowd(1, NUM_STREAMS)
-    calm = asyncio.run(play(server.url, requests))
+def kill_under_load(server: Server, victim: str) -> str:
+    """Kill a process while requests stream; return a summary. Asserts that all bytes equal those of an undisturbed run."""
+    requests = random_requests(1, NUM_STREAMS)
+    undisturbed = asyncio.run(run_requests(server.url, requests))
 
     async def disturb() -> None:
         server.children()[victim].kill()
 
-    struck = asyncio.run(play(server.url, requests, disturb))
-    assert not differences(calm, struck, requests), f"other bytes after the death of {victim}"
+    disturbed = asyncio.run(run_requests(server.url, requests, disturb))
+    assert not differences(undisturbed, disturbed, requests), f"different bytes after a kill of {victim}"
     wait_until(lambda: server.get("/health")[0] == 200, "all processes ready")
-    return (
-        f"{victim} killed under {NUM_STREAMS} streams: same bytes, longest wait {struck.longest_wait_s:.2f} s"
-    )
+    return f"{victim} killed under {NUM_STREAMS} streams: same bytes, longest wait {disturbed.longest_wait_s:.2f} s"
 
 
 @contextmanager
-def served(*flags: str) -> Iterator[Server]:
+def serve_packaged(*flags: str) -> Iterator[Server]:
     """Serve the packaged model with the given command."""
-    with serve(*SMALL, *flags) as server:
-        tell("quintet", "serve", *SMALL, *flags)
+    with serve(*FLAGS, *flags) as server:
+        print_command("quintet", "serve", *FLAGS, *flags)
         yield server
 
 
 @contextmanager
-def routed(*flags: str) -> Iterator[Server]:
-    """Likewise a router."""
+def start_router(*flags: str) -> Iterator[Server]:
+    """Run a router with the given command."""
     with route(*flags) as router:
-        tell("quintet", "route", *flags)
+        print_command("quintet", "route", *flags)
         yield router
 
 
-def tell(*words: str) -> None:
+def print_command(*words: str) -> None:
     """Print a command as a user would type it."""
     print(f"  $ {shlex.join(words)}", flush=True)
 
 
-def one_box() -> str:
-    """`quintet serve`: answers, survives its executor, drains."""
-    with served() as server:
-        said = survives(server, "quintet-executor-0")
-        assert server.stop() == 0, "a drain that failed"
-    return f"{said}; drained"
+def one_machine() -> str:
+    """`quintet serve`: a killed executor does not change responses; the server drains."""
+    with serve_packaged() as server:
+        summary = kill_under_load(server, "quintet-executor-0")
+        assert server.stop() == 0, "the drain failed"
+    return f"{summary}; drained"
 
 
 def two_sockets() -> str:
-    """`quintet serve --data-parallel-size 2` with two working engines, either of which may die; `--tensor-parallel-size 2`."""
-    with served("--data-parallel-size", "2") as server:
+    """`--data-parallel-size 2`: both engines generate tokens, and one core is killed. `--tensor-parallel-size 2`: one rank is."""
+    with serve_packaged("--data-parallel-size", "2") as server:
         check_engines(server, 2)
-        engines = survives(server, "quintet-core-1")
-        assert server.stop() == 0, "a drain that failed"
-    with served("--tensor-parallel-size", "2") as server:
-        ranks = survives(server, "quintet-executor-0-rank-1")
-        assert server.stop() == 0, "a drain that failed"
+        engines = kill_under_load(server, "quintet-core-1")
+        assert server.stop() == 0, "the drain failed"
+    with serve_packaged("--tensor-parallel-size", "2") as server:
+        ranks = kill_under_load(server, "quintet-executor-0-rank-1")
+        assert server.stop() == 0, "the drain failed"
     num_nodes = len(set(nodes_of(os.sched_getaffinity(0)).values()))
-    return f"both engines made tokens; {engines}; drained; two ranks: {ranks}; drained. Memory nodes here: {num_nodes}"
+    return f"both engines generated tokens; {engines}; drained; two ranks: {ranks}; drained; {num_nodes} NUMA node(s)"
 
 
 def check_engines(server: Server, count: int) -> None:
-    """Check that every engine streams tokens. Call before one dies: tokens that it has not reported are not counted."""
-    asyncio.run(play(server.url, crowd(1, NUM_STREAMS)))
+    """Check that every engine generates tokens. Call it before a kill: a killed engine loses the counts not yet reported."""
+    asyncio.run(run_requests(server.url, random_requests(1, NUM_STREAMS)))
     server.await_metrics()
     _, figures = server.get("/metrics")
     for engine in range(count):
-        made = [
+        counts = [
             float(line.rsplit(" ", 1)[1])
             for line in figures.splitlines()
             if line.startswith("quintet:generation_tokens_total{") and f'index="{engine}"' in line
         ]
-        assert sum(made) > 0, f"engine {engine} made no token"
+        assert sum(counts) > 0, f"engine {engine} generated no token"
 
 
 def gpus() -> str:
-    """`quintet serve --data-parallel-size N` on N GPUs: an engine on each, of which one dies."""
+    """`quintet serve --data-parallel-size N` on N GPUs, one engine on each; one executor is killed."""
     count = num_gpus(os.environ) or 0
     if default_device() != "cuda" or count < 2:
-        words = "not walked, `quintet serve MODEL --data-parallel-size N` with N GPUs"
-        raise NotHere(f"{words}: {count} here (docs/gpu.md)")
-    with served("--data-parallel-size", str(count)) as server:
+        command = "quintet serve MODEL --data-parallel-size N"
+        raise MissingHardware(f"not tested: `{command}` needs 2 GPUs or more; found {count} (docs/gpu.md)")
+    with serve_packaged("--data-parallel-size", str(count)) as server:
         check_engines(server, count)
-        said = survives(server, "quintet-executor-0")
-        assert server.stop() == 0, "a drain that failed"
-    return f"{count} engines made tokens; {said}; drained"
+        summary = kill_under_load(server, "quintet-executor-0")
+        assert server.stop() == 0, "the drain failed"
+    return f"{count} engines generated tokens; {summary}; drained"
 
 
 @dataclass(frozen=True, slots=True)
 class Pods:
-    """The chart's settings: flags, seconds between leaving the list and SIGTERM, and from there to SIGKILL."""
+    """Settings of the chart's pods."""
 
     serve: tuple[str, ...]
+    """Flags of a server."""
     route: tuple[str, ...]
-    unlist_s: float
-    grace_s: float
+    """Flags of the router."""
+    pre_stop_s: float
+    """Time between the removal from the router's list and SIGTERM."""
+    grace_period_s: float
+    """Time between SIGTERM and SIGKILL."""
 
 
-_OF_THE_POD = ("--host=", "--port=", "--engine-dns=", "--api-key=", "--engine-api-key=")
-"""Flags that only a pod can have."""
+_POD_FLAGS = ("--host=", "--port=", "--engine-dns=", "--api-key=", "--engine-api-key=")
+"""Flags that are valid only in a pod."""
 
 
 def _pods(folder: Path) -> Pods:
@@ -158,46 +160,46 @@ def _pods(folder: Path) -> Pods:
         name: tuple(
             word.replace("/etc/quintet", str(folder))
             for word in pod["containers"][0]["args"][1:]
-            if not word.startswith(_OF_THE_POD)
+            if not word.startswith(_POD_FLAGS)
         )
         for name, pod in pods.items()
     }
     pod = pods["quintet"]
-    unlist_s = float(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
-    grace_s = float(pod["terminationGracePeriodSeconds"]) - unlist_s
-    return Pods(flags["quintet"], flags["quintet-router"], unlist_s, grace_s)
+    pre_stop_s = float(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    grace_period_s = float(pod["terminationGracePeriodSeconds"]) - pre_stop_s
+    return Pods(flags["quintet"], flags["quintet-router"], pre_stop_s, grace_period_s)
 
 
 def replicas() -> str:
-    """The chart's pods with a router, while clients stream: one comes and one goes as in a rollout, then one dies."""
+    """The chart's pods with a router: a rollout under streamed requests, then a kill of a server."""
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         pods, list_file = _pods(Path(folder)), Path(folder) / "servers"
-        old, stays = (stack.enter_context(served(*pods.serve)) for _ in range(2))
-        list_file.write_text(f"{old.url}\n{stays.url}\n")
+        old, kept = (stack.enter_context(serve_packaged(*pods.serve)) for _ in range(2))
+        list_file.write_text(f"{old.url}\n{kept.url}\n")
         router = stack.enter_context(
-            routed(*pods.route, "--engines", str(list_file), "--poll-interval", "0.2")
+            start_router(*pods.route, "--engines", str(list_file), "--poll-interval", "0.2")
         )
-        requests = crowd(2, NUM_STREAMS, plain=True)
-        calm = asyncio.run(play(router.url, requests))
+        requests = random_requests(2, NUM_STREAMS, plain=True)
+        undisturbed = asyncio.run(run_requests(router.url, requests))
         results: list[StreamResult] = []
         is_over = False
 
         async def client(number: int) -> None:
-            turns = itertools.cycle(range(number, NUM_STREAMS, 4))
+            indices = itertools.cycle(range(number, NUM_STREAMS, 4))
             while not is_over:
-                answer, turn = StreamResult(), next(turns)
-                await asyncio.wait_for(listen(router.url, requests[turn], answer), _TIMEOUT_S)
-                assert answer.bytes_of() == calm.results[turn].bytes_of(), "other bytes, or none"
-                results.append(answer)
+                result, index = StreamResult(), next(indices)
+                await asyncio.wait_for(stream_request(router.url, requests[index], result), _TIMEOUT_S)
+                assert result.bytes_of() == undisturbed.results[index].bytes_of(), "different bytes"
+                results.append(result)
 
         async def rollout() -> None:
             nonlocal is_over
             try:
-                new = await asyncio.to_thread(stack.enter_context, served(*pods.serve))
-                list_file.write_text(f"{stays.url}\n{new.url}\n")
-                await asyncio.sleep(pods.unlist_s)
+                new = await asyncio.to_thread(stack.enter_context, serve_packaged(*pods.serve))
+                list_file.write_text(f"{kept.url}\n{new.url}\n")
+                await asyncio.sleep(pods.pre_stop_s)
                 old.process.send_signal(signal.SIGTERM)
-                assert await asyncio.to_thread(old.process.wait, pods.grace_s) == 0, "a drain that failed"
+                assert await asyncio.to_thread(old.process.wait, pods.grace_period_s) == 0, "the drain failed"
                 await asyncio.sleep(1)
             finally:
                 is_over = True
@@ -206,28 +208,28 @@ def replicas() -> str:
             await asyncio.gather(rollout(), *(client(number) for number in range(4)))
 
         asyncio.run(clients_and_rollout())
-        assert all(answer.num_connections == 1 for answer in results), "a client had to come back"
+        assert all(result.num_connections == 1 for result in results), "a client had to reconnect"
 
         async def kill() -> None:
-            stays.process.kill()
+            kept.process.kill()
 
-        struck = asyncio.run(play(router.url, requests, kill))
-        assert not differences(calm, struck, requests), "other bytes after the death of a server"
-        assert all(answer.num_connections == 1 for answer in struck.results), "a client had to come back"
+        disturbed = asyncio.run(run_requests(router.url, requests, kill))
+        assert not differences(undisturbed, disturbed, requests), "different bytes after a kill of a server"
+        assert all(result.num_connections == 1 for result in disturbed.results), "a client had to reconnect"
     return (
-        f"no cluster, the commands of the chart's pods: a rollout under {len(results)} streamed requests: none failed, "
-        f"longest wait {max(answer.longest_wait_s for answer in results):.2f} s; a whole server killed under {NUM_STREAMS}: "
-        f"same bytes, longest wait {struck.longest_wait_s:.2f} s"
+        f"commands of the chart's pods, without a cluster: rollout under {len(results)} streamed requests, none failed, "
+        f"longest wait {max(result.longest_wait_s for result in results):.2f} s; server killed under {NUM_STREAMS} streams: "
+        f"same bytes, longest wait {disturbed.longest_wait_s:.2f} s"
     )
 
 
-def apart() -> str:
-    """Prompts computed by one server and answered by another, with the router in front: either may lose its executor."""
-    listen = f"127.0.0.1:{free_port()}"
+def disaggregated() -> str:
+    """A prefill server and a decode server behind a router: the executor of each is killed."""
+    peer_address = f"127.0.0.1:{free_port()}"
     with (
-        served("--role", "prefill", "--kv-peer-listen", listen) as prefill,
-        served("--role", "decode") as decode,
-        routed(
+        serve_packaged("--role", "prefill", "--kv-peer-listen", peer_address) as prefill,
+        serve_packaged("--role", "decode") as decode,
+        start_router(
             *("--engine", prefill.url, "--engine", decode.url),
             "--poll-interval",
             "0.2",
@@ -237,85 +239,87 @@ def apart() -> str:
     ):
         wait_until(lambda: "prefill" in router.get("/servers")[1], "roles are known")
         wait_until(lambda: "decode" in router.get("/servers")[1], "roles are known")
-        requests = crowd(3, NUM_STREAMS)
-        calm = asyncio.run(asyncio.wait_for(play(router.url, requests), _TIMEOUT_S))
+        requests = random_requests(3, NUM_STREAMS)
+        undisturbed = asyncio.run(asyncio.wait_for(run_requests(router.url, requests), _TIMEOUT_S))
         waits_s = []
         for server in (prefill, decode):
 
             async def disturb(server: Server = server) -> None:
                 server.children()["quintet-executor-0"].kill()
 
-            struck = asyncio.run(asyncio.wait_for(play(router.url, requests, disturb), _TIMEOUT_S))
-            assert not differences(calm, struck, requests), "other bytes after the death of an executor"
-            waits_s.append(struck.longest_wait_s)
+            disturbed = asyncio.run(asyncio.wait_for(run_requests(router.url, requests, disturb), _TIMEOUT_S))
+            assert not differences(undisturbed, disturbed, requests), (
+                "different bytes after a kill of an executor"
+            )
+            waits_s.append(disturbed.longest_wait_s)
             wait_until(lambda server=server: server.get("/readyz")[0] == 200, "all processes ready")  # type: ignore[misc]
         decode.await_metrics()
         num_fetched = decode.gauge_of("quintet:kv_peer_blocks_total", "fetched")
-        assert num_fetched > 0, "nothing went from one to the other"
+        assert num_fetched > 0, "the decode server fetched no block"
     return (
         f"{num_fetched:.0f} blocks fetched; executors killed under {NUM_STREAMS} streams: same bytes, longest wait "
-        f"{waits_s[0]:.2f} s (of the one that computes prompts), {waits_s[1]:.2f} s (of the one that answers)"
+        f"{waits_s[0]:.2f} s (prefill server), {waits_s[1]:.2f} s (decode server)"
     )
 
 
 PATHS: dict[str, Callable[[], str]] = {
-    "one-box": one_box,
+    "one-machine": one_machine,
     "two-sockets": two_sockets,
     "gpus": gpus,
     "replicas": replicas,
-    "apart": apart,
+    "disaggregated": disaggregated,
 }
 
 
-class Walk(msgspec.Struct, frozen=True):
-    """One path, walked."""
+class PathResult(msgspec.Struct, frozen=True):
+    """Result of one deployment path."""
 
     path: str
-    as_promised: bool | None
-    """None: not walked, as it says."""
-    said: str
+    passed: bool | None
+    """None: not tested, for the reason in ``message``."""
+    message: str
 
 
 class Report(msgspec.Struct):
-    """The file."""
+    """Contents of the result file."""
 
     date: str
     commit: str
     machine: Machine
-    walks: list[Walk]
+    results: list[PathResult]
 
 
-def walk(name: str) -> Walk:
-    """Walk a path and print what it says."""
+def run_path(name: str) -> PathResult:
+    """Test a deployment path and print the result."""
     print(f"{name}:", flush=True)
     try:
-        walked = Walk(name, True, PATHS[name]())
-    except NotHere as error:
-        walked = Walk(name, None, str(error))
+        result = PathResult(name, True, PATHS[name]())
+    except MissingHardware as error:
+        result = PathResult(name, None, str(error))
     except (AssertionError, TimeoutError) as error:
-        walked = Walk(name, False, f"NOT AS PROMISED: {error or 'no answer'}")
-    print(f"  {walked.said}", flush=True)
-    return walked
+        result = PathResult(name, False, f"FAILED: {error or 'no response'}")
+    print(f"  {result.message}", flush=True)
+    return result
 
 
 def main() -> int:
-    """Walk the chosen paths."""
-    parser = argparse.ArgumentParser(description="Walk the paths of docs/deploy.md.")
-    parser.add_argument("paths", nargs="*", metavar="PATH", help=f"of {', '.join(PATHS)} (default: all)")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="append what was found as JSON")
+    """Test the given paths, or all."""
+    parser = argparse.ArgumentParser(description="Test the deployment paths of docs/deploy.md.")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help=f"one of {', '.join(PATHS)} (default: all)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="append the results to a JSON file")
     arguments = parser.parse_args()
     chosen = arguments.paths or list(PATHS)
-    if strange := [name for name in chosen if name not in PATHS]:
-        parser.error(f"there is no path {strange[0]!r}; there are {', '.join(PATHS)}")
-    walks = [walk(name) for name in chosen]
+    if unknown := [name for name in chosen if name not in PATHS]:
+        parser.error(f"unknown path {unknown[0]!r}; allowed: {', '.join(PATHS)}")
+    results = [run_path(name) for name in chosen]
     if arguments.save is not None:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         report = Report(date, _commit(), machine(), [])
         if arguments.save.exists():
             report = msgspec.json.decode(arguments.save.read_bytes(), type=Report)
-        report.walks += walks
+        report.results += results
         arguments.save.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    return 1 if any(each.as_promised is False for each in walks) else 0
+    return 1 if any(result.passed is False for result in results) else 0
 
 
 if __name__ == "__main__":

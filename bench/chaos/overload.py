@@ -2,14 +2,14 @@
 
     python -m bench.chaos.overload [--executor mock|embedded] [--repetitions 1] [--out FILE]
 
-For each repetition, three servers in turn take the same requests at the same random moments:
+In each repetition, three servers, one after another, get the same requests at the same random times:
 
-* ``predicted``: the requests say their deadline; the core refuses at once those that would miss it.
-* ``told``: they say it, and the server rejects nothing: late requests are ended at the deadline; first come, first served.
-* ``untold``: first come, first served, as servers do that know no deadlines; an answer after it is worth nothing.
+* ``predicted``: requests have a deadline; the core rejects at once those that it predicts to miss it.
+* ``told``: requests have a deadline, and none is rejected; those that reach it are ended. First come, first served.
+* ``untold``: requests have no deadline. First come, first served. A response after the deadline counts as late.
 
-Capacity and the time of an answer are measured first, by as many clients as there are slots; the load is three times
-that capacity and the deadline three times that time. Results are appended to the file.
+Capacity and latency are measured first, with one client for each slot. The load is three times that capacity, the deadline three
+times that latency. Results are appended to the file.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from quintet.deploy.tools.load_client.load import Load, Outcome, Run, run_load
 SLOTS = 16
 INPUT_WORDS, OUTPUT_LEN = 24, 64
 EXCESS = 3.0
-"""Arrivals over capacity."""
+"""Ratio of the arrival rate to capacity."""
 DEADLINE_RATIO = 3.0
-"""Deadline over the time of an answer of a server that is just busy."""
+"""Ratio of the deadline to the latency at capacity."""
 FLAGS = {
     "mock": ["--executor", "mock", "--step-ms", "10"],
     "embedded": ["--kv-cache-memory", "64MiB", "--max-model-len", "512"],
 }
 VARIANTS = {"predicted": (True, ()), "told": (True, ("--no-deadline-admission",)), "untold": (False, ())}
-"""Name -> whether requests say their deadline, and flags."""
+"""Name -> whether requests have a deadline, and flags of the server."""
 
 
 class Figures(msgspec.Struct):
@@ -58,11 +58,11 @@ class Figures(msgspec.Struct):
     num_other: int
     good_per_s: float
     refused_after_ms: list[float]
-    """Median and largest time until a refusal was there."""
+    """Median and maximum time to a 429 response."""
 
 
 class Repetition(msgspec.Struct):
-    """Three servers in turn."""
+    """Results of the three servers of one repetition."""
 
     executor: str
     seed: int
@@ -74,7 +74,7 @@ class Repetition(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """The file."""
+    """Contents of the result file."""
 
     date: str
     machine: Machine
@@ -84,24 +84,24 @@ class Report(msgspec.Struct):
 
 
 def bodies(count: int, seed: int, deadline_s: float | None) -> list[bytes]:
-    """Return requests of different prompts and one length."""
+    """Return request bodies with different prompts of equal length."""
     rng = random.Random(seed)
-    asked: dict[str, object] = {
+    fields: dict[str, object] = {
         "max_tokens": OUTPUT_LEN,
         "ignore_eos": True,
         "stream": True,
         "temperature": 0,
     }
     if deadline_s is not None:
-        asked["timeout"] = deadline_s
+        fields["timeout"] = deadline_s
     return [
-        msgspec.json.encode({"prompt": " ".join(rng.choices(WORDS, k=INPUT_WORDS)), **asked})
+        msgspec.json.encode({"prompt": " ".join(rng.choices(WORDS, k=INPUT_WORDS)), **fields})
         for _ in range(count)
     ]
 
 
 def measure_capacity(server: Server, seed: int) -> tuple[float, float]:
-    """Return requests per second and the median time of an answer, with a client for every slot."""
+    """Return requests per second and the median latency in seconds, with one client for each slot."""
     run_load(Load(server.target, "/v1/completions", bodies(SLOTS, seed, None), SLOTS))  # warm-up
     load = Load(server.target, "/v1/completions", bodies(4 * SLOTS, seed + 1, None), SLOTS)
     run = run_load(load)
@@ -112,15 +112,15 @@ def measure_capacity(server: Server, seed: int) -> tuple[float, float]:
 
 
 def overload(
-    server: Server, says_deadline: bool, arrivals_s: Sequence[float], deadline_s: float, seed: int
+    server: Server, has_deadline: bool, arrivals_s: Sequence[float], deadline_s: float, seed: int
 ) -> Run:
-    """Send the requests at their moments and wait for the last answer."""
-    asked = bodies(len(arrivals_s), seed, deadline_s if says_deadline else None)
-    return run_load(Load(server.target, "/v1/completions", asked, arrivals_s=arrivals_s))
+    """Send the requests at their arrival times and wait for the last response."""
+    fields = bodies(len(arrivals_s), seed, deadline_s if has_deadline else None)
+    return run_load(Load(server.target, "/v1/completions", fields, arrivals_s=arrivals_s))
 
 
 def figures_of(variant: str, run: Run, deadline_s: float, duration_s: float) -> Figures:
-    """Count the endings."""
+    """Count the requests by ending."""
     kinds = {"good": 0, "late": 0, "refused": 0, "expired": 0, "other": 0}
     refused_ms: list[float] = []
     for outcome in run.outcomes:
@@ -152,14 +152,14 @@ def _ending(outcome: Outcome, deadline_s: float) -> str:
 
 
 def repeat(executor: str, seed: int, duration_s: float) -> Repetition:
-    """Run the variants in an order that changes from repetition to repetition."""
+    """Run the variants, in a different order for each seed."""
     names = list(VARIANTS)
     names = names[seed % 3 :] + names[: seed % 3]
     capacity, answer_s, deadline_s = 0.0, 0.0, 0.0
     arrivals_s: list[float] = []
     figures: list[Figures] = []
     for name in names:
-        says_deadline, flags = VARIANTS[name]
+        has_deadline, flags = VARIANTS[name]
         with serve(None, ["--max-num-seqs", str(SLOTS), *FLAGS[executor], *flags]) as server:
             measured, measured_s = measure_capacity(server, seed)
             if not arrivals_s:
@@ -167,7 +167,7 @@ def repeat(executor: str, seed: int, duration_s: float) -> Repetition:
                 rng, at_s = random.Random(seed), 0.0
                 while (at_s := at_s + rng.expovariate(EXCESS * capacity)) < duration_s:
                     arrivals_s.append(at_s)
-            run = overload(server, says_deadline, arrivals_s, deadline_s, seed + 2)
+            run = overload(server, has_deadline, arrivals_s, deadline_s, seed + 2)
         figures.append(figures_of(name, run, deadline_s, duration_s))
         print(f"{executor:>9} {figures[-1]}", flush=True)
     return Repetition(
@@ -180,9 +180,9 @@ def main() -> None:
     parser = command_parser(__doc__)
     parser.add_argument("--executor", choices=list(FLAGS), default="mock")
     parser.add_argument("--repetitions", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0, help="of the first repetition")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first repetition")
     parser.add_argument("--duration", type=float, default=12.0, metavar="SECONDS")
-    parser.add_argument("--out", type=Path, help="where to append (default: nowhere)")
+    parser.add_argument("--out", type=Path, help="JSON file to append the results to (default: none)")
     arguments = parser.parse_args()
     done = [
         repeat(arguments.executor, arguments.seed + index, arguments.duration)

@@ -1,12 +1,14 @@
-"""Cost of the flight recorder: two servers at once, one of which records, and short loads to one and the other in turn.
+"""Cost of the flight recorder: two servers run at once, one of which records; short loads alternate between them.
 
     python -m bench.chaos.recorder              both executors, about two minutes
     python -m bench.chaos.recorder --only mock
 
-The server that is not loaded idles (0.4 % of a core). Loads follow each other within a second or two, so that what the
-machine does meanwhile meets both; the figure is the median of the pairs' quotients. Where the machine is not quiet they
-differ by more than the recorder costs, so that is measured directly as well: what was recorded is recorded once more, turn
-by turn, with no other load, and its processor time (the writing thread's included) is set against the server's.
+The other server is idle during a load (0.4 % of a core). Loads alternate within two seconds, so that other work on the machine
+affects both. The result is the median of the pairs' ratios.
+
+On a busy machine these ratios vary by more than the recorder's cost. So the recorder is also measured alone: it records the
+frames of the recording again, without other load. The result is its CPU time, with that of its writer thread, compared with the
+server's.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ MODEL = "served"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One executor, and how much it is asked for at a time."""
+    """Executor flags and the size of one load."""
 
     streams: int
     waves: int
@@ -51,15 +53,15 @@ CASES: Mapping[str, Case] = {
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One load."""
+    """Results of one load."""
 
     tokens_per_s: float
     cpu_us: float
-    """Processor time of the server per output token."""
+    """CPU time of the server per output token, in microseconds."""
 
 
-def burst(server: Server, case: Case, seed: int) -> Figures:
-    """Load the server once."""
+def run_load_once(server: Server, case: Case, seed: int) -> Figures:
+    """Send one load to the server."""
     spec = PromptSpec(
         case.streams * case.waves, INPUT_LEN, words_per_token=words_per_token(server.target, MODEL), seed=seed
     )
@@ -82,63 +84,63 @@ def compare(name: str, num_pairs: int, flags: Sequence[str]) -> None:
         plain = stack.enter_context(serve(None, usual))
         recording = stack.enter_context(serve(None, (*usual, "--record", str(folder))))
         for server in (plain, recording):
-            burst(server, case, seed=1000)  # warm-up: not kept
+            run_load_once(server, case, seed=1000)  # warm-up: not kept
         began = time.monotonic()
         before_bytes = _size_of(folder)
         pairs: list[tuple[Figures, Figures]] = []
         for number in range(num_pairs):
             first, second = (plain, recording) if number % 2 else (recording, plain)
-            one, other = burst(first, case, number), burst(second, case, number)
+            one, other = run_load_once(first, case, number), run_load_once(second, case, number)
             pairs.append((one, other) if first is plain else (other, one))
         num_bytes = _size_of(folder) - before_bytes
         seconds = time.monotonic() - began
-        again_us = again(folder, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        recorder_us = record_again(folder, Path(stack.enter_context(tempfile.TemporaryDirectory())))
     rate = median(on.tokens_per_s / off.tokens_per_s for off, on in pairs)
     cpu = median(on.cpu_us / off.cpu_us for off, on in pairs)
     num_tokens = case.streams * case.waves * OUTPUT_LEN * num_pairs
     print(
-        f"{name}, {case.streams} streams, {num_pairs} pairs in {seconds:.0f} s: recording gives {100 * rate:.1f} % of the "
-        f"tokens/s ({median(off.tokens_per_s for off, _ in pairs):,.0f} without) and takes {100 * cpu:.1f} % of the "
-        f"processor time ({median(off.cpu_us for off, _ in pairs):.2f} us a token without); "
-        f"{num_bytes / num_tokens:.0f} bytes a token"
+        f"{name}, {case.streams} streams, {num_pairs} pairs in {seconds:.0f} s: with recording {100 * rate:.1f} % of the "
+        f"tokens/s ({median(off.tokens_per_s for off, _ in pairs):,.0f} without) and {100 * cpu:.1f} % of the "
+        f"CPU time ({median(off.cpu_us for off, _ in pairs):.2f} us per token without); "
+        f"{num_bytes / num_tokens:.0f} bytes per token"
     )
-    direct_us = again_us / (num_tokens + case.streams * case.waves * OUTPUT_LEN)
+    recorder_token_us = recorder_us / (num_tokens + case.streams * case.waves * OUTPUT_LEN)
     print(
-        f"  directly: {direct_us:.3f} us a token, {100 * direct_us / median(off.cpu_us for off, _ in pairs):.2f} % of the "
-        "server's processor time"
+        f"  recorder alone: {recorder_token_us:.3f} us per token, "
+        f"{100 * recorder_token_us / median(off.cpu_us for off, _ in pairs):.2f} % of the server's CPU time"
     )
     print(
-        "  tokens/s, pair by pair:",
+        "  tokens/s, ratio of each pair:",
         " ".join(f"{on.tokens_per_s / off.tokens_per_s:.3f}" for off, on in pairs),
     )
     print(
-        "  processor time:        ",
+        "  CPU time, ratio of each pair:",
         " ".join(f"{on.cpu_us / off.cpu_us:.3f}" for off, on in pairs),
         flush=True,
     )
 
 
-def again(folder: Path, elsewhere: Path) -> float:
-    """Record every process's recording once more; return the microseconds of processor time that took."""
+def record_again(folder: Path, target: Path) -> float:
+    """Record the recordings of all processes again into ``target``; return the CPU time in microseconds."""
     total_s = 0.0
-    record.MAX_BACKLOG_BYTES = 1 << 40  # here frames come faster than from any server
+    record.MAX_BACKLOG_BYTES = 1 << 40  # frames arrive faster than in a server
     for path in folder.iterdir():
         recording = open_recording(folder, path.name)
-        config = msgspec.structs.replace(recording.header.config, record=str(elsewhere))
+        config = msgspec.structs.replace(recording.header.config, record=str(target))
         recorder = Recorder(recording.header.worker, config)
-        turns = [
+        iterations = [
             (
-                turn,
-                [memoryview(payload) for payload in turn.frames],
-                [(WorkerId(sent.role, sent.index, 1), sent.payload) for sent in turn.sent],
+                iteration,
+                [memoryview(payload) for payload in iteration.frames],
+                [(WorkerId(sent.role, sent.index, 1), sent.payload) for sent in iteration.sent],
             )
-            for turn in recording.turns()
+            for iteration in recording.turns()
         ]
         began_s = time.process_time()
-        for turn, frames, sent in turns:
+        for iteration, frames, sent in iterations:
             for frame in frames:
                 recorder.received(frame)
-            recorder.begin_iteration(turn.now_ns, turn.was_idle)
+            recorder.begin_iteration(iteration.now_ns, iteration.was_idle)
             for peer, payload in sent:
                 recorder.sent(peer, payload)
         recorder.close()
@@ -151,11 +153,11 @@ def _size_of(folder: Path) -> int:
 
 
 def main() -> None:
-    """Compare both cases, or one."""
+    """Run both cases, or one."""
     parser = command_parser(__doc__)
-    parser.add_argument("--only", choices=tuple(CASES), help="one case only")
-    parser.add_argument("--pairs", type=int, default=12, help="loads of each server (default: 12)")
-    parser.add_argument("flags", nargs="*", help="more flags for both servers, after --")
+    parser.add_argument("--only", choices=tuple(CASES), help="run only this case")
+    parser.add_argument("--pairs", type=int, default=12, help="number of loads per server (default: 12)")
+    parser.add_argument("flags", nargs="*", help="further flags of both servers, after --")
     arguments = parser.parse_args()
     for name in CASES:
         if arguments.only in (None, name):

@@ -1,10 +1,10 @@
-"""Cost of eight slow readers to other clients: the time between tokens of 64 streams.
+"""Effect of eight slow clients on the inter-token latency of 64 other streams.
 
     python -m bench.chaos.slow_readers [--pairs 4] [--out FILE]
 
-One server with the mock executor. Beside the 64 streams are always eight requests for long answers with
-log-probabilities; in turn, their clients read all at once, or 200 bytes ten times a second into a receive buffer of a
-few kilobytes. When the server ends a connection, its client asks again. The frontend's memory is looked at as well.
+The server has the mock executor. Besides the 64 streams, eight requests for long responses with log-probabilities are always
+active. In alternate runs, their clients read at full speed, or 200 bytes ten times a second with a receive buffer of a few
+kilobytes. When the server closes such a connection, the client sends its request again. The frontend's memory is measured too.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ STREAMS, READERS, OUTPUT_LEN = 64, 8, 600
 FLAGS = ["--executor", "mock", "--step-ms", "10", "--max-num-seqs", "128"]
 
 
-class Side(msgspec.Struct):
-    """One run of the 64 streams."""
+class Figures(msgspec.Struct):
+    """Results of one run of the 64 streams."""
 
     inter_token_p50_ms: float
     inter_token_p99_ms: float
@@ -46,18 +46,18 @@ class Side(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """The file."""
+    """Contents of the result file."""
 
     date: str
     machine: Machine
     streams: int
     readers: int
-    quick: list[Side]
-    slow: list[Side]
+    quick: list[Figures]
+    slow: list[Figures]
 
 
-class Crowd(multiprocessing.Process):
-    """The readers, in a process of their own: the streams' clock must not wait for them."""
+class Readers(multiprocessing.Process):
+    """The eight clients, in a separate process so that they do not delay the measured streams."""
 
     def __init__(self, server: Server, is_slow: bool) -> None:
         super().__init__(daemon=True)
@@ -67,17 +67,17 @@ class Crowd(multiprocessing.Process):
         self.cut_off = multiprocessing.Value("i", 0)
 
     def run(self) -> None:
-        """Let every reader read until it is stopped."""
-        present = [threading.Thread(target=self._ask) for _ in range(READERS)]
-        for reader in present:
-            reader.start()
-        for reader in present:
-            reader.join()
+        """Run all clients until `stopping` is set."""
+        threads = [threading.Thread(target=self._run_client) for _ in range(READERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
-    def _ask(self) -> None:
-        """Ask and read, again and again."""
-        asked = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True, "logprobs": 10}
-        body = json.dumps(asked).encode()
+    def _run_client(self) -> None:
+        """Send the request and read the response, repeatedly."""
+        fields = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True, "logprobs": 10}
+        body = json.dumps(fields).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         while not self.stopping.is_set():
             with contextlib.suppress(OSError), socket.socket() as client:
@@ -94,36 +94,36 @@ class Crowd(multiprocessing.Process):
     def _read(self, client: socket.socket) -> None:
         size, pause_s = (200, 0.1) if self._is_slow else (1 << 16, 0.0)
         while not self.stopping.wait(pause_s):
-            with contextlib.suppress(TimeoutError):  # the system seldom opens so small a window
+            with contextlib.suppress(TimeoutError):  # the kernel rarely advertises so small a window
                 if not client.recv(size):
                     return
 
 
 @contextlib.contextmanager
-def readers(server: Server, *, are_slow: bool) -> Iterator[Crowd]:
-    """Let the readers be there meanwhile."""
-    crowd = Crowd(server, are_slow)
-    crowd.start()
+def readers(server: Server, *, are_slow: bool) -> Iterator[Readers]:
+    """Run the eight clients during the block."""
+    clients = Readers(server, are_slow)
+    clients.start()
     try:
-        yield crowd
+        yield clients
     finally:
-        crowd.stopping.set()
-        crowd.join()
+        clients.stopping.set()
+        clients.join()
 
 
-def measure(server: Server, *, are_slow: bool) -> Side:
-    """Run the streams once, beside such readers."""
-    asked = {"max_tokens": OUTPUT_LEN, "ignore_eos": True, "stream": True}
+def measure(server: Server, *, are_slow: bool) -> Figures:
+    """Run the streams once, with slow or fast clients beside them."""
+    fields = {"max_tokens": OUTPUT_LEN, "ignore_eos": True, "stream": True}
     bodies = [
-        msgspec.json.encode({"prompt": " ".join(WORDS), "seed": seed, **asked}) for seed in range(STREAMS)
+        msgspec.json.encode({"prompt": " ".join(WORDS), "seed": seed, **fields}) for seed in range(STREAMS)
     ]
-    with readers(server, are_slow=are_slow) as crowd:
+    with readers(server, are_slow=are_slow) as clients:
         summary = summarise(run_load(Load(server.target, "/v1/completions", bodies, STREAMS)))
         num_bytes = _frontend_bytes(server)
     assert summary.num_completed == STREAMS, summary.failures
     times = summary.inter_token_ms
     assert times is not None
-    return Side(times.p50, times.p99, times.max, num_bytes, crowd.cut_off.value)
+    return Figures(times.p50, times.p99, times.max, num_bytes, clients.cut_off.value)
 
 
 def _frontend_bytes(server: Server) -> int:
@@ -145,9 +145,9 @@ def main() -> None:
             report.quick.append(measure(server, are_slow=False))
             report.slow.append(measure(server, are_slow=True))
             print(report.quick[-1], report.slow[-1], sep="\n", flush=True)
-    quick, slow = (median(s.inter_token_p99_ms for s in sides) for sides in (report.quick, report.slow))
+    quick, slow = (median(s.inter_token_p99_ms for s in runs) for runs in (report.quick, report.slow))
     print(
-        f"inter-token p99: {quick:.2f} ms beside quick readers, {slow:.2f} ms beside slow: {100 * (slow / quick - 1):+.1f} %"
+        f"inter-token p99: {quick:.2f} ms with fast clients, {slow:.2f} ms with slow ones: {100 * (slow / quick - 1):+.1f} %"
     )
     if arguments.out is not None:
         arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

@@ -2,10 +2,9 @@
 
     python -m bench.chaos.stalls [--rounds 7] [--executor mock] [--save FILE] [-- FLAG …]
 
-One server, with further flags of `quintet serve`: ``-- --data-parallel-size 2``, ``-- --tensor-parallel-size 2``. Each round
-plays the same crowd undisturbed and then once for every kind of failure, in turn. A failure happens when half of the streams have
-begun; the others' wait is for the first event. A line says the median and the worst over the rounds, the same for the undisturbed
-runs, and whether every byte was the same.
+Starts one server with further flags of `quintet serve`, for example ``-- --data-parallel-size 2``. Each round sends the same
+requests without a failure, then once with each kind of failure. The failure happens when half of the streams have begun; the wait
+of the others includes that for their first event. Prints median and maximum over the rounds. All bytes must be equal.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 import msgspec
 from tests.processes.server import Server, serve, wait_until
 
-from bench.chaos.streams import crowd, differences, play
+from bench.chaos.streams import differences, random_requests, run_requests
 from bench.overhead.run import _commit, machine
 
 KINDS: dict[str, tuple[str, signal.Signals]] = {
@@ -38,22 +37,22 @@ NUM_STREAMS = 64
 
 def measure(server: Server, rounds: int) -> dict[str, list[float]]:
     """Return the longest wait of each run, by kind, in seconds."""
-    requests = crowd(1, NUM_STREAMS, (150, 300))
-    asyncio.run(play(server.url, requests))
+    requests = random_requests(1, NUM_STREAMS, (150, 300))
+    asyncio.run(run_requests(server.url, requests))
     kinds = {kind: (f"{role}-0", how) for kind, (role, how) in KINDS.items()}
     if f"quintet-{RANK}" in server.children():
         kinds["rank killed"] = (RANK, signal.SIGKILL)
     waits: dict[str, list[float]] = {"undisturbed": [], **{kind: [] for kind in kinds}}
     for number in range(rounds):
-        calm = asyncio.run(play(server.url, requests))
-        waits["undisturbed"].append(calm.longest_wait_s)
+        undisturbed = asyncio.run(run_requests(server.url, requests))
+        waits["undisturbed"].append(undisturbed.longest_wait_s)
         for kind, (title, how) in kinds.items():
 
             async def disturb(title: str = title, how: signal.Signals = how) -> None:
                 server.children()[f"quintet-{title}"].send_signal(how)
 
-            run = asyncio.run(play(server.url, requests, disturb))
-            assert not differences(calm, run, requests), kind
+            run = asyncio.run(run_requests(server.url, requests, disturb))
+            assert not differences(undisturbed, run, requests), kind
             waits[kind].append(run.longest_wait_s)
             wait_until(lambda: server.get("/readyz")[0] == 200, "all processes ready")
             print(f"round {number + 1}: {kind}: {run.longest_wait_s:.2f} s", flush=True)
@@ -62,10 +61,10 @@ def measure(server: Server, rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Measure what failures cost the clients.")
+    parser = argparse.ArgumentParser(description="Measure the longest stall of a stream after a failure.")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--executor", choices=("model", "mock"), default="model")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON too")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the results as JSON")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="after --: further flags of the server")
     arguments = parser.parse_args()
     flags = ["--executor", "mock", "--step-ms", "8"] if arguments.executor == "mock" else []

@@ -1,8 +1,8 @@
-"""Sets of varied streamed requests and the results of their clients.
+"""Random streamed requests, clients that resume their streams, and the comparison of two runs.
 
-Two runs of the same requests must give the same bytes in spite of kills: `StreamResult` holds all that must not differ.
-`crowd` is seeded: greedy and seeded sampling, several choices, stop strings, penalties, log-probabilities, common prefixes,
-chats and completions.
+Two runs of the same requests must give the same bytes in spite of kills: `StreamResult` has everything that must be equal.
+`random_requests` is seeded. Its requests have greedy and seeded sampling, several choices, stop strings, penalties,
+log-probabilities and common prefixes, as chats and completions.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ WORDS = [
 ]
 TIMEOUT_S = 600.0
 PAUSE_S = 0.05
-"""Before a client tries again."""
+"""Time before a client reconnects."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRequest:
-    """One request."""
+    """Path and body of a streamed request."""
 
     path: str
     body: dict[str, Any]
@@ -52,7 +52,7 @@ class StreamRequest:
 
 @dataclass(slots=True)
 class ChoiceResult:
-    """One choice, put together from its events."""
+    """One choice, assembled from its events."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -64,24 +64,24 @@ class ChoiceResult:
 
 @dataclass(slots=True)
 class StreamResult:
-    """One answer. Compare `bytes_of` of two."""
+    """One response. `bytes_of` has what two runs must have in common."""
 
     status: int = 0
     choices: dict[int, ChoiceResult] = field(default_factory=dict)
     usage: dict[str, int] = field(default_factory=dict)
     error: str = ""
     is_done: bool = False
-    """True once ``[DONE]``, or the last event of another dialect, was received."""
+    """True after ``[DONE]``, or the last event of another API."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Of the Responses dialect: all of them, but for what differs from run to run, and where deltas were cut."""
+    """Events of the Responses API, without run-specific values; successive deltas are joined."""
     numbers: list[int] = field(default_factory=list)
-    """Theirs, as they came."""
+    """Their sequence numbers, in order of arrival."""
     names: dict[str, str] = field(default_factory=dict)
-    """Names in the server's events, by their replacement."""
+    """Replacements of run-specific ids, by id."""
     sent_s: float = 0.0
     """`time.perf_counter` when the request was first sent."""
     times_s: list[float] = field(default_factory=list)
-    """That of every event."""
+    """Time of each event."""
     event_ids: list[str] = field(default_factory=list)
     num_connections: int = 0
     num_sent: int = 0
@@ -89,11 +89,11 @@ class StreamResult:
 
     @property
     def longest_wait_s(self) -> float:
-        """Longest wait for an event: from the one before, for the first from the request."""
+        """Longest wait for an event, in seconds: since the previous event, or since the request for the first one."""
         return max((b - a for a, b in itertools.pairwise([self.sent_s, *self.times_s])), default=0.0)
 
     def bytes_of(self) -> str:
-        """Return everything that must be the same in every run: not when it came, nor in which pieces."""
+        """Return everything that must be equal in two runs: neither times nor the division into events."""
         choices = {
             index: (c.text, c.token_ids, c.logprobs, c.finish_reason, c.stop_reason, c.num_endings)
             for index, c in sorted(self.choices.items())
@@ -129,7 +129,7 @@ class StreamResult:
                 choice.num_endings += 1
 
     def _feed_messages(self, event: dict[str, Any]) -> None:
-        """Apply an event of Anthropic's dialect."""
+        """Apply an event of Anthropic's API."""
         choice = self.choices.setdefault(0, ChoiceResult())
         match event["type"]:
             case "message_start":
@@ -146,7 +146,7 @@ class StreamResult:
                 self.is_done = True
 
     def _feed_responses(self, event: dict[str, Any]) -> None:
-        """Apply an event of the Responses dialect."""
+        """Apply an event of the Responses API."""
         self.numbers.append(event.pop("sequence_number"))
         response = event.get("response", {})
         if "id" in response:
@@ -176,10 +176,10 @@ def _entries(logprobs: dict[str, Any]) -> list[Any]:
     return [list(row) for row in zip(*(logprobs[name] or () for name in columns), strict=False)]
 
 
-def crowd(
+def random_requests(
     seed: int, size: int, max_tokens: tuple[int, int] = (60, 160), *, plain: bool = False
 ) -> list[StreamRequest]:
-    """Return requests with all features that recovery must preserve; ``plain``: each ends by its length."""
+    """Return requests with all features that recovery must preserve; ``plain``: each generates ``max_tokens`` tokens."""
     rng = random.Random(seed)
     prefixes = [" ".join(rng.choices(WORDS, k=60)) for _ in range(3)]
     requests = []
@@ -241,24 +241,24 @@ def as_responses(requests: Sequence[StreamRequest], **fields: Any) -> list[Strea
     return found
 
 
-class Cut(Exception):
-    """Raised by an ``on_event`` to cut the connection there."""
+class Disconnect(Exception):
+    """Raised by ``on_event`` to close the connection after an event."""
 
 
-async def listen(
+async def stream_request(
     url: str,
     request: StreamRequest,
     result: StreamResult,
     on_event: Callable[[], None] = lambda: None,
-    elsewhere: Sequence[str] = (),
-    repeats: bool = False,
+    other_urls: Sequence[str] = (),
+    resend: bool = False,
 ) -> None:
-    """Send one request and read its stream to the end, with reconnections.
+    """Send a request and read its stream to the end; reconnect and resume after the last event when the connection is lost.
 
-    After a connection is lost in the middle, the next one asks for what comes after the last event: ``elsewhere``, where
-    other addresses are given, one after the other. ``repeats``: by the request once more, with the id of that event.
+    other_urls: further servers; each reconnection uses the next one. resend: resume by the request itself with
+    ``Last-Event-ID``, not by ``GET /v1/streams``.
     """
-    addresses = itertools.cycle(map(urlsplit, (url, *elsewhere)))
+    addresses = itertools.cycle(map(urlsplit, (url, *other_urls)))
     result.sent_s = time.perf_counter()
     deadline_s = result.sent_s + TIMEOUT_S
     while not result.is_done and not result.error and time.perf_counter() < deadline_s:
@@ -270,10 +270,10 @@ async def listen(
         except OSError:
             await asyncio.sleep(PAUSE_S)
             continue
-        writer.write(_request(request, result.event_ids[-1:], where.netloc, repeats))
+        writer.write(_request(request, result.event_ids[-1:], where.netloc, resend))
         try:
             await read_events(reader, result, on_event)
-        except (Cut, OSError, asyncio.IncompleteReadError):
+        except (Disconnect, OSError, asyncio.IncompleteReadError):
             await asyncio.sleep(PAUSE_S)
         finally:
             writer.close()
@@ -281,10 +281,10 @@ async def listen(
                 await writer.wait_closed()
 
 
-def _request(request: StreamRequest, last: list[str], host: str, repeats: bool) -> bytes:
-    """Return what is sent; last: the id of the last event, if any has come."""
+def _request(request: StreamRequest, last: list[str], host: str, resend: bool) -> bytes:
+    """Return the bytes of a request, or of its resumption; last: the id of the last event, if there is one."""
     head = f"Host: {host}\r\nConnection: close\r\n"
-    if last and not repeats:
+    if last and not resend:
         stream, _, position = last[0].partition(":")
         return f"GET /v1/streams/{stream}?from={position} HTTP/1.1\r\n{head}\r\n".encode()
     head += f"Last-Event-ID: {last[0]}\r\n" if last else ""
@@ -296,7 +296,7 @@ def _request(request: StreamRequest, last: list[str], host: str, repeats: bool) 
 async def read_events(
     reader: asyncio.StreamReader, result: StreamResult, on_event: Callable[[], None]
 ) -> None:
-    """Read a response to its end. Of an event that has not come whole nothing is kept."""
+    """Read a response to its end; drop an incomplete last event."""
     event_id = ""
     while line := await asyncio.wait_for(reader.readline(), TIMEOUT_S):
         if line.startswith(b"HTTP/1.1 "):
@@ -320,7 +320,7 @@ async def read_events(
 
 @dataclass(slots=True)
 class Run:
-    """Results of a set of requests."""
+    """Results of a run of several requests."""
 
     results: list[StreamResult]
     duration_s: float
@@ -335,36 +335,36 @@ class Run:
         return max(result.longest_wait_s for result in self.results)
 
 
-async def play(
+async def run_requests(
     url: str,
     requests: list[StreamRequest],
     disturb: Callable[[], Any] | None = None,
-    elsewhere: Sequence[str] = (),
-    is_time: Callable[[set[int]], bool] | None = None,
+    other_urls: Sequence[str] = (),
+    is_due: Callable[[set[int]], bool] | None = None,
 ) -> Run:
-    """Send a crowd at once; call ``disturb`` (a coroutine function) when half of it has had its first event.
+    """Send all requests at once; call ``disturb`` (a coroutine function) when half of them have received an event.
 
-    ``elsewhere``: other addresses, at which clients start in turn, and resume when they lose a connection. ``is_time``: whether
-    to disturb, given the numbers of those that have had their first event, in the place of half.
+    other_urls: further servers; clients start at one server each, in turn, and resume at the next one. is_due: replaces the
+    condition of half of the requests; its argument is the indices of the requests that have received an event.
     """
     results = [StreamResult() for _ in requests]
-    is_due = asyncio.Event()
+    is_disturbance_due = asyncio.Event()
     started: set[int] = set()
 
-    def note(number: int) -> None:
+    def record_event(number: int) -> None:
         started.add(number)
-        if 2 * len(started) >= len(requests) if is_time is None else is_time(started):
-            is_due.set()
+        if 2 * len(started) >= len(requests) if is_due is None else is_due(started):
+            is_disturbance_due.set()
 
     async def run_client(number: int) -> None:
-        turn = number % (1 + len(elsewhere))
-        first, *others = [url, *elsewhere][turn:] + [url, *elsewhere][:turn]
-        await listen(first, requests[number], results[number], lambda: note(number), others)
+        turn = number % (1 + len(other_urls))
+        first, *others = [url, *other_urls][turn:] + [url, *other_urls][:turn]
+        await stream_request(first, requests[number], results[number], lambda: record_event(number), others)
 
     at_s = time.perf_counter()
     clients = [asyncio.create_task(run_client(number)) for number in range(len(requests))]
     if disturb is not None:
-        await is_due.wait()
+        await is_disturbance_due.wait()
         await disturb()
     outcomes = await asyncio.gather(*clients, return_exceptions=True)
     for number, outcome in enumerate(outcomes):

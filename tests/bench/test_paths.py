@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import pytest
-from bench.paths import walk
+from bench.paths import run_path
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["one-box", "two-sockets", "replicas", "apart"])
+@pytest.mark.parametrize("name", ["one-machine", "two-sockets", "replicas", "disaggregated"])
 def test_path_works_as_documented(name: str) -> None:
-    walked = walk(name)
-    assert walked.as_promised, walked.said
+    result = run_path(name)
+    assert result.passed, result.message

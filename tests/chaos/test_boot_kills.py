@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from bench.chaos.streams import Run, StreamRequest, crowd, play
+from bench.chaos.streams import Run, StreamRequest, random_requests, run_requests
 
 from tests.chaos.test_kills import COMMON, KINDS, assert_same, kill, little_memory
 from tests.processes.server import Server, serve, wait_until
@@ -34,7 +34,7 @@ layouts = pytest.mark.parametrize("layout", ["one rank", pytest.param("two ranks
 
 @pytest.fixture(scope="module")
 def requests() -> list[StreamRequest]:
-    return crowd(7, 12, (40, 80))
+    return random_requests(7, 12, (40, 80))
 
 
 def executor_processes(server: Server, index: int, title: str = "") -> list[psutil.Process]:
@@ -144,10 +144,10 @@ def test_streams_survive_a_kill_during_the_boot_of_another_engine(
             else:
                 kill(server, role, index=int(index))
 
-        disturbed = asyncio.run(play(server.url, requests, disturb))
+        disturbed = asyncio.run(run_requests(server.url, requests, disturb))
         resume(server, 1)
         await_boot(server)
-        reference = asyncio.run(play(server.url, requests))
+        reference = asyncio.run(run_requests(server.url, requests))
         assert_undisturbed(server, reference, disturbed, requests)
 
 
@@ -170,9 +170,9 @@ def test_streams_survive_a_kill_of_a_booting_rank(
             ranks = executor_processes(server, 1)
             ranks[min(number, len(ranks) - 1)].kill()
 
-        disturbed = asyncio.run(play(server.url, requests, disturb))
+        disturbed = asyncio.run(run_requests(server.url, requests, disturb))
         await_boot(server)
-        assert_undisturbed(server, asyncio.run(play(server.url, requests)), disturbed, requests)
+        assert_undisturbed(server, asyncio.run(run_requests(server.url, requests)), disturbed, requests)
 
 
 @layouts

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from bench.chaos.streams import crowd, play
+from bench.chaos.streams import random_requests, run_requests
 
 from quintet.deploy.embedded import default_model_path
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
@@ -55,8 +55,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_kills_during_expert_copies_keep_all_bytes(server: Server) -> None:
     """The first executor has copied experts before its kill; each new one starts from the initial placement."""
-    requests = crowd(4, 12, (60, 120))
-    reference = asyncio.run(play(server.url, requests))
+    requests = random_requests(4, 12, (60, 120))
+    reference = asyncio.run(run_requests(server.url, requests))
     assert all(result.status == 200 and result.is_done and not result.error for result in reference.results)
     server.await_metrics()
     assert server.gauge(COPIES) > 0
@@ -69,4 +69,4 @@ def test_kills_during_expert_copies_keep_all_bytes(server: Server) -> None:
             kill(server, RANK if rank else "executor", index=rank)
             await asyncio.sleep(rng.choice([0.5, 1.5]))
 
-    assert_same(server, reference, asyncio.run(play(server.url, requests, disturb)), requests)
+    assert_same(server, reference, asyncio.run(run_requests(server.url, requests, disturb)), requests)

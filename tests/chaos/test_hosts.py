@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bench.chaos.streams import crowd, play
+from bench.chaos.streams import random_requests, run_requests
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.processes.server import Server, serve, wait_until
@@ -100,9 +100,9 @@ def group(flags: list[str], prefix: list[str] | None = None) -> Iterator[Group]:
 
 @pytest.mark.parametrize(("stages", "size"), [(2, 1), (2, 2), (4, 1), (1, 2), (1, 4)])
 def test_kill_of_each_process_keeps_all_bytes(stages: int, size: int, tmp_path: Path) -> None:
-    requests = crowd(1, 6, (20, 40))
+    requests = random_requests(1, 6, (20, 40))
     with group(flags_of(tmp_path, "127.0.0.2", stages, size)) as both:
-        reference = asyncio.run(play(both.server.url, requests))
+        reference = asyncio.run(run_requests(both.server.url, requests))
         assert all(
             result.status == 200 and result.is_done and not result.error for result in reference.results
         )
@@ -128,20 +128,25 @@ def test_kill_of_each_process_keeps_all_bytes(stages: int, size: int, tmp_path: 
 
         for disturb in (rank, member, hub, first, whole_host):
             assert_same(
-                both.server, reference, asyncio.run(play(both.server.url, requests, disturb)), requests
+                both.server,
+                reference,
+                asyncio.run(run_requests(both.server.url, requests, disturb)),
+                requests,
             )
 
 
 @pytest.mark.parametrize(("stages", "size"), [(2, 1), (1, 2)])
 def test_stalled_rank_of_the_other_host_is_replaced(stages: int, size: int, tmp_path: Path) -> None:
-    requests = crowd(3, 8, (40, 60))
+    requests = random_requests(3, 8, (40, 60))
     with group(flags_of(tmp_path, "127.0.0.2", stages, size)) as both:
-        reference = asyncio.run(play(both.server.url, requests))
+        reference = asyncio.run(run_requests(both.server.url, requests))
 
         async def disturb() -> None:
             both.of_other("-rank-").send_signal(signal.SIGSTOP)
 
-        assert_same(both.server, reference, asyncio.run(play(both.server.url, requests, disturb)), requests)
+        assert_same(
+            both.server, reference, asyncio.run(run_requests(both.server.url, requests, disturb)), requests
+        )
 
 
 @contextlib.contextmanager
@@ -171,9 +176,9 @@ def veth_pair() -> Iterator[list[str]]:
 
 def test_cut_link_delays_streams(tmp_path: Path) -> None:
     """No process dies and no connection is closed; only the stall timeout detects the cut."""
-    requests = crowd(4, 6, (40, 60))
+    requests = random_requests(4, 6, (40, 60))
     with veth_pair() as prefix, group(flags_of(tmp_path, "10.213.0.1"), prefix) as both:
-        reference = asyncio.run(play(both.server.url, requests))
+        reference = asyncio.run(run_requests(both.server.url, requests))
 
         async def disturb() -> None:
             near_end = f"qa{os.getpid()}"
@@ -181,5 +186,7 @@ def test_cut_link_delays_streams(tmp_path: Path) -> None:
             await asyncio.sleep(4.0)  # twice --stall-timeout
             subprocess.run(["ip", "link", "set", near_end, "up"], check=True)
 
-        assert_same(both.server, reference, asyncio.run(play(both.server.url, requests, disturb)), requests)
+        assert_same(
+            both.server, reference, asyncio.run(run_requests(both.server.url, requests, disturb)), requests
+        )
         assert any("host 1 sent nothing for 2 s" in line for line in both.server.lines)

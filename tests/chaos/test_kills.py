@@ -12,7 +12,16 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import psutil
 import pytest
-from bench.chaos.streams import Cut, Run, StreamRequest, StreamResult, crowd, differences, listen, play
+from bench.chaos.streams import (
+    Disconnect,
+    Run,
+    StreamRequest,
+    StreamResult,
+    differences,
+    random_requests,
+    run_requests,
+    stream_request,
+)
 
 from tests.processes.server import Server, route, serve, wait_until
 
@@ -42,12 +51,12 @@ def little_memory(kind: str, num_streams: int) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def requests(num_streams: int) -> list[StreamRequest]:
-    return crowd(1, num_streams, (40, 100))
+    return random_requests(1, num_streams, (40, 100))
 
 
 @pytest.fixture(scope="module")
 def reference(server: Server, requests: list[StreamRequest]) -> Run:
-    run = asyncio.run(play(server.url, requests))
+    run = asyncio.run(run_requests(server.url, requests))
     assert all(result.status == 200 and result.is_done and not result.error for result in run.results)
     return run
 
@@ -98,7 +107,7 @@ def test_killed_process_keeps_all_bytes(
     async def disturb() -> None:
         kill(server, role)
 
-    run = asyncio.run(play(server.url, requests, disturb))
+    run = asyncio.run(run_requests(server.url, requests, disturb))
     assert_same(server, reference, run, requests)
 
 
@@ -120,10 +129,10 @@ def _resumed_at_another_router(server: Server, requests: list[StreamRequest], re
         async def disturb() -> None:
             one.process.kill()
 
-        def is_time(started: set[int]) -> bool:
+        def is_due(started: set[int]) -> bool:
             return any(number % 2 == 0 for number in started)
 
-        run = asyncio.run(play(one.url, requests, disturb, [other.url], is_time))
+        run = asyncio.run(run_requests(one.url, requests, disturb, [other.url], is_due))
     assert_same(server, reference, run, requests)
     return any(result.num_connections > result.num_sent == 1 for result in run.results)
 
@@ -136,7 +145,7 @@ def test_stalled_process_is_replaced_and_keeps_all_bytes(
     async def disturb() -> None:
         kill(server, role, signal.SIGSTOP)
 
-    run = asyncio.run(play(server.url, requests, disturb))
+    run = asyncio.run(run_requests(server.url, requests, disturb))
     assert_same(server, reference, run, requests)
 
 
@@ -151,7 +160,7 @@ def test_two_simultaneous_kills(
         if second != first:
             kill(server, second)
 
-    run = asyncio.run(play(server.url, requests, disturb))
+    run = asyncio.run(run_requests(server.url, requests, disturb))
     assert_same(server, reference, run, requests)
 
 
@@ -161,8 +170,8 @@ def test_two_simultaneous_kills(
 def test_repeated_kills(server: Server, num_streams: int, num_kills: int) -> None:
     """Random order and delays. Only the core knows a stream without a connection: core and frontend are not both killed."""
     rng = random.Random(1)
-    requests = crowd(1, num_streams, (100, 200))
-    reference = asyncio.run(play(server.url, requests))
+    requests = random_requests(1, num_streams, (100, 200))
+    reference = asyncio.run(run_requests(server.url, requests))
     left = num_kills
 
     def random_kills() -> Callable[[], Awaitable[None]]:
@@ -177,15 +186,15 @@ def test_repeated_kills(server: Server, num_streams: int, num_kills: int) -> Non
         return disturb
 
     while left > 0:
-        run = asyncio.run(play(server.url, requests, random_kills()))
+        run = asyncio.run(run_requests(server.url, requests, random_kills()))
         assert_same(server, reference, run, requests)
 
 
 @pytest.mark.drawn(1)
 def test_repeated_disconnects_lose_no_token(server: Server, num_streams: int) -> None:
     """Clients resume at another frontend or before the old connection is closed; no token is sampled twice."""
-    requests = crowd(5, num_streams, plain=True)
-    reference = asyncio.run(play(server.url, requests))
+    requests = random_requests(5, num_streams, plain=True)
+    reference = asyncio.run(run_requests(server.url, requests))
     server.await_metrics()
     assert_empty(server)
     drawn = server.gauge("quintet:generation_tokens_total")
@@ -199,9 +208,9 @@ def test_repeated_disconnects_lose_no_token(server: Server, num_streams: int) ->
             left -= 1
             if left == 0:
                 left = rng.randint(1, 60)
-                raise Cut
+                raise Disconnect
 
-        await listen(server.url, each, result, on_event)
+        await stream_request(server.url, each, result, on_event)
 
     async def all_of_them() -> list[StreamResult]:
         results = [StreamResult() for _ in requests]

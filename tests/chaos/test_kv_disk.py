@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from bench.chaos.streams import crowd, play
+from bench.chaos.streams import random_requests, run_requests
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.chaos.test_ranks import RANK
@@ -35,11 +35,11 @@ LAST_RANKS = ([RANK], ["executor"], [RANK, "core", RANK])
 def test_kill_during_disk_reads_and_writes(size: int, stages: int, tmp_path: Path) -> None:
     """Includes the last rank, which may still have a part of a block to write."""
     rng, last = random.Random(1), size * stages - 1
-    requests = crowd(1, NUM_STREAMS, (40, 100))
+    requests = random_requests(1, NUM_STREAMS, (40, 100))
     flags = (*COMMON, *little_memory("model", NUM_STREAMS))
     flags += ("--tensor-parallel-size", str(size), "--pipeline-parallel-size", str(stages))
     with serve(*flags) as server:
-        reference = asyncio.run(play(server.url, requests))
+        reference = asyncio.run(run_requests(server.url, requests))
     flags = (*flags, "--kv-disk", str(tmp_path / "kv"), "--kv-disk-size", "8MiB")
     num_fetched = 0.0
     for roles in LAST_RANKS if last else ROLES:
@@ -55,8 +55,8 @@ def test_kill_during_disk_reads_and_writes(size: int, stages: int, tmp_path: Pat
                     await asyncio.sleep(rng.choice([0.05, 0.3]))
                 corrupt(tmp_path / "kv", rng)
 
-            assert_same(server, reference, asyncio.run(play(server.url, requests, disturb)), requests)
-            assert_same(server, reference, asyncio.run(play(server.url, requests)), requests)
+            assert_same(server, reference, asyncio.run(run_requests(server.url, requests, disturb)), requests)
+            assert_same(server, reference, asyncio.run(run_requests(server.url, requests)), requests)
             num_fetched += num_blocks(server, "fetched")
             server.process.kill()
     assert num_fetched, "nothing was read from the disk"

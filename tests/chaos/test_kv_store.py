@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from bench.chaos.streams import StreamRequest, crowd, play
+from bench.chaos.streams import StreamRequest, random_requests, run_requests
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.chaos.test_ranks import RANK
@@ -24,7 +24,7 @@ PREFIXES = [
 
 def long_crowd() -> list[StreamRequest]:
     """Return requests of which many share a prefix."""
-    requests = crowd(1, NUM_STREAMS, (40, 100))
+    requests = random_requests(1, NUM_STREAMS, (40, 100))
     for number, each in enumerate(requests):
         if "prompt" in each.body:
             each.body["prompt"] = PREFIXES[number % 2] + each.body["prompt"]
@@ -66,7 +66,7 @@ def test_kill_during_store_reads_and_writes(scheme: str, size: int, stages: int,
     flags = (*COMMON, *little_memory("model", NUM_STREAMS))
     flags += ("--tensor-parallel-size", str(size), "--pipeline-parallel-size", str(stages))
     with serve(*flags) as server:
-        reference = asyncio.run(play(server.url, requests))
+        reference = asyncio.run(run_requests(server.url, requests))
     store = (*flags, "--block-size", "16", "--kv-store", f"{scheme}://{tmp_path}/kv")
     num_fetched = 0
     for roles in LAST_RANKS if last else ROLES:
@@ -84,8 +84,8 @@ def test_kill_during_store_reads_and_writes(scheme: str, size: int, stages: int,
                 corrupt(tmp_path / "kv", rng)
 
             async def both() -> None:
-                first = asyncio.create_task(play(one.url, requests, disturb))
-                second = await play(other.url, requests)
+                first = asyncio.create_task(run_requests(one.url, requests, disturb))
+                second = await run_requests(other.url, requests)
                 assert_same(one, reference, await first, requests)
                 assert_same(other, reference, second, requests)
 

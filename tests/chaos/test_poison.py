@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from math import ceil, log2
 
 import pytest
-from bench.chaos.streams import Run, StreamRequest, crowd, differences, play
+from bench.chaos.streams import Run, StreamRequest, differences, random_requests, run_requests
 
 from quintet.core.poison_isolation.suspects import DEATHS_ALONE
 from tests.processes.poison import Effect, poison
@@ -50,7 +50,7 @@ def play_with(server: Server, requests: list[StreamRequest], poisons: dict[int, 
     mixed = list(requests)
     for index, each in sorted(poisons.items()):
         mixed.insert(index, each)
-    run = asyncio.run(play(server.url, mixed))
+    run = asyncio.run(run_requests(server.url, mixed))
     for index in poisons:
         result = run.results[index]
         error = json.loads(result.error)
@@ -71,8 +71,8 @@ def play_with(server: Server, requests: list[StreamRequest], poisons: dict[int, 
     indirect=["server"],
 )
 def test_one_poison_request_among_many(server: Server, num_streams: int, effect: Effect) -> None:
-    requests = crowd(2, num_streams - 1, (30, 60))
-    reference = asyncio.run(play(server.url, requests))
+    requests = random_requests(2, num_streams - 1, (30, 60))
+    reference = asyncio.run(run_requests(server.url, requests))
     assert all(result.status == 200 and result.is_done and not result.error for result in reference.results)
     run = play_with(server, requests, {num_streams // 2: poisoned(effect, 12)})
     assert not differences(reference, run, requests)
@@ -84,8 +84,8 @@ def test_one_poison_request_among_many(server: Server, num_streams: int, effect:
 
 def test_several_poison_requests_repeated(num_streams: int) -> None:
     with serve_poisoned("mock", num_streams) as server:
-        requests = crowd(3, num_streams - 4, (30, 60))
-        reference = asyncio.run(play(server.url, requests))
+        requests = random_requests(3, num_streams - 4, (30, 60))
+        reference = asyncio.run(run_requests(server.url, requests))
         poisons = {
             0: poisoned(Effect.RAISES, 0, n=2),
             num_streams // 3: poisoned(Effect.RAISES, 12),

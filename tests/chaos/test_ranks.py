@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from bench.chaos.streams import crowd, play
+from bench.chaos.streams import random_requests, run_requests
 
 from tests.chaos.test_kills import COMMON, assert_empty, assert_same, kill, little_memory
 from tests.processes.server import Server, serve, wait_until
@@ -35,21 +35,21 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def test_killed_rank_keeps_all_bytes(server: Server) -> None:
-    requests = crowd(1, 6, (20, 40))
-    reference = asyncio.run(play(server.url, requests))
+    requests = random_requests(1, 6, (20, 40))
+    reference = asyncio.run(run_requests(server.url, requests))
     assert all(result.status == 200 and result.is_done and not result.error for result in reference.results)
 
     async def disturb() -> None:
         kill(server, RANK, index=1)
 
-    assert_same(server, reference, asyncio.run(play(server.url, requests, disturb)), requests)
+    assert_same(server, reference, asyncio.run(run_requests(server.url, requests, disturb)), requests)
     assert any("rank 1 was killed by SIGKILL" in line for line in server.lines)
 
 
 def test_kills_of_first_last_and_random_ranks(server: Server) -> None:
     """Rank 0, which is the executor process, the last rank, then random ranks during restarts."""
-    requests = crowd(2, 16, (60, 120))
-    reference = asyncio.run(play(server.url, requests))
+    requests = random_requests(2, 16, (60, 120))
+    reference = asyncio.run(run_requests(server.url, requests))
     last = max(int(title.rpartition("-")[2]) for title in server.children() if RANK in title)
     rng = random.Random(5)
 
@@ -66,17 +66,17 @@ def test_kills_of_first_last_and_random_ranks(server: Server) -> None:
             await asyncio.sleep(rng.choice([0.0, 0.5, 1.5]))
 
     for disturb in (first, last_rank, many):
-        assert_same(server, reference, asyncio.run(play(server.url, requests, disturb)), requests)
+        assert_same(server, reference, asyncio.run(run_requests(server.url, requests, disturb)), requests)
 
 
 def test_stalled_rank_is_replaced(server: Server) -> None:
-    requests = crowd(3, 8, (40, 60))
-    reference = asyncio.run(play(server.url, requests))
+    requests = random_requests(3, 8, (40, 60))
+    reference = asyncio.run(run_requests(server.url, requests))
 
     async def disturb() -> None:
         kill(server, RANK, signal.SIGSTOP, index=1)
 
-    assert_same(server, reference, asyncio.run(play(server.url, requests, disturb)), requests)
+    assert_same(server, reference, asyncio.run(run_requests(server.url, requests, disturb)), requests)
 
 
 def test_ranks_end_with_rank_0(server: Server) -> None:
@@ -104,15 +104,15 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Server]:
 @pytest.mark.parametrize("index", [0, 1])
 def test_killed_rank_of_one_of_two_engines(engines: Server, index: int) -> None:
     """The other engine resumes the requests."""
-    requests = crowd(4, 16, (40, 100))
-    reference = asyncio.run(play(engines.url, requests))
+    requests = random_requests(4, 16, (40, 100))
+    reference = asyncio.run(run_requests(engines.url, requests))
     assert all(result.status == 200 and result.is_done and not result.error for result in reference.results)
     title, num_resumed = f"executor-{index}-rank", engines.gauge("quintet:resumed_requests_total")
 
     async def disturb() -> None:
         kill(engines, title, index=1)
 
-    assert_same(engines, reference, asyncio.run(play(engines.url, requests, disturb)), requests)
+    assert_same(engines, reference, asyncio.run(run_requests(engines.url, requests, disturb)), requests)
     assert engines.gauge("quintet:resumed_requests_total") > num_resumed
     wait_until(lambda: f"quintet-{title}-1" in engines.children(), "another rank")
 
@@ -120,8 +120,8 @@ def test_killed_rank_of_one_of_two_engines(engines: Server, index: int) -> None:
 def test_kills_of_ranks_of_both_engines(engines: Server) -> None:
     """One rank of each engine, then random ranks during restarts."""
     rng = random.Random(6)
-    requests = crowd(5, 24, (60, 120))
-    reference = asyncio.run(play(engines.url, requests))
+    requests = random_requests(5, 24, (60, 120))
+    reference = asyncio.run(run_requests(engines.url, requests))
 
     def kill_rank(index: int, rank: int) -> None:
         title, number = (f"executor-{index}-rank", 1) if rank else ("executor", index)
@@ -137,4 +137,4 @@ def test_kills_of_ranks_of_both_engines(engines: Server) -> None:
             await asyncio.sleep(rng.choice([0.0, 0.5, 1.5]))
 
     for disturb in (both, many):
-        assert_same(engines, reference, asyncio.run(play(engines.url, requests, disturb)), requests)
+        assert_same(engines, reference, asyncio.run(run_requests(engines.url, requests, disturb)), requests)

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.chaos.streams import Run, StreamResult, as_messages, as_responses, crowd, differences, listen, play
+from bench.chaos.streams import (
+    Run,
+    StreamResult,
+    as_messages,
+    as_responses,
+    differences,
+    random_requests,
+    run_requests,
+    stream_request,
+)
 
 from tests.chaos.test_kills import assert_empty
 from tests.processes.server import Server, route, serve, wait_until
@@ -75,7 +84,9 @@ def assert_reconnected(run: Run) -> None:
 @pytest.mark.parametrize("kind", FLAGS)
 def test_killed_server_keeps_all_bytes(kind: str) -> None:
     requests = (
-        crowd(1, 24, (60, 120)) + as_messages(crowd(2, 8, (60, 120))) + as_responses(crowd(4, 8, (60, 120)))
+        random_requests(1, 24, (60, 120))
+        + as_messages(random_requests(2, 8, (60, 120)))
+        + as_responses(random_requests(4, 8, (60, 120)))
     )
     of_first, of_second = ((*flags, "--max-model-len", "1024") for flags in FLAGS[kind])
     with (
@@ -84,7 +95,7 @@ def test_killed_server_keeps_all_bytes(kind: str) -> None:
         route("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2") as router,
     ):
         await_servers(router, 2)
-        reference = asyncio.run(play(router.url, requests))
+        reference = asyncio.run(run_requests(router.url, requests))
         assert all(
             result.status == 200 and result.is_done and not result.error for result in reference.results
         )
@@ -94,7 +105,7 @@ def test_killed_server_keeps_all_bytes(kind: str) -> None:
             assert 0 < first.gauge("quintet:live_requests") < len(requests)
             first.process.kill()
 
-        run = asyncio.run(play(router.url, requests, disturb))
+        run = asyncio.run(run_requests(router.url, requests, disturb))
         assert not differences(reference, run, requests)
         assert all(result.num_connections == 1 for result in run.results), "a client reconnected"
         assert router.gauge("quintet_route:resumptions_total") > 0
@@ -106,12 +117,12 @@ def test_killed_server_keeps_all_bytes(kind: str) -> None:
 @pytest.mark.parametrize("kind", FLAGS)
 def test_killed_router_keeps_all_bytes(kind: str) -> None:
     """Each router has half of the clients. --max-num-seqs 4, so that most have no byte at the time of the kill."""
-    requests = crowd(3, 32, (60, 120))
+    requests = random_requests(3, 32, (60, 120))
     of_first, of_second = (
         (*flags, "--max-model-len", "1024", "--max-num-seqs", "4") for flags in FLAGS[kind]
     )
     with two_routers(of_first, of_second) as (first, second, one, other):
-        reference = asyncio.run(play(one.url, requests, elsewhere=[other.url]))
+        reference = asyncio.run(run_requests(one.url, requests, other_urls=[other.url]))
         assert all(
             result.status == 200 and result.is_done and not result.error for result in reference.results
         )
@@ -120,10 +131,10 @@ def test_killed_router_keeps_all_bytes(kind: str) -> None:
         async def disturb() -> None:
             one.process.kill()
 
-        def is_time(started: set[int]) -> bool:
+        def is_due(started: set[int]) -> bool:
             return any(number % 2 == 0 for number in started)
 
-        run = asyncio.run(play(one.url, requests, disturb, [other.url], is_time))
+        run = asyncio.run(run_requests(one.url, requests, disturb, [other.url], is_due))
         assert not differences(reference, run, requests)
         assert_reconnected(run)
         wait_until(lambda: other.gauge("quintet_route:server_open_requests") == 0, "an idle router")
@@ -134,10 +145,10 @@ def test_killed_router_keeps_all_bytes(kind: str) -> None:
 @pytest.mark.whole
 def test_stream_survives_kills_of_its_server_and_then_its_router() -> None:
     """Kill the server, then the router once the other server has sent an event."""
-    [request] = crowd(5, 1, (300, 300), plain=True)
+    [request] = random_requests(5, 1, (300, 300), plain=True)
     with two_routers(ALONE, ALONE) as (first, second, one, other):
         reference, result = StreamResult(), StreamResult()
-        asyncio.run(listen(one.url, request, reference))
+        asyncio.run(stream_request(one.url, request, reference))
 
         def disturb() -> None:
             if len(result.times_s) == 10:
@@ -145,7 +156,7 @@ def test_stream_survives_kills_of_its_server_and_then_its_router() -> None:
             elif len(streams_of(result)) == 2:
                 one.process.kill()
 
-        asyncio.run(listen(one.url, request, result, disturb, [other.url]))
+        asyncio.run(stream_request(one.url, request, result, disturb, [other.url]))
         assert result.bytes_of() == reference.bytes_of() and reference.is_done
         assert (len(streams_of(reference)), len(streams_of(result)), result.num_sent) == (1, 3, 1)
 
@@ -153,10 +164,10 @@ def test_stream_survives_kills_of_its_server_and_then_its_router() -> None:
 @pytest.mark.whole
 def test_stream_survives_kills_of_its_router_and_then_its_server() -> None:
     """The client resends its request, so that the other router can resume it at another server."""
-    [request] = crowd(6, 1, (300, 300), plain=True)
+    [request] = random_requests(6, 1, (300, 300), plain=True)
     with two_routers(ALONE, ALONE) as (first, second, one, other):
         reference, result = StreamResult(), StreamResult()
-        asyncio.run(listen(one.url, request, reference))
+        asyncio.run(stream_request(one.url, request, reference))
 
         def disturb() -> None:
             if len(result.times_s) == 10:
@@ -166,7 +177,7 @@ def test_stream_survives_kills_of_its_router_and_then_its_server() -> None:
                 killed[0].process.kill()
 
         killed: list[Server] = []
-        asyncio.run(listen(one.url, request, result, disturb, [other.url], repeats=True))
+        asyncio.run(stream_request(one.url, request, result, disturb, [other.url], resend=True))
         assert result.bytes_of() == reference.bytes_of() and reference.is_done
         assert (len(streams_of(result)), result.num_sent, result.num_connections) == (3, 1, 2)
         assert other.gauge("quintet_route:broken_streams_total") == 0
@@ -178,7 +189,7 @@ def test_stream_survives_kills_of_its_router_and_then_its_server() -> None:
 def test_response_items_resume_and_are_stored(kind: str, how: str) -> None:
     """Inside reasoning or the arguments of a call: same events, and the final server stores the response."""
     flags, fields = ITEMS[kind]
-    requests = as_responses(crowd(7, 8, (200, 300), plain=True), **fields)
+    requests = as_responses(random_requests(7, 8, (200, 300), plain=True), **fields)
     flags = ("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--drain-timeout", "0.1", *flags)
     with (
         serve(*flags) as first,
@@ -186,7 +197,7 @@ def test_response_items_resume_and_are_stored(kind: str, how: str) -> None:
         route("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2") as router,
     ):
         await_servers(router, 2)
-        reference = asyncio.run(play(router.url, requests))
+        reference = asyncio.run(run_requests(router.url, requests))
         assert all(
             result.is_done and result.events[-2]["item"]["type"] == kind for result in reference.results
         )
@@ -201,7 +212,7 @@ def test_response_items_resume_and_are_stored(kind: str, how: str) -> None:
         def have_all_begun(started: set[int]) -> bool:
             return len(started) == len(requests)  # others would be resent, not resumed
 
-        run = asyncio.run(play(router.url, requests, disturb, is_time=have_all_begun))
+        run = asyncio.run(run_requests(router.url, requests, disturb, is_due=have_all_begun))
         assert not differences(reference, run, requests)
         assert router.gauge("quintet_route:resumptions_total") > 0
         assert router.gauge("quintet_route:broken_streams_total") == 0
@@ -215,22 +226,24 @@ def test_response_items_resume_and_are_stored(kind: str, how: str) -> None:
 
 @pytest.mark.whole
 def test_response_resumes_after_a_restart_with_its_store(tmp_path: Path) -> None:
-    """Only this server stores the previous response. Its store has meanwhile recorded that no client waits for it."""
+    """Only this server stores the previous response. After the restart, its store records that no client waits for it."""
     flags = (*ALONE, "--response-store", str(tmp_path / "kept.sqlite"))
     with contextlib.ExitStack() as servers:
         first = servers.enter_context(serve(*flags))
         router = servers.enter_context(route("--engine", first.url, "--poll-interval", "0.2"))
         await_servers(router, 1)
         _, former = first.post("/v1/responses", {"input": "one", "max_output_tokens": 8})
-        [request] = as_responses(crowd(8, 1, (300, 300), plain=True), previous_response_id=former["id"])
-        reference = asyncio.run(play(router.url, [request]))
+        [request] = as_responses(
+            random_requests(8, 1, (300, 300), plain=True), previous_response_id=former["id"]
+        )
+        reference = asyncio.run(run_requests(router.url, [request]))
 
         async def disturb() -> None:
             first.process.kill()
             again = serve(*flags, "--port", first.url.rpartition(":")[2])
             await asyncio.to_thread(servers.enter_context, again)
 
-        run = asyncio.run(play(router.url, [request], disturb))
+        run = asyncio.run(run_requests(router.url, [request], disturb))
         assert not differences(reference, run, [request])
         [result] = run.results
         [name] = (name for name, ours in result.names.items() if ours == "own")

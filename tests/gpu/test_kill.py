@@ -6,7 +6,7 @@ import asyncio
 import signal
 
 import torch
-from bench.chaos.streams import crowd, differences, play
+from bench.chaos.streams import differences, random_requests, run_requests
 from bench.gpu.figures import Figure, Report
 from tests.processes.server import serve, wait_until
 
@@ -20,18 +20,18 @@ FLAGS = ("--batch-invariant", "--max-model-len", "1024", "--max-restarts", "100"
 
 
 def test_killed_executor_changes_no_byte_and_frees_its_memory(device_name: str, report: Report) -> None:
-    requested = crowd(1, NUM_STREAMS, (60, 160))
+    requested = random_requests(1, NUM_STREAMS, (60, 160))
     idle_bytes = free_bytes(device_name)
     memory = f"{KV_BYTES >> 20}MiB" if device_name == "cuda" else "8MiB"
     with serve("--device", device_name, "--kv-cache-memory", memory, *FLAGS) as server:
-        calm = asyncio.run(play(server.url, requested))
+        calm = asyncio.run(run_requests(server.url, requested))
         assert all(result.status == 200 and result.is_done and not result.error for result in calm.results)
         used_bytes = idle_bytes - free_bytes(device_name)
 
         async def disturb() -> None:
             server.children()["quintet-executor-0"].send_signal(signal.SIGKILL)
 
-        run = asyncio.run(play(server.url, requested, disturb))
+        run = asyncio.run(run_requests(server.url, requested, disturb))
         assert not differences(calm, run, requested)
         assert all(result.is_done for result in run.results)
         report.figure(Figure("longest pause of a stream", run.longest_wait_s, "s"))

@@ -11,7 +11,7 @@ import signal
 import psutil
 import pytest
 import torch
-from bench.chaos.streams import crowd, differences, play
+from bench.chaos.streams import differences, random_requests, run_requests
 from tests.gpu.test_serve import COMMON, completions
 from tests.processes.server import serve
 
@@ -48,15 +48,15 @@ def test_fp32_answers_are_those_of_one_device(device_name: str, flags: tuple[str
 
 def test_killed_rank_changes_no_byte(device_name: str) -> None:
     """All ranks restart, and the streams resume."""
-    requested = crowd(1, NUM_STREAMS, (60, 160))
+    requested = random_requests(1, NUM_STREAMS, (60, 160))
     with serve("--device", device_name, *RANKS, *FLAGS) as server:
-        calm = asyncio.run(play(server.url, requested))
+        calm = asyncio.run(run_requests(server.url, requested))
 
         async def disturb() -> None:
             executor = psutil.Process(server.children()["quintet-executor-0"].pid)
             [rank] = [each for each in executor.children() if "rank-1" in " ".join(each.cmdline())]
             rank.send_signal(signal.SIGKILL)
 
-        run = asyncio.run(play(server.url, requested, disturb))
+        run = asyncio.run(run_requests(server.url, requested, disturb))
         assert not differences(calm, run, requested)
         assert all(result.is_done for result in run.results)
