@@ -6,7 +6,7 @@ import argparse
 
 
 def command_parser(docstring: str | None) -> argparse.ArgumentParser:
-    """Return a parser; its help begins with the module's docstring as it is."""
+    """Return a parser; its help begins with the module's docstring, unchanged."""
     return argparse.ArgumentParser(
         description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
     )

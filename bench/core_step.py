@@ -1,12 +1,14 @@
-"""Time the core takes per step, without sockets: planning, encoding, committing a step's result, encoding its tokens.
+"""Measure the core's time per step, without sockets: plan, encode the plan, commit the result, encode the tokens.
 
     python bench/core_step.py [--steps 400] [--running 1 64 256 1024] [--drafts 8]
 
-Every request decodes; results come back two plans later, as with a real executor. The garbage collector is frozen as
-in the process. ``request``: processor time per request of waves of as many, each of 32 to 47 tokens in and 2 out: what coming and
-going costs, the least of a number of waves, since nothing makes one faster than it is. Prints one JSON object: medians in
-microseconds for each number of running requests. With --drafts, each row may verify so many draft tokens, but
-the executor proposes none.
+All requests decode. A result arrives two plans later, as from a real executor. The garbage collector is frozen, as in the core
+process. Prints one JSON object: medians in microseconds for each number of running requests.
+
+``request_us`` is CPU time per request from admission to end, with 32 to 47 prompt tokens and 2 output tokens. It is the minimum
+over waves of that many requests, since other load can only make a wave slower.
+
+With --drafts, each row may verify that many draft tokens, but the executor proposes none.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ PROMPT_TOKENS, NUM_OUTPUTS, BLOCK_SIZE, MAX_LEN = 32, 2, 16, 4096
 
 
 def make_engine(num_running: int, num_slots: int | None = None, num_drafts: int = 0) -> Engine:
-    """Return an engine with ``num_running`` requests admitted, and slots for as many if not for another number."""
+    """Return an engine with ``num_running`` admitted requests and ``num_slots`` slots (default: ``num_running``)."""
     num_slots = num_slots or num_running
     model = ModelConfig(
         path="",
@@ -52,13 +54,13 @@ def make_engine(num_running: int, num_slots: int | None = None, num_drafts: int 
     )
     engine = Engine(model, CacheConfig(memory_bytes=0), scheduler)
     engine.capacity(Capacity(1, num_slots * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, num_slots, MAX_LEN), 0)
-    for admit in arrivals(0, num_running, None):
+    for admit in random_admissions(0, num_running, None):
         engine.admit(admit, 0)
     return engine
 
 
-def arrivals(first_id: int, count: int, max_tokens: int | None) -> list[Admit]:
-    """Return requests without a common prefix."""
+def random_admissions(first_id: int, count: int, max_tokens: int | None) -> list[Admit]:
+    """Return admissions of random requests without a common prefix."""
     rng = random.Random(first_id)
     found = []
     for request_id in range(first_id, first_id + count):
@@ -70,11 +72,11 @@ def arrivals(first_id: int, count: int, max_tokens: int | None) -> list[Admit]:
     return found
 
 
-def turnover_us(num_running: int, num_waves: int = 40) -> float:
-    """Return what a request takes of the processor from its admission to its end."""
+def request_us(num_running: int, num_waves: int = 40) -> float:
+    """Return the CPU time of a request from its admission to its end, in microseconds."""
     engine, waves = make_engine(0, num_running), []
     for wave in range(num_waves):
-        admits = arrivals(wave * num_running, num_running, NUM_OUTPUTS)
+        admits = random_admissions(wave * num_running, num_running, NUM_OUTPUTS)
         gc.collect()
         gc.freeze()
         began = time.process_time_ns()
@@ -82,8 +84,8 @@ def turnover_us(num_running: int, num_waves: int = 40) -> float:
             engine.admit(admit, began)
         while isinstance(plan := engine.plan(began), StepPlan):
             codec.encode(plan)
-            column = codec.pack_i32([5 + wave] * sum(plan.samples))
-            for _, tokens in engine.commit(StepResult(plan.step, 0, column), began).tokens:
+            token_ids = codec.pack_i32([5 + wave] * sum(plan.samples))
+            for _, tokens in engine.commit(StepResult(plan.step, 0, token_ids), began).tokens:
                 codec.encode(tokens)
         waves.append((time.process_time_ns() - began) / num_running / 1000)
         assert not engine.num_live, f"{engine.num_live} requests of wave {wave} have not ended"
@@ -139,16 +141,16 @@ def measure(num_running: int, num_steps: int, num_drafts: int = 0) -> dict[str, 
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print JSON."""
     parser = argparse.ArgumentParser(
-        description="Time the core takes per step, by number of running requests."
+        description="Measure the core's time per step, by number of running requests."
     )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--drafts", type=int, default=0)
     arguments = parser.parse_args()
     report = {
-        str(count): measure(count, arguments.steps, arguments.drafts) | {"request_us": turnover_us(count)}
+        str(count): measure(count, arguments.steps, arguments.drafts) | {"request_us": request_us(count)}
         for count in arguments.running
     }
     json.dump({"core_step": report}, sys.stdout, indent=2)

@@ -1,12 +1,14 @@
-"""Measure detokenizing: tokens per second of one core through the whole row loop of a step.
+"""Measure the detokenizer's throughput, in tokens per second of one core.
 
     python -m bench.detokenize [--tokenizer FOLDER] [--rows 256] [--steps 400] [--repeats 7]
 
-Prints JSON. ``row_loop`` takes encoded `Tokens` messages (one new token for each of ``--rows`` requests) to encoded
-`Text` messages, as the process does, sockets left out; ``row_loop_beside_logprobs`` is the same while one of the requests
-asked for log-probabilities. ``table_walk`` is the loop without decoding and encoding of
-messages. ``decode_stream`` is the tokenizers library's own incremental decoder on the same tokens, for comparison.
-Figures are medians over repeats.
+Prints JSON with medians over repeats:
+
+* ``row_loop``: from encoded `Tokens` messages (one new token for each of ``--rows`` requests) to encoded `Text` messages, as in
+  the detokenizer process, without sockets.
+* ``row_loop_beside_logprobs``: the same, and one of the requests has log-probabilities.
+* ``table_walk``: the loop without decoding and encoding of messages.
+* ``decode_stream``: the incremental decoder of the tokenizers library on the same tokens, for comparison.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from quintet.wire.step import TokenLogprobs
 
 
 def token_stream(tokenizer: Tokenizer, rows: int, steps: int) -> list[list[int]]:
-    """Return ``steps`` tokens for each of ``rows`` requests, of this file's text begun at different places."""
+    """Return ``steps`` tokens for each of ``rows`` requests: this file's text from a different offset for each request."""
     ids = tokenizer.encode(Path(__file__).read_text(encoding="utf-8"), add_special_tokens=False).ids
     return [[ids[(row * 37 + step) % len(ids)] for row in range(rows)] for step in range(steps)]
 
 
 def messages(stream: list[list[int]], stop: list[str], *, with_logprobs: bool = False) -> list[Tokens]:
-    """Return the step messages; the first one opens every request. ``with_logprobs``: of the first request."""
+    """Return the messages of all steps; the first one opens all requests. ``with_logprobs``: for the first request."""
     rows = len(stream[0])
     first = RequestIds(0, 1).take(rows)
     ids = range(first, first + rows)
@@ -65,7 +67,7 @@ def messages(stream: list[list[int]], stop: list[str], *, with_logprobs: bool = 
 
 
 def rate(work: Callable[[], None], num_tokens: int, repeats: int) -> float:
-    """Return the median of tokens per second of processor time."""
+    """Return the median of tokens per second of CPU time."""
     work()
     rates = []
     for _ in range(repeats):
@@ -76,13 +78,15 @@ def rate(work: Callable[[], None], num_tokens: int, repeats: int) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print JSON."""
     parser = command_parser(__doc__)
     default = Path(__file__).resolve().parent.parent / "deploy" / "embedded" / "default"
     parser.add_argument("--tokenizer", type=Path, default=default, help="folder with tokenizer.json")
-    parser.add_argument("--rows", type=int, default=256, help="requests in a step")
-    parser.add_argument("--steps", type=int, default=400, help="steps in a repeat")
-    parser.add_argument("--repeats", type=int, default=7, help="repeats; the median counts")
+    parser.add_argument("--rows", type=int, default=256, help="requests in a step (default: 256)")
+    parser.add_argument("--steps", type=int, default=400, help="steps in a repeat (default: 400)")
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="repeats; results are their medians (default: 7)"
+    )
     arguments = parser.parse_args()
 
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))

@@ -31,7 +31,7 @@ from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow, StepPlan
 
-NUM_OUTPUTS, MOST_DRAFTS, VOCAB_SIZE = 2000, 8, 5000
+NUM_OUTPUTS, MAX_DRAFTS, VOCAB_SIZE = 2000, 8, 5000
 
 
 def text_of(rng: random.Random, length: int) -> list[int]:
@@ -46,27 +46,27 @@ def text_of(rng: random.Random, length: int) -> list[int]:
     return tokens[:length]
 
 
-def begin(drafter: Drafter, tables: SlotTables, slot: int, tokens: list[int], num_prompt: int) -> None:
-    """Let a request enter a slot. The token table also gets its outputs."""
+def admit(drafter: Drafter, tables: SlotTables, slot: int, tokens: list[int], num_prompt: int) -> None:
+    """Admit a request to a slot, and write its prompt and outputs to the token table."""
     tables.token_ids[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
     row = NewRow(slot, 1, slot, pack_i32(tokens[:num_prompt]), num_prompt, SamplingParams(), 0)
     drafter.note(StepPlan(1, 0, b"", [row], b"", b"", b"", b"", b"", b""))
 
 
 def measure(method: str, num_prompt: int, num_cached: int) -> dict[str, object]:
-    """Measure one row."""
+    """Measure one method with one prompt length."""
     tables = SlotTables(2, num_prompt + NUM_OUTPUTS, full_layers(1, 1, 16, 4, 16), torch.device("cpu"))
-    config = msgspec.convert({"method": method, "num_speculative_tokens": MOST_DRAFTS}, SpeculativeConfig)
+    config = msgspec.convert({"method": method, "num_speculative_tokens": MAX_DRAFTS}, SpeculativeConfig)
     drafter = DRAFTERS[method](config, tables)
     for number in range(num_cached):
-        begin(drafter, tables, 1, text_of(random.Random(number % 50), 500), 8)
+        admit(drafter, tables, 1, text_of(random.Random(number % 50), 500), 8)
         drafter.end(1, 500)
     tokens = text_of(random.Random(0), num_prompt + NUM_OUTPUTS)
-    begin(drafter, tables, 0, tokens, num_prompt)
+    admit(drafter, tables, 0, tokens, num_prompt)
     num_known, num_accepted, seconds = num_prompt, 0, list[float]()
-    while num_known + MOST_DRAFTS < len(tokens):
+    while num_known + MAX_DRAFTS < len(tokens):
         began = time.perf_counter()
-        (drafts,) = drafter.propose(DraftRows(np.array([0]), np.array([num_known]), np.array([MOST_DRAFTS])))
+        (drafts,) = drafter.propose(DraftRows(np.array([0]), np.array([num_known]), np.array([MAX_DRAFTS])))
         seconds.append(time.perf_counter() - began)
         differs = np.flatnonzero(drafts != tokens[num_known : num_known + len(drafts)])
         accepted = int(differs[0]) if len(differs) else len(drafts)

@@ -1,10 +1,13 @@
-"""Time the core's loop spends on the arrival of a prompt of vectors: until then no other step is planned.
+"""Measure how long the admission of a prompt of embeddings blocks the core's loop.
 
     python -m bench.embeds_admission [--megabytes 24]
 
-``open``: the seal of its frame; ``decode``: from bytes to a message; ``admit``: until it waits for its turn; ``admit_refusing``:
-the same in a core that remembers a request which made the executor fail, and so looks whether this is it.
-Prints one JSON object: medians in milliseconds.
+Prints one JSON object with medians in milliseconds:
+
+* ``open``: verification of the frame's HMAC.
+* ``decode``: decoding of the message.
+* ``admit``: admission to the queue.
+* ``admit_refusing``: the same in a core that compares it with a poison request (`core.poison_isolation`).
 """
 
 from __future__ import annotations
@@ -32,29 +35,29 @@ WIDTH, TRIES = 4096, 9
 
 
 def measure(megabytes: int) -> dict[str, float]:
-    """Return the medians for a prompt of so many megabytes of bf16."""
+    """Return the medians for a prompt of bf16 embeddings of this size."""
     num_tokens = megabytes * 10**6 // (2 * WIDTH)
     span = EmbedsSpan(0, "BF16", WIDTH, os.urandom(2 * WIDTH * num_tokens))
     span = msgspec.structs.replace(span, digest=digest_of(span))
     admit = Admit(1, bytes(4 * num_tokens), RequestSpec(SamplingParams(max_tokens=1), 0, 0), 0, embeds=[span])
-    seal, decoder = FrameHmac(os.urandom(KEY_BYTES)), msgspec.msgpack.Decoder(Admit)
+    hmac, decoder = FrameHmac(os.urandom(KEY_BYTES)), msgspec.msgpack.Decoder(Admit)
     payload = codec.encode(admit)
-    frame = seal.sign(payload)
-    refusals = Rejections()
-    refusals.add(b"another", "it did", 0)
+    frame = hmac.sign(payload)
+    rejections = Rejections()
+    rejections.add(b"another", "executor failed", 0)
 
-    def admit_anew() -> None:
+    def admit_to_new_core() -> None:
         make_engine(0, 1).admit(admit, 0)
 
-    def refusing() -> None:
-        refusals.answer_to(admit, 0)
-        admit_anew()
+    def check_and_admit() -> None:
+        rejections.answer_to(admit, 0)
+        admit_to_new_core()
 
     work: dict[str, Callable[[], object]] = {
-        "open": lambda: seal.verify(frame),
+        "open": lambda: hmac.verify(frame),
         "decode": lambda: decoder.decode(payload),
-        "admit": admit_anew,
-        "admit_refusing": refusing,
+        "admit": admit_to_new_core,
+        "admit_refusing": check_and_admit,
     }
     return {f"{name}_ms": round(1000 * _median_s(each), 2) for name, each in work.items()}
 
@@ -69,11 +72,11 @@ def _median_s(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print JSON."""
     parser = argparse.ArgumentParser(
-        description="Time the core's loop spends on the arrival of a prompt of vectors."
+        description="Measure how long the admission of a prompt of embeddings blocks the core's loop."
     )
-    parser.add_argument("--megabytes", type=int, default=24)
+    parser.add_argument("--megabytes", type=int, default=24, help="size of the prompt (default: 24)")
     args = parser.parse_args()
     json.dump({"megabytes": args.megabytes, **measure(args.megabytes)}, sys.stdout)
     print()

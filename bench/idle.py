@@ -1,8 +1,8 @@
-"""Measure the cost of an idle server: processor time of all its processes without requests.
+"""Measure the CPU time of all processes of an idle server.
 
     python -m bench.idle [--seconds 60]
 
-Starts `quintet serve` with the embedded model, waits until it is ready and quiet, and prints JSON: percent of one core, by role.
+Starts `quintet serve` with the embedded model, waits until it is ready and idle, and prints JSON: percent of one core, by role.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ SETTLE_S = 3.0
 def main() -> None:
     """Measure and print."""
     parser = command_parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to watch (default: 60)")
-    watched_s = parser.parse_args().seconds
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="duration of the measurement (default: 60)"
+    )
+    duration_s = parser.parse_args().seconds
     with serve(default_model_path()) as server:
         time.sleep(SETTLE_S)
-        begun, before = time.monotonic(), server.cpu_seconds()
-        time.sleep(watched_s)
-        seconds, after = time.monotonic() - begun, server.cpu_seconds()
+        begin_s, before = time.monotonic(), server.cpu_seconds()
+        time.sleep(duration_s)
+        seconds, after = time.monotonic() - begin_s, server.cpu_seconds()
     percent = {role: round(100 * (after[role] - before[role]) / seconds, 3) for role in before}
     print(json.dumps({"percent_of_a_core": percent, "total": round(sum(percent.values()), 3)}, indent=1))
 

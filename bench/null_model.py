@@ -1,8 +1,8 @@
-"""Make the null model: a real model of the real shape that computes next to nothing, for measuring everything else.
+"""Write the null model: a tiny random Qwen2 checkpoint with a large vocabulary, for benchmarks of all other components.
 
-Qwen2 architecture, 2 layers, hidden size 128, 33 k vocabulary, seeded random weights, and a byte-level BPE tokenizer of
-exactly that vocabulary, constructed rather than trained: 256 bytes, then pairs of letters, then words made of such
-pairs. All files are what transformers and other servers expect. No network.
+Qwen2 architecture, 2 layers, hidden size 128, vocabulary of 33,024 tokens, seeded random weights. The byte-level BPE tokenizer
+has exactly that vocabulary. It is constructed, not trained: 256 bytes, then pairs of letters, then words of two such pairs. The
+folder loads in transformers and in other servers. Needs no network.
 
     python bench/null_model.py OUT_DIR
 """
@@ -95,7 +95,7 @@ def _weights(seed: int) -> dict[str, torch.Tensor]:
 def write_tokenizer(folder: Path, vocab_size: int, max_len: int) -> None:
     """Write a byte-level BPE tokenizer of exactly ``vocab_size`` tokens, the last three of them special.
 
-    Words of four letters run out at 458 k tokens.
+    At most 458,000 tokens: then there are no more words of four letters.
     """
     vocab, merges = _vocabulary(vocab_size - len(SPECIALS))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
@@ -119,7 +119,7 @@ def write_tokenizer(folder: Path, vocab_size: int, max_len: int) -> None:
 
 
 def _vocabulary(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return ``size`` tokens and the merges that build them: bytes, letter pairs, then `` word``-like pieces of four."""
+    """Return ``size`` tokens and their merges: bytes, letter pairs, then four letters after a space."""
     tokens = sorted(ByteLevel.alphabet())
     space = "Ġ"
     pairs = [(a, b) for a in LETTERS for b in LETTERS]
@@ -142,7 +142,7 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
 
 
 def main() -> None:
-    """Write the model where the command line says."""
+    """Write the model into the folder of the command line."""
     parser = command_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Counts the files and lines of Quintet that a streamed chat request crosses, in all processes.
+"""Count the files and lines of Quintet that a streamed chat request crosses, in all processes.
 
     python -m bench.request_path [--list]
 

@@ -1,16 +1,16 @@
-"""Speed with and without drafts on texts of different kinds, in pairs over HTTP; the answers must be equal.
+"""Measure the speedup of speculative decoding on several kinds of text, in pairs over HTTP; the outputs must be equal.
 
     python -m bench.speculation [--model smollm2] [--method ngram] [--drafts 8] [--streams 1 8] [--rounds 5]
     python -m bench.speculation --method eagle3 --draft-model build/eagle3 --drafts 5 --kinds chat prose
     python -m bench.speculation --model model.gguf --streams 1 --llama-cpp ~/.cache/quintet-peers/llamacpp/bin/python
 
-Both servers run at once, and one at a time is asked, in alternating order. Requests are greedy, and of a fixed length unless they
-have a JSON schema. Their prompts are cached by a request for one token before, so the time is that of decoding. Requests have a
-``cache_salt`` of their own, so that suffix decoding does not find their earlier outputs. Only those of "similar requests" share
-one: each asks the same of other data.
+Two servers, with and without drafts, run at once and get requests in alternating order. Requests are greedy, with a fixed length
+unless they have a JSON schema. A request for one token caches the prompt first, so that only decoding is measured. Each request
+has its own ``cache_salt``, so that suffix decoding does not find earlier outputs. Only "similar requests" share one: they have
+the same instruction with different data.
 
 --llama-cpp: the Python of an environment with llama-cpp-python, such as that of `bench.peers`. Rows of one stream then have
-llama.cpp's tokens per second on the same GGUF file and prompt, without drafts and with its prompt lookup. Its answers may differ.
+llama.cpp's tokens per second on the same GGUF file and prompt, without drafts and with its prompt lookup. Its outputs may differ.
 
 Prints one JSON object: date, machine, commit; per kind and number of streams, tokens per second without drafts, the median ratio
 with drafts, the smallest and largest ratio, the acceptance rate, and the share of steps that accept the draft at each position.
@@ -41,7 +41,7 @@ from quintet.deploy.tools.load_client.speculation import acceptance, read_counte
 
 NUM_TOKENS = 256
 LOOKUPS = ((0, 0), (2, 10), (3, 8), (3, 4))
-"""Settings of llama.cpp: compared tokens and drafts. The first one is without drafts, the second one its default."""
+"""Prompt lookup of llama.cpp: n-gram size and number of drafts. The first is without drafts, the second the default."""
 SOURCE = (Path(__file__).parents[1] / "core" / "policy.py").read_text()
 NAMES = (
     "Lindqvist",
@@ -59,7 +59,7 @@ NAMES = (
 
 
 def facts(variant: int) -> str:
-    """Return five invoices; each variant has other numbers, and the names in another order."""
+    """Return five invoices; numbers and order of names depend on the variant."""
     lines = (
         f"Invoice {4711 + 53 * variant + row}: customer {NAMES[(3 * variant + row) % len(NAMES)]},"
         f" amount {(129 + 271 * variant + 89 * row) % 500} EUR, paid on 2026-0{1 + row}-1{1 + row}.\n"
@@ -101,11 +101,11 @@ SCHEMAS: dict[str, dict[str, object]] = {
         subscribed_to_newsletter={"type": "boolean"},
     ),
 }
-"""Schemas of the answers of some kinds."""
+"""JSON schemas, by kind of text."""
 
 
 def body_of(kind: str, model: str, number: int, index: int) -> dict[str, object]:
-    """Return a request; ``index`` makes the concurrent ones of round ``number`` differ at their end."""
+    """Return a request body; ``index`` distinguishes the concurrent requests of round ``number`` at the prompt's end."""
     schema, text, salt = SCHEMAS.get(kind), TEXTS[kind], f"{kind} {number} {index}"
     if kind == SIMILAR:
         text, salt = f"{facts(1 + 8 * number + index)}\n{text}", kind
@@ -124,8 +124,8 @@ def body_of(kind: str, model: str, number: int, index: int) -> dict[str, object]
     return body
 
 
-async def wave(server: Server, bodies: list[dict[str, object]]) -> tuple[float, list[list[int]]]:
-    """Send requests at once, after their prompts are cached; return tokens per second and the outputs."""
+async def run_requests(server: Server, bodies: list[dict[str, object]]) -> tuple[float, list[list[int]]]:
+    """Cache the prompts, then send all requests at once; return tokens per second and the output ids."""
     pool, path = ConnectionPool(server.target, 10.0), "/v1/chat/completions"
     try:
         await asyncio.gather(*(pool.ask("POST", path, body | {"max_tokens": 1}, 600.0) for body in bodies))
@@ -145,7 +145,7 @@ class LlamaCpp:
     process: subprocess.Popen[str]
 
     def tokens_per_s(self, prompt: list[int], ngram: int, drafts: int) -> float:
-        """Return tokens per second of a generation after its prompt is cached."""
+        """Return tokens per second of a generation with a cached prompt."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         rate = 0.0
@@ -158,7 +158,7 @@ class LlamaCpp:
 
 @contextmanager
 def llama_cpp(python: Path, model: str, context: int) -> Iterator[LlamaCpp]:
-    """Run the driver until the block ends."""
+    """Run the driver during the block."""
     script = Path(__file__).with_name("speculation_llamacpp.py")
     arguments = [model, str(os.cpu_count()), str(context)]
     command = [str(python), "-P", str(script), *arguments]
@@ -168,9 +168,9 @@ def llama_cpp(python: Path, model: str, context: int) -> Iterator[LlamaCpp]:
 
 def prompt_of(server: Server, body: dict[str, object]) -> list[int]:
     """Return the token ids of a chat."""
-    asked = {"model": body["model"], "messages": body["messages"]}
-    found: list[int] = msgspec.json.decode(ask(server.target, "POST", "/tokenize", asked).body)["tokens"]
-    return found
+    chat = {"model": body["model"], "messages": body["messages"]}
+    token_ids: list[int] = msgspec.json.decode(ask(server.target, "POST", "/tokenize", chat).body)["tokens"]
+    return token_ids
 
 
 def compare(
@@ -191,9 +191,9 @@ def compare(
         outputs = []
         bodies = [body_of(kind, model, number, index) for index in range(streams)]
         for name, server in order:
-            rate, found = asyncio.run(wave(server, bodies))
+            rate, output_ids = asyncio.run(run_requests(server, bodies))
             rates[name].append(rate)
-            outputs.append(found)
+            outputs.append(output_ids)
         assert outputs[0] == outputs[1], f"{kind}: outputs differ with drafts"
         if peer is not None and kind not in SCHEMAS and streams == 1:
             for lookup in LOOKUPS:
@@ -204,10 +204,10 @@ def compare(
     accepted = acceptance(before, read_counters(drafting.target))
     ratios = [new / old for old, new in zip(rates["plain"], rates["drafting"], strict=True)]
     medians = {lookup: statistics.median(found[1:]) for lookup, found in peer_rates.items() if found}
-    beside: dict[str, object] = {}
+    peer_figures: dict[str, object] = {}
     if medians:
         best = max(medians, key=lambda lookup: medians[lookup])
-        beside = {
+        peer_figures = {
             "llama_cpp_tokens_per_s": round(medians[LOOKUPS[0]], 1),
             "llama_cpp_best_tokens_per_s": round(medians[best], 1),
             "llama_cpp_best_lookup": best,
@@ -221,7 +221,7 @@ def compare(
         "range": [round(min(ratios), 3), round(max(ratios), 3)],
         "accepted": 0.0 if accepted is None else accepted.acceptance_rate,
         "accepted_per_position": [] if accepted is None else accepted.acceptance_per_position,
-        **beside,
+        **peer_figures,
     }
 
 

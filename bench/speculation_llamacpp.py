@@ -18,7 +18,7 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 
 def main() -> None:
-    """Load the model twice, since only one of both keeps the logits of all tokens; answer each line."""
+    """Load the model twice, with and without the logits of all tokens, and handle each line of input."""
     path, threads, context = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     lookup = LlamaPromptLookupDecoding()
     settings = {"n_ctx": context, "n_threads": threads, "n_threads_batch": threads, "verbose": False}

@@ -1,13 +1,12 @@
-"""Time from `quintet serve MODEL` to the first token, by part, and the memory of all processes then.
+"""Measure the time from `quintet serve MODEL` to the first token, by process, and the memory of all processes.
 
     python -m bench.startup MODEL                      three starts; medians
     python -m bench.startup MODEL --repetitions 5 -- --packed-cache DIR
                                                        flags of `quintet serve` after --
 
-The clock starts when the supervisor's process is made. For each child: when it was made, how long until it said that it is
-ready, how much processor time that took, what importing its modules takes by itself (a fresh interpreter that does only
-that), and its PSS after the first token. The executor's own words say how long its weights took. Model files are read into
-the page cache before: the disk is not measured.
+The clock starts with the supervisor's process. For each process the table has the time of its start, the time until it is ready,
+its CPU time, the import time of its modules in a new interpreter, and its PSS after the first token. The executor's log line has
+the load time of the weights. Model files are read into the page cache before, so that the disk is not measured.
 """
 
 from __future__ import annotations
@@ -32,34 +31,34 @@ _READY = re.compile(r"Quintet is ready: (http://\S+)")
 _ROLE_READY = re.compile(r"^  ([a-z]+)(?: ×\d+)? +(\d+\.\d) s  (.*)$")
 _TITLE = re.compile(r"quintet-([a-z]+)")
 _WORKER_IMPORTS = {"executor": "quintet.executor.main, quintet.executor.worker"}
-"""Slow imports of a role besides its main module."""
+"""Modules to import for roles with slow imports besides the main module."""
 PROMPT = list(range(300, 316))
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process of one start. Times in seconds."""
+    """A process of one start. Times are in seconds."""
 
-    made_s: float
-    """After the start of the clock; 0 for the supervisor."""
+    start_s: float
+    """Start of the process, relative to the supervisor's."""
     cpu_s: float
-    """Processor time until after the first token, all threads."""
+    """CPU time until after the first token, all threads."""
     pss_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start. Times in seconds from the making of the supervisor's process."""
+    """Result of one start. Times are in seconds since the start of the supervisor's process."""
 
     ready_s: float
     first_token_s: float
     role_ready_s: dict[str, float]
     parts: dict[str, Part]
-    executor_words: str
+    executor_facts: str
 
 
 def start_once(model: str, flags: Sequence[str]) -> Start:
-    """Start a server, ask for one token, weigh the processes, end the server."""
+    """Start a server, request one token, measure the processes, end the server."""
     command = [sys.executable, "-m", "quintet.deploy.cli.main", "serve", model, "--port", "0"]
     began_s = time.perf_counter()
     process = subprocess.Popen(
@@ -70,14 +69,14 @@ def start_once(model: str, flags: Sequence[str]) -> Start:
     )
     try:
         assert process.stdout is not None
-        ready_s_by_role: dict[str, float] = {}
-        executor_words = ""
+        role_ready_s: dict[str, float] = {}
+        executor_facts = ""
         url = None
         for line in process.stdout:
             role = _ROLE_READY.match(line)
             if role:
-                ready_s_by_role[role[1]] = time.perf_counter() - began_s
-                executor_words = role[3] if role[1] == "executor" else executor_words
+                role_ready_s[role[1]] = time.perf_counter() - began_s
+                executor_facts = role[3] if role[1] == "executor" else executor_facts
             ready = _READY.search(line)
             if ready:
                 url = ready[1]
@@ -90,7 +89,7 @@ def start_once(model: str, flags: Sequence[str]) -> Start:
         first_token_s = time.perf_counter() - began_s
         if outcome.failure is not None:
             raise RuntimeError(f"the first request failed with {outcome.failure}: {outcome.message}")
-        return Start(ready_s, first_token_s, ready_s_by_role, _parts(process.pid), executor_words)
+        return Start(ready_s, first_token_s, role_ready_s, _parts(process.pid), executor_facts)
     finally:
         processes.end(process)
         if process.stdout is not None:
@@ -114,42 +113,43 @@ def _parts(pid: int) -> dict[str, Part]:
 
 
 def import_seconds(modules: str) -> float:
-    """Return how long a fresh interpreter takes to start and import ``modules``."""
+    """Return the time to start a new interpreter and import ``modules``, in seconds."""
     began_s = time.perf_counter()
     subprocess.run([sys.executable, "-P", "-c", f"import {modules}"], check=True)
     return time.perf_counter() - began_s
 
 
 def report(starts: Sequence[Start], imports: dict[str, float]) -> str:
-    """Lay out the medians."""
+    """Return the medians as a table."""
 
-    def mid(values: Sequence[float]) -> float:
+    def median_of(values: Sequence[float]) -> float:
         return median(values)
 
-    lines = [f"{'process':<14}{'made':>8}{'ready':>8}{'imports':>9}{'CPU':>8}{'PSS':>10}   seconds, MB"]
-    for name in sorted(starts[0].parts, key=lambda name: starts[0].parts[name].made_s):
+    lines = [f"{'process':<14}{'start':>8}{'ready':>8}{'imports':>9}{'CPU':>8}{'PSS':>10}   seconds, MB"]
+    for name in sorted(starts[0].parts, key=lambda name: starts[0].parts[name].start_s):
         parts = [start.parts[name] for start in starts if name in start.parts]
         ready = [start.role_ready_s[name] for start in starts if name in start.role_ready_s]
         lines.append(
-            f"{name:<14}{mid([part.made_s for part in parts]):>8.2f}"
-            + (f"{mid(ready):>8.2f}" if ready else f"{'':>8}")
+            f"{name:<14}{median_of([part.start_s for part in parts]):>8.2f}"
+            + (f"{median_of(ready):>8.2f}" if ready else f"{'':>8}")
             + (f"{imports[name]:>9.2f}" if name in imports else f"{'':>9}")
-            + f"{mid([part.cpu_s for part in parts]):>8.2f}"
-            + f"{mid([part.pss_bytes for part in parts]) / 1e6:>10.1f}"
+            + f"{median_of([part.cpu_s for part in parts]):>8.2f}"
+            + f"{median_of([part.pss_bytes for part in parts]) / 1e6:>10.1f}"
         )
     total_pss = [sum(part.pss_bytes for part in start.parts.values()) for start in starts]
+    first_tokens = ", ".join(f"{start.first_token_s:.2f}" for start in starts)
     lines += [
         "",
-        f"executor: {starts[-1].executor_words}",
-        f"all ready after {mid([start.ready_s for start in starts]):.2f} s, first token after "
-        f"{mid([start.first_token_s for start in starts]):.2f} s (of {', '.join(f'{s.first_token_s:.2f}' for s in starts)}); "
-        f"{mid(total_pss) / 1e9:.2f} GB in all processes",
+        f"executor: {starts[-1].executor_facts}",
+        f"all ready after {median_of([start.ready_s for start in starts]):.2f} s, first token after "
+        f"{median_of([start.first_token_s for start in starts]):.2f} s ({first_tokens}); "
+        f"{median_of(total_pss) / 1e9:.2f} GB in all processes",
     ]
     return "\n".join(lines)
 
 
 def read_into_page_cache(model: Path) -> None:
-    """Read a file, or those of a folder."""
+    """Read a file, or all files of a folder."""
     for file in sorted(model.iterdir()) if model.is_dir() else (model,):
         if file.is_file():
             with file.open("rb") as opened:
@@ -158,7 +158,7 @@ def read_into_page_cache(model: Path) -> None:
 
 
 def main() -> None:
-    """Start as often as asked and print the table."""
+    """Start the server ``--repetitions`` times and print the table."""
     parser = argparse.ArgumentParser(
         usage="python -m bench.startup MODEL [--repetitions N] [-- FLAG ...]",
         description=__doc__,

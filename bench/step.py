@@ -1,8 +1,7 @@
-"""Time of each operation of an executor's step, against the machine's limits.
+"""Measure the time of each operation of an executor's step, in this process.
 
-A model of a well-known shape with random weights, or a checkpoint, in this process alone: no sockets, no other process. For
-each batch it prints the median step (as the server runs it), the share of it that is not the recorded program (Python: tables,
-arrays, sampling), and the program operation by operation.
+The model has a well-known shape and random weights, or is a checkpoint. For each batch, prints the median step time, the time
+outside the recorded program (Python: tables, arrays, sampling), and the time of each of the program's operations.
 
     python -m bench.step --shape S --rows 1 8 32 --context 256
     python -m bench.step --shape S --new 2048 --rows 1 --context 0      # one prompt of 2,048 tokens
@@ -109,15 +108,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """Capacity and number formats of a configuration."""
+class Setup:
+    """Capacity and number formats of the measured configuration."""
 
     rows: Sequence[int]
     """Requests in a step."""
     context: int
-    """Tokens that each has before."""
+    """Tokens of each request in the KV cache before the first step."""
     new: int
-    """Tokens that each computes in a step."""
+    """Tokens of each request in a step."""
     repetitions: int = 20
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     quantization: Quantization = "none"
@@ -130,25 +129,28 @@ class Room:
 def config_of(
     folder: Path,
     hf_config: dict[str, Any],
-    room: Room,
+    setup: Setup,
     ranks: int = 1,
     *,
     whole_experts: bool = False,
     leaves: int = 1,
-    together: int = 1,
+    decode_context: int = 1,
 ) -> EngineConfig:
-    """Return a configuration for a config, with room for what ``room`` asks for; ``folder`` is its run folder."""
+    """Return the engine configuration of an HF config with the capacity of ``setup``; ``folder`` is the run folder.
+
+    leaves: summation leaves of layout-invariant sums. decode_context: decode context parallel size.
+    """
     heads = hf_config["num_attention_heads"]
     head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // heads
     kv = full_layers(
         hf_config["num_hidden_layers"],
         Share(0, ranks).of_kv_heads(hf_config["num_key_value_heads"]).count,
         head_dim,
-        4 if room.dtype == "float32" else 2,
+        4 if setup.dtype == "float32" else 2,
         BLOCK_SIZE,
     )
-    length = room.context + room.new + room.repetitions + 8
-    blocks = -(-length // BLOCK_SIZE) * max(room.rows) + 1
+    length = setup.context + setup.new + setup.repetitions + 8
+    blocks = -(-length // BLOCK_SIZE) * max(setup.rows) + 1
     return EngineConfig(
         run_dir=str(folder),
         model=ModelConfig(
@@ -157,7 +159,7 @@ def config_of(
             served_names=["bench"],
             architecture=hf_config["architectures"][0],
             hf_config=json.dumps(hf_config),
-            dtype=room.dtype,
+            dtype=setup.dtype,
             vocab_size=hf_config["vocab_size"],
             max_model_len=length,
             eos_token_ids=[],
@@ -165,17 +167,17 @@ def config_of(
         ),
         cache=CacheConfig(memory_bytes=blocks * kv.bytes_per_block),
         scheduler=SchedulerConfig(
-            max_num_seqs=max(room.rows), max_num_batched_tokens=max(2048, room.new * max(room.rows))
+            max_num_seqs=max(setup.rows), max_num_batched_tokens=max(2048, setup.new * max(setup.rows))
         ),
         executor=ExecutorConfig(
             load_format="dummy",
-            threads=room.threads,
-            quantization=room.quantization,
-            activation_dtype=room.activation_dtype,
-            logits_dtype=room.logits_dtype,
-            pin_threads=room.pin,
+            threads=setup.threads,
+            quantization=setup.quantization,
+            activation_dtype=setup.activation_dtype,
+            logits_dtype=setup.logits_dtype,
+            pin_threads=setup.pin,
             tensor_parallel_size=ranks,
-            decode_context_parallel_size=together,
+            decode_context_parallel_size=decode_context,
             expert_parallel=whole_experts,
             sum_leaves=leaves,
         ),
@@ -184,24 +186,24 @@ def config_of(
     )
 
 
-def config_of_model(model: str, folder: Path, room: Room) -> EngineConfig:
-    """Return a checkpoint's configuration, with room for what ``room`` asks for; ``folder`` is its run folder."""
-    length = room.context + room.new + room.repetitions + 8
+def config_of_model(model: str, folder: Path, setup: Setup) -> EngineConfig:
+    """Return the engine configuration of a checkpoint with the capacity of ``setup``; ``folder`` is the run folder."""
+    length = setup.context + setup.new + setup.repetitions + 8
     options = Options(
         model=model,
         device="cpu",
-        dtype=room.dtype,
+        dtype=setup.dtype,
         block_size=BLOCK_SIZE,
         max_model_len=length,
-        max_num_seqs=max(room.rows),
-        max_num_batched_tokens=max(2048, room.new * max(room.rows)),
-        activation_dtype=room.activation_dtype,
-        logits_dtype=room.logits_dtype,
-        threads=room.threads,
-        pin_threads=room.pin,
+        max_num_seqs=max(setup.rows),
+        max_num_batched_tokens=max(2048, setup.new * max(setup.rows)),
+        activation_dtype=setup.activation_dtype,
+        logits_dtype=setup.logits_dtype,
+        threads=setup.threads,
+        pin_threads=setup.pin,
     )
     config = resolve(options, folder / "run", http=False).config
-    blocks = -(-length // BLOCK_SIZE) * max(room.rows) + 1
+    blocks = -(-length // BLOCK_SIZE) * max(setup.rows) + 1
     cache = msgspec.structs.replace(config.cache, memory_bytes=blocks * config.model.kv.bytes_per_block)
     return msgspec.structs.replace(config, cache=cache)
 
@@ -255,7 +257,7 @@ class Steps:
         self._blocks = entries.tobytes()
 
     def next(self, advance: bool = True) -> StepPlan:
-        """Return the next plan; with ``advance`` false, of the same positions as the one before."""
+        """Return the next plan. With ``advance`` false, the plan after it computes the same positions again."""
         plan = StepPlan(
             step=self._step,
             sent_ns=0,
@@ -276,7 +278,7 @@ class Steps:
 
 @contextmanager
 def loaded(config: EngineConfig) -> Iterator[tuple[Worker, EngineConfig]]:
-    """Load a worker, with the processes of other ranks where there are some."""
+    """Load a worker, and start the processes of the other ranks."""
     if config.executor.tensor_parallel_size == 1:
         worker = make_worker(config)
         assert isinstance(worker, Worker)
@@ -285,35 +287,35 @@ def loaded(config: EngineConfig) -> Iterator[tuple[Worker, EngineConfig]]:
     with closing(FollowerProcesses(WorkerId(Role.EXECUTOR, 0, 1), config)) as followers:
         config = take_share(0, config)
         worker = make_worker(config, no_span, followers.memory)
-        assert isinstance(worker, Worker), "steps of a pipeline are not waited for one by one"
+        assert isinstance(worker, Worker), "pipeline stages are not supported here"
         yield worker, config
 
 
 def write_kv(worker: Worker) -> None:
-    """Write every block of KV memory, in all ranks: what was never written is read from one page of zeros, out of a cache."""
+    """Write every block of KV memory, in all ranks. Pages never written all map to one cached page of zeros."""
     blocks = torch.arange(worker.num_blocks, dtype=torch.int32)
     worker.copy_blocks(torch.stack((blocks, blocks), 1).numpy().tobytes())
 
 
 def measure(worker: Worker, num_rows: int, args: argparse.Namespace, vocab_size: int, length: int) -> None:
-    """Print one batch."""
+    """Measure one batch and print its times."""
     worker.reset()
     steps = Steps(num_rows, args.context, args.new, vocab_size, length)
     worker.execute(steps.next(advance=False))
     seconds, program = [], []
     runner = worker.runner
-    assert isinstance(runner, ProgramRunner), "the compiled kernels are not in use"
+    assert isinstance(runner, ProgramRunner), "the compiled kernels are not built"
     for _ in range(args.repetitions):
-        inside = runner.seconds
-        begun = time.perf_counter()
+        program_s = runner.seconds
+        begin_s = time.perf_counter()
         worker.execute(steps.next(advance=args.new == 1))
-        seconds.append(time.perf_counter() - begun)
-        program.append(runner.seconds - inside)
-    step, inside = statistics.median(seconds), statistics.median(program)
+        seconds.append(time.perf_counter() - begin_s)
+        program.append(runner.seconds - program_s)
+    step, program_s = statistics.median(seconds), statistics.median(program)
     tokens = num_rows * args.new
     print(
-        f"rows {num_rows:4d} x {args.new} new, context {args.context}: {step * 1e3:9.2f} ms a step,"
-        f" {tokens / step:9.1f} tokens/s, outside the program {(step - inside) * 1e6:6.0f} µs ({1 - inside / step:.1%})"
+        f"rows {num_rows:4d} x {args.new} new, context {args.context}: {step * 1e3:9.2f} ms per step,"
+        f" {tokens / step:9.1f} tokens/s, outside the program {(step - program_s) * 1e6:6.0f} µs ({1 - program_s / step:.1%})"
     )
     if args.brief:
         return
@@ -338,42 +340,46 @@ def main() -> None:
     )
     parser.add_argument("--model", help="folder or file of a checkpoint, instead of a shape")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="requests in a step")
-    parser.add_argument("--context", type=int, default=256, help="tokens each has before")
-    parser.add_argument("--new", type=int, default=1, help="tokens each computes in a step")
+    parser.add_argument(
+        "--context", type=int, default=256, help="tokens of each request in the KV cache (default: 256)"
+    )
+    parser.add_argument("--new", type=int, default=1, help="tokens of each request in a step (default: 1)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", choices=("none", "int8", "int4", "w8a8"), default="none")
-    parser.add_argument("--activation-dtype", choices=("auto", "int8"), default="auto", help="as of a server")
-    parser.add_argument("--logits-dtype", choices=("float32", "model"), default="float32")
-    parser.add_argument("--threads", type=int, default=0, help="0: as the server chooses")
-    parser.add_argument("--pin", action="store_true", help="keep each thread on one core")
     parser.add_argument(
-        "--ranks", type=int, default=1, help="as --tensor-parallel-size; --threads are of each"
+        "--activation-dtype", choices=("auto", "int8"), default="auto", help="as of `quintet serve`"
     )
-    parser.add_argument("--kv-heads", type=int, metavar="N", help="so many, whatever the shape has")
+    parser.add_argument("--logits-dtype", choices=("float32", "model"), default="float32")
+    parser.add_argument("--threads", type=int, default=0, help="0: the server's default")
+    parser.add_argument("--pin", action="store_true", help="pin each thread to one core")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="as --tensor-parallel-size; --threads is per rank"
+    )
+    parser.add_argument("--kv-heads", type=int, metavar="N", help="number of KV heads (default: the shape's)")
     parser.add_argument("--kv-together", type=int, default=1, help="as --decode-context-parallel-size")
     parser.add_argument("--whole-experts", action="store_true", help="as --enable-expert-parallel")
     parser.add_argument(
-        "--layout-invariant", action="store_true", help="bits that no number of ranks changes"
+        "--layout-invariant", action="store_true", help="results with the same bits for any number of ranks"
     )
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--brief", action="store_true", help="no operation by operation")
+    parser.add_argument("--brief", action="store_true", help="do not list operations")
     args = parser.parse_args()
     hf_config = SHAPES[args.shape] | ({} if args.kv_heads is None else {"num_key_value_heads": args.kv_heads})
-    room = Room(**{each.name: getattr(args, each.name) for each in fields(Room)})
+    setup = Setup(**{each.name: getattr(args, each.name) for each in fields(Setup)})
     with tempfile.TemporaryDirectory() as folder:
-        begun = time.perf_counter()
+        begin_s = time.perf_counter()
         if args.model is not None:
-            config = config_of_model(args.model, Path(folder), room)
+            config = config_of_model(args.model, Path(folder), setup)
         else:
             config = config_of(
-                *(Path(folder), hf_config, room, args.ranks),
+                *(Path(folder), hf_config, setup, args.ranks),
                 whole_experts=args.whole_experts,
                 leaves=_leaves_of(hf_config) if args.layout_invariant else 1,
-                together=args.kv_together,
+                decode_context=args.kv_together,
             )
         with loaded(config) as (worker, config):
-            print(worker.facts["worker"], f"loaded in {time.perf_counter() - begun:.1f} s", sep=", ")
-            while worker.has_idle_tasks:  # what a server has behind it after its first idle seconds
+            print(worker.facts["worker"], f"loaded in {time.perf_counter() - begin_s:.1f} s", sep=", ")
+            while worker.has_idle_tasks:  # a server runs these in its first idle seconds
                 worker.run_idle_task()
             write_kv(worker)
             for num_rows in args.rows:

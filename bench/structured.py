@@ -1,12 +1,13 @@
-"""Cost of structured outputs: the library by itself, then a batch with a form next to the same batch without.
+"""Measure the cost of structured outputs: the grammar library alone, and batches with and without a schema.
 
     python -m bench.structured [--rows 64] [--pairs 5] [--library-only] [--model FOLDER] [--tokens 384]
 
-The library: how long the vocabulary of the null model (33 k tokens, `bench.null_model`) takes to open, a schema to build, a
-mask to make and a token to take, along documents that the schemas allow. Masks are timed by the processor's time of the
-thread, by copies of one matcher (a schema that others sent before) and by new ones. The batch: ``--rows`` requests of 384
-tokens (``--tokens``) each through `LLM`, alternately plain and each with a schema that cannot be finished in so many; medians of
-the pairs, and of their ratios.
+Library: times to open the vocabulary of the null model (33,024 tokens, `bench.null_model`), to compile a schema, to compute a
+mask and to accept a token, along documents that the schemas allow. Mask times are CPU times of the thread, with copies of one
+matcher (a cached schema) and with new matchers.
+
+Batch: ``--rows`` requests of ``--tokens`` tokens through `LLM`, alternately without a schema and with one that needs more tokens.
+Prints medians of the pairs and of their ratios.
 """
 
 from __future__ import annotations
@@ -64,19 +65,21 @@ CASES: dict[str, tuple[dict[str, Any], object]] = {
         {"p3": "x", "p50": "hello world", "p99": "z"},
     ),
 }  # fmt: skip
-ENDLESS = {"type": "array", "items": CASES["a person"][0], "minItems": 1000}
+LONG_SCHEMA = {"type": "array", "items": CASES["a person"][0], "minItems": 1000}
 REPETITIONS = 20
 NUM_TOKENS = 384
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print JSON."""
     parser = command_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=64, help="requests at once (default: 64)")
+    parser.add_argument("--rows", type=int, default=64, help="concurrent requests (default: 64)")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of batches (default: 5)")
-    parser.add_argument("--library-only", action="store_true", help="run no model")
-    parser.add_argument("--model", type=Path, help="a folder to take instead of the null model")
-    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="of each request (default: 384)")
+    parser.add_argument("--library-only", action="store_true", help="measure only the library")
+    parser.add_argument("--model", type=Path, help="model folder (default: the null model)")
+    parser.add_argument(
+        "--tokens", type=int, default=NUM_TOKENS, help="output tokens of each request (default: 384)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or make_null_model(Path(folder) / "null")
@@ -103,9 +106,9 @@ def _library(path: Path) -> dict[str, object]:
     vocabulary = open_vocabulary(model)
     times: dict[str, object] = {"vocabulary_ms": _ms(time.process_time() - began)}
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    words = np.zeros(-(-vocabulary.vocab_size // 32), np.uint32)
-    everything: list[int] = []
-    everything_new: list[int] = []
+    mask = np.zeros(-(-vocabulary.vocab_size // 32), np.uint32)
+    all_masks: list[int] = []
+    all_new_masks: list[int] = []
     for name, (schema, document) in CASES.items():
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
         began = time.process_time()
@@ -114,47 +117,49 @@ def _library(path: Path) -> dict[str, object]:
         ids = tokenizer.encode(json.dumps(document, ensure_ascii=False)).ids
         new, masks, advances = list[int](), list[int](), list[int]()
         for number in range(REPETITIONS):
-            _walk(first.deep_copy(), ids, words, masks if number else [], advances)
-            _walk(open_matcher(vocabulary, grammar), ids, words, new, [])
-        everything += masks
-        everything_new += new
+            _walk(first.deep_copy(), ids, mask, masks if number else [], advances)
+            _walk(open_matcher(vocabulary, grammar), ids, mask, new, [])
+        all_masks += masks
+        all_new_masks += new
         times[name] = {
             "build_ms": _ms(build_s),
-            "mask_us": _shares(masks),
-            "new_mask_us": _shares(new),
-            "advance_us": _shares(advances),
+            "mask_us": _percentiles(masks),
+            "new_mask_us": _percentiles(new),
+            "advance_us": _percentiles(advances),
         }
-    times["all masks"], times["all masks, new"] = _shares(everything), _shares(everything_new)
+    times["all masks"], times["all masks, new"] = _percentiles(all_masks), _percentiles(all_new_masks)
     return times
 
 
 def _walk(
-    matcher: LLMatcher, ids: list[int], words: NDArray[np.uint32], masks: list[int], advances: list[int]
+    matcher: LLMatcher, ids: list[int], mask: NDArray[np.uint32], masks: list[int], advances: list[int]
 ) -> None:
-    """Follow a document, and note how long each mask and each token took: of the thread's processor time, in ns."""
+    """Accept the tokens of a document; append the CPU time of each mask and each token, in ns."""
     for token in ids:
         began_ns = time.thread_time_ns()
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        made_ns = time.thread_time_ns()
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        mask_end_ns = time.thread_time_ns()
         assert matcher.consume_token(token), matcher.get_error()
-        masks.append(made_ns - began_ns)
-        advances.append(time.thread_time_ns() - made_ns)
+        masks.append(mask_end_ns - began_ns)
+        advances.append(time.thread_time_ns() - mask_end_ns)
 
 
 def _batch(path: Path, rows: int, pairs: int, num_tokens: int) -> dict[str, object]:
     plain = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=1)
-    form = StructuredOutputsParams(json=ENDLESS)
-    with_form = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=1, structured_outputs=form)
+    structured_outputs = StructuredOutputsParams(json=LONG_SCHEMA)
+    with_schema = SamplingParams(
+        max_tokens=num_tokens, ignore_eos=True, seed=1, structured_outputs=structured_outputs
+    )
     prompts = [[100 + i, *range(200, 231)] for i in range(rows)]
-    rates: dict[str, list[float]] = {"plain": [], "with a form": []}
+    rates: dict[str, list[float]] = {"plain": [], "with a schema": []}
     with LLM(str(path), max_num_seqs=rows, max_model_len=512) as llm:
         for _ in range(pairs + 1):
-            for name, params in (("plain", plain), ("with a form", with_form)):
+            for name, params in (("plain", plain), ("with a schema", with_schema)):
                 began = time.perf_counter()
                 outputs = llm.generate(prompts, params, use_tqdm=False)
                 total = sum(len(each.outputs[0].token_ids) for each in outputs)
                 rates[name].append(total / (time.perf_counter() - began))
-    ratios = [slow / fast for fast, slow in zip(rates["plain"][1:], rates["with a form"][1:], strict=True)]
+    ratios = [slow / fast for fast, slow in zip(rates["plain"][1:], rates["with a schema"][1:], strict=True)]
     medians = {f"{name}, tokens/s": round(statistics.median(each[1:])) for name, each in rates.items()}
     return {
         **medians,
@@ -163,7 +168,7 @@ def _batch(path: Path, rows: int, pairs: int, num_tokens: int) -> dict[str, obje
     }
 
 
-def _shares(times_ns: list[int]) -> dict[str, float]:
+def _percentiles(times_ns: list[int]) -> dict[str, float]:
     ordered = sorted(times_ns)
     return {
         "p50": ordered[len(ordered) // 2] / 1e3,

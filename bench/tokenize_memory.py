@@ -2,8 +2,8 @@
 
     python -m bench.tokenize_memory [--mib 20]
 
-Starts `quintet serve` with the embedded model, asks, and prints JSON: for each kind of text the processes' memory before (RSS),
-the most while it was encoded (the kernel's high-water mark), and afterwards, in MiB.
+Starts `quintet serve` with the embedded model, sends the requests, and prints JSON: for each kind of text the resident memory of
+the processes before, at its maximum (the kernel's high-water mark), and after the requests, in MiB.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NUM_CLIENTS = 4
 SETTLE_S = 2.0
 
 
-def _drawn(letters: str) -> Callable[[int], str]:
-    """Return a writer of so many bytes of these letters, which repeat after 64 Ki of them."""
+def _random_text(letters: str) -> Callable[[int], str]:
+    """Return a function from a number of bytes to a random text of these letters, with a period of 64 Ki letters."""
     drawn = "".join(Random(0).choices(letters, k=1 << 16))
     size = len(drawn.encode())
     return lambda num_bytes: drawn * (num_bytes // size)
@@ -38,11 +38,11 @@ KINDS: dict[str, Callable[[int], str]] = {
     "words": lambda num_bytes: ("the quick brown fox jumps over the lazy dog and " * (num_bytes // 48 + 1))[
         :num_bytes
     ],
-    "digits": _drawn("0123456789 "),
-    "letters": _drawn("abcdefghijklmnopqrstuvwxyz "),
-    "one_word": _drawn("abcdefghijklmnopqrstuvwxyz"),
-    "chinese": _drawn("".join(map(chr, range(0x4E00, 0x9FA5))) + 400 * "\u3002"),
-    "emoji": _drawn("".join(map(chr, range(0x1F600, 0x1F640))) + " "),
+    "digits": _random_text("0123456789 "),
+    "letters": _random_text("abcdefghijklmnopqrstuvwxyz "),
+    "one_word": _random_text("abcdefghijklmnopqrstuvwxyz"),
+    "chinese": _random_text("".join(map(chr, range(0x4E00, 0x9FA5))) + 400 * "\u3002"),
+    "emoji": _random_text("".join(map(chr, range(0x1F600, 0x1F640))) + " "),
 }
 
 
@@ -55,7 +55,7 @@ def _measured(server: Server, text: str) -> dict[str, object]:
     }
     before = {role: process.memory_info().rss for role, process in processes.items()}
     for process in processes.values():
-        Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # forget the high-water mark
+        Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # reset the high-water mark
     body = json.dumps({"prompt": text}, ensure_ascii=False).encode()
     began_s = time.monotonic()
     with ThreadPoolExecutor(NUM_CLIENTS) as clients:
@@ -68,7 +68,7 @@ def _measured(server: Server, text: str) -> dict[str, object]:
         **{
             role: {
                 "before": before[role] >> 20,
-                "most": _most_bytes(process.pid) >> 20,
+                "most": _peak_bytes(process.pid) >> 20,
                 "after": process.memory_info().rss >> 20,
             }
             for role, process in processes.items()
@@ -88,13 +88,13 @@ def _status(server: Server, body: bytes) -> int:
         connection.close()
 
 
-def _most_bytes(pid: int) -> int:
+def _peak_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) << 10
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print JSON."""
     parser = command_parser(__doc__)
     parser.add_argument("--mib", type=int, default=20, help="size of each text (default: 20)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))

@@ -1,10 +1,10 @@
-"""Transfer of bytes to another host over loopback: gloo's point-to-point, and the sockets of
+"""Compare transfers between two processes over loopback: gloo's send and recv, and the sockets of
 `quintet.executor.distributed.hosts`.
 
     python -m bench.distributed.host_transfer [--repetitions 200] [--save FILE]
 
-Both send hidden states, or logits, from one process to another and wait for a reply. gloo sends plain bytes, the sockets
-encrypt (CURVE). Shared memory and threads of a link are not included.
+Both send hidden states or logits from one process to another and wait for a reply. gloo sends plain text; the sockets encrypt
+with CURVE. The shared memory and threads of `quintet.executor.distributed.hosts` are not included.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from bench.overhead.run import Machine, _commit, machine
 from quintet.executor.kv_transfer.peers.keys import Context, PeerKey
 
 SIZES = (2 << 10, 128 << 10, 4 << 20, 9 << 20)
-"""Bytes: hidden states of 1, 64 and 2048 tokens of 1024 numbers in bf16, and logits of 32 rows of 150,000."""
+"""Sizes in bytes: hidden states ``[num_tokens, 1024]`` of 1, 64 and 2048 tokens in bf16, and logits ``[32, 150_000]``."""
 WARMUP = 20
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """The median of the time until the word came back."""
+    """Median round-trip time of one size."""
 
     way: str
     size_bytes: int
@@ -58,66 +58,68 @@ def free_port() -> int:
         return port
 
 
-def times_of(step: Callable[[], None], repetitions: int) -> float:
-    """Return the median in ms."""
+def median_ms(step: Callable[[], None], repetitions: int) -> float:
+    """Return the median time of a step in milliseconds."""
     times = []
     for _ in range(WARMUP + repetitions):
-        begun = time.perf_counter()
+        begin_s = time.perf_counter()
         step()
-        times.append((time.perf_counter() - begun) * 1e3)
+        times.append((time.perf_counter() - begin_s) * 1e3)
     return median(times[WARMUP:])
 
 
-def gloo(rank: int, port: int, repetitions: int, answers: multiprocessing.Queue[tuple[int, float]]) -> None:
-    """Send and hear a word back; or, as rank 1, the other way round."""
+def gloo(rank: int, port: int, repetitions: int, results: multiprocessing.Queue[tuple[int, float]]) -> None:
+    """Measure round trips by gloo. Rank 0 sends states and receives a reply; rank 1 does the opposite."""
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    word = torch.zeros(1, dtype=torch.uint8)
+    reply = torch.zeros(1, dtype=torch.uint8)
     for size in SIZES:
         states = torch.zeros(size, dtype=torch.uint8)
 
-        def there(states: torch.Tensor = states) -> None:
+        def send_first(states: torch.Tensor = states) -> None:
             torch.distributed.send(states, 1)
-            torch.distributed.recv(word, 1)
+            torch.distributed.recv(reply, 1)
 
-        def here(states: torch.Tensor = states) -> None:
+        def receive_first(states: torch.Tensor = states) -> None:
             torch.distributed.recv(states, 0)
-            torch.distributed.send(word, 0)
+            torch.distributed.send(reply, 0)
 
-        ms = times_of(here if rank else there, repetitions)
+        ms = median_ms(receive_first if rank else send_first, repetitions)
         if not rank:
-            answers.put((size, ms))
+            results.put((size, ms))
 
 
-def sealed(rank: int, port: int, repetitions: int, answers: multiprocessing.Queue[tuple[int, float]]) -> None:
-    """Likewise, by the sockets of hub and member."""
+def encrypted(
+    rank: int, port: int, repetitions: int, results: multiprocessing.Queue[tuple[int, float]]
+) -> None:
+    """Measure round trips by the encrypted sockets of hub and member; ranks as in `gloo`."""
     secret = b"A" * 40
     key = PeerKey(zmq.curve_public(secret), secret)
-    end = Context().socket(zmq.ROUTER if rank else zmq.DEALER)
-    key.protect(end, listens=bool(rank))
-    (end.bind if rank else end.connect)(f"tcp://127.0.0.1:{port}")
+    peer = Context().socket(zmq.ROUTER if rank else zmq.DEALER)
+    key.protect(peer, listens=bool(rank))
+    (peer.bind if rank else peer.connect)(f"tcp://127.0.0.1:{port}")
     for size in SIZES:
-        states, place = bytearray(size), bytearray(size)
+        states, buffer = bytearray(size), bytearray(size)
 
-        def there(states: bytearray = states) -> None:
-            end.send_multipart([b"states", b"", memoryview(states)], copy=False)
-            end.recv_multipart(copy=False)
+        def send_first(states: bytearray = states) -> None:
+            peer.send_multipart([b"states", b"", memoryview(states)], copy=False)
+            peer.recv_multipart(copy=False)
 
-        def here(place: bytearray = place) -> None:
-            sender, _, _, frame = end.recv_multipart(copy=False)
-            place[:] = frame.buffer
-            end.send_multipart([sender, b"done"], copy=False)
+        def receive_first(buffer: bytearray = buffer) -> None:
+            sender, _, _, frame = peer.recv_multipart(copy=False)
+            buffer[:] = frame.buffer
+            peer.send_multipart([sender, b"done"], copy=False)
 
-        ms = times_of(here if rank else there, repetitions)
+        ms = median_ms(receive_first if rank else send_first, repetitions)
         if not rank:
-            answers.put((size, ms))
-    end.close(linger=-1 if rank else 0)
+            results.put((size, ms))
+    peer.close(linger=-1 if rank else 0)
 
 
-WAYS = {"gloo": gloo, "link": sealed}
+TRANSPORTS = {"gloo": gloo, "link": encrypted}
 
 
 def main() -> None:
-    """Measure both, print them, and keep them where asked."""
+    """Measure both transports, print the results, and save them with --save."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--repetitions", type=int, default=200)
     parser.add_argument("--save", type=Path)
@@ -125,19 +127,19 @@ def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     spawn = multiprocessing.get_context("spawn")
     figures = []
-    for way, work in WAYS.items():
-        answers, port = spawn.Queue(), free_port()
-        ends = [
-            spawn.Process(target=work, args=(rank, port, arguments.repetitions, answers)) for rank in (0, 1)
+    for way, work in TRANSPORTS.items():
+        results, port = spawn.Queue(), free_port()
+        peers = [
+            spawn.Process(target=work, args=(rank, port, arguments.repetitions, results)) for rank in (0, 1)
         ]
-        for end in ends:
-            end.start()
+        for peer in peers:
+            peer.start()
         for _ in SIZES:
-            size, ms = answers.get(timeout=120)
+            size, ms = results.get(timeout=120)
             figures.append(Figure(way, size, ms))
             print(f"{way:>5}  {size:>10,} bytes  {ms:8.3f} ms", flush=True)
-        for end in ends:
-            end.join()
+        for peer in peers:
+            peer.join()
     if arguments.save is not None:
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
         report = Report(today, _commit(), machine(), arguments.repetitions, figures)

@@ -1,12 +1,12 @@
-"""Cost of dividing a model on one memory node: one process on all cores, and ranks that divide these.
+"""Compare one process on all cores with tensor-parallel ranks that share these cores, on one NUMA node.
 
-Both compute the same steps with `bench.step`, in turn; medians of the repetitions. On one node nothing can be won: this is the
-price of meeting and of adding sums, which several nodes have to earn back.
+Both run the same steps with `bench.step`, alternately; results are medians over the repetitions. On one NUMA node ranks cannot be
+faster: the difference is the cost of synchronization and all-reduce, which several nodes must compensate.
 
     python -m bench.distributed.ranks --shape S --ranks 2 [--repetitions 3] [--save FILE]
 
-With --layout-invariant it is the same number of ranks, one or several, without that flag beside with it. With --kv-together it is
-ranks of the shape with one KV head that each have a copy of it, beside ranks that keep it together.
+With --layout-invariant, compares the same number of ranks without and with that flag. With --kv-together, the shape has one KV
+head: compares ranks that each have a copy of it with ranks that divide it (decode context parallelism).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from bench.step import SHAPES
 
 LINE = re.compile(r"rows +(\d+) x (\d+) new, context (\d+): +([\d.]+) ms")
 BATCHES = (("--rows", "1", "8", "32", "--context", "256"), ("--rows", "1", "--new", "512", "--context", "0"))
-"""Decode steps, and a piece of a prompt."""
+"""Flags of decode steps, and of a prefill chunk."""
 STEPS = ("20", "5")
-OVER_ONE_HEAD = (("--rows", "1", "8", "--context", "256"), ("--rows", "1", "8", "--context", "8192"))
-"""Few keys, with heads divided between ranks, and many, divided by partitions."""
+ONE_KV_HEAD_BATCHES = (("--rows", "1", "8", "--context", "256"), ("--rows", "1", "8", "--context", "8192"))
+"""Flags for a short context, whose heads are divided between ranks, and a long one, whose keys are."""
 
 
 class Layout(NamedTuple):
@@ -40,11 +40,11 @@ class Layout(NamedTuple):
     whole_experts: bool = False
     invariant: bool = False
     together: int = 0
-    """Ranks that keep the one KV head of the shape together, 1: copies; 0: the shape's own heads."""
+    """Decode context parallel size with one KV head; 1: each rank has a copy. 0: the shape's own KV heads."""
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """A batch's median step."""
+    """Median step time of a batch."""
 
     ranks: int
     rows: int
@@ -57,7 +57,7 @@ class Figure(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> Layout:
-        """Process or ranks of the times."""
+        """Division of the model that was measured."""
         return Layout(self.ranks, self.whole_experts, self.invariant, self.together)
 
 
@@ -69,14 +69,14 @@ class Report(msgspec.Struct, frozen=True):
     machine: Machine
     shape: str
     threads: int
-    """In all: of the one process, or of all ranks together."""
+    """Threads of the one process, or of all ranks together."""
     figures: list[Figure]
 
 
 def measure(shape: str, layout: Layout, threads: int) -> list[Figure]:
-    """Run `bench.step` once for each kind of batch. threads: in all."""
+    """Run `bench.step` once for each kind of batch. threads: number of threads of all ranks together."""
     found = []
-    batches = OVER_ONE_HEAD if layout.together else BATCHES
+    batches = ONE_KV_HEAD_BATCHES if layout.together else BATCHES
     for batch, steps in zip(batches, STEPS, strict=True):
         flags = ["--shape", shape, "--ranks", str(layout.ranks), "--repetitions", steps]
         flags += ["--threads", str(threads // layout.ranks)]
@@ -96,17 +96,21 @@ def main() -> None:
     parser = command_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2, help="in all")
-    parser.add_argument("--layout-invariant", action="store_true", help="without this flag beside with it")
-    parser.add_argument("--kv-together", action="store_true", help="copies of one KV head beside one")
+    parser.add_argument("--threads", type=int, default=2, help="number of threads of all ranks together")
+    parser.add_argument(
+        "--layout-invariant", action="store_true", help="compare without and with this flag of a server"
+    )
+    parser.add_argument(
+        "--kv-together", action="store_true", help="compare copies of one KV head with a divided one"
+    )
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the results as JSON")
     args = parser.parse_args()
     figures: list[Figure] = []
     has_experts = "num_experts" in SHAPES[args.shape]
     layouts = {f"one process, {args.threads} threads": Layout(1), f"{args.ranks} ranks": Layout(args.ranks)}
     if has_experts:
-        layouts["with whole experts"] = Layout(args.ranks, whole_experts=True)
+        layouts["expert parallel"] = Layout(args.ranks, whole_experts=True)
     if args.layout_invariant:
         plain = Layout(args.ranks, whole_experts=has_experts and args.ranks > 1)
         layouts = {
@@ -115,8 +119,8 @@ def main() -> None:
         }
     if args.kv_together:
         layouts = {
-            f"{args.ranks} ranks, a copy each": Layout(args.ranks, together=1),
-            "together": Layout(args.ranks, together=args.ranks),
+            f"{args.ranks} ranks, one copy each": Layout(args.ranks, together=1),
+            "decode context parallel": Layout(args.ranks, together=args.ranks),
         }
     for _ in range(args.repetitions):
         for layout in layouts.values():

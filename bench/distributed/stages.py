@@ -1,7 +1,7 @@
-"""Cost and gain of stages on one memory node: one process on all cores, and stages that divide these.
+"""Compare one process on all cores with pipeline stages that share these cores, on one NUMA node.
 
-The same requests decode, or are computed for the first time, through both: all of them in each step of the one process, and in as
-many groups as there are stages in the steps of the other. A bubble is time in which the first stage does nothing.
+Both decode or prefill the same requests. One process computes all requests in each step; the pipeline divides them into as many
+groups as stages. A bubble is time in which the first stage is idle.
 
     python -m bench.distributed.stages --shape S --stages 2 [--save FILE]
 """
@@ -25,7 +25,7 @@ import msgspec
 
 from bench.arguments import command_parser
 from bench.overhead.run import Machine, _commit, machine
-from bench.step import SHAPES, Room, Steps, config_of
+from bench.step import SHAPES, Setup, Steps, config_of
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
@@ -36,19 +36,19 @@ from quintet.process.spans import no_span
 from quintet.wire.ids import Role, WorkerId
 
 CASES = ((2, 1, 256, 20), (8, 1, 256, 16), (32, 1, 256, 10), (4, 512, 0, 2))
-"""Requests, new tokens of each, tokens before them, and how often."""
+"""Requests, new tokens of each, context tokens of each, and number of rounds."""
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """Times of one case."""
+    """Result of one case."""
 
     stages: int
     requests: int
     new: int
     round_ms: float
-    """Until each request had its new tokens, median."""
+    """Median time until each request has its new tokens."""
     bubble: float | None
-    """Share of the time in which the first stage did nothing; None of one process."""
+    """Share of the time in which the first stage is idle; None with one process."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -62,38 +62,41 @@ class Report(msgspec.Struct, frozen=True):
     figures: list[Figure]
 
 
-def run(
+def run_steps(
     worker: StepWorker, groups: list[Steps], rounds: int, advance: bool, seconds: Callable[[], float]
 ) -> tuple[float, float]:
-    """Have every group take its turn so many times; return the median round's seconds, and the share of them computed in."""
+    """Run ``rounds`` steps of every group; return the median round in seconds, and the share of time spent computing.
+
+    seconds: returns the total computing time of the worker so far.
+    """
     pending: deque[Pending] = deque()
-    times, begun, inside = [], time.perf_counter(), seconds()
-    first, inside_first = begun, inside
-    for turn in range(rounds + 1):
+    times, begin_s, compute_s = [], time.perf_counter(), seconds()
+    first_s, first_compute_s = begin_s, compute_s
+    for round_index in range(rounds + 1):
         for steps in groups:
-            plan = steps.next(advance and turn > 0)
+            plan = steps.next(advance and round_index > 0)
             while worker.waits_for(plan):
                 pending.popleft().result()
             pending.append(worker.begin(plan))
         now = time.perf_counter()
-        if turn == 0:  # pages are mapped, caches filled
-            first, inside_first = now, seconds()
+        if round_index == 0:  # the warm-up
+            first_s, first_compute_s = now, seconds()
         else:
-            times.append(now - begun)
-        begun = now
-    wall, inside = time.perf_counter() - first, seconds() - inside_first
+            times.append(now - begin_s)
+        begin_s = now
+    wall, compute_s = time.perf_counter() - first_s, seconds() - first_compute_s
     while pending:
         pending.popleft().result()
-    return statistics.median(times), inside / wall
+    return statistics.median(times), compute_s / wall
 
 
 def measure(shape: str, stages: int, threads: int) -> list[Figure]:
-    """Load the model in so many stages, and measure each case."""
+    """Load the model in this number of stages, and measure each case."""
     hf_config, figures = SHAPES[shape], []
-    most = max(requests for requests, *_ in CASES)
-    room = Room(rows=[most], new=512, context=256, threads=threads // stages)
+    max_requests = max(requests for requests, *_ in CASES)
+    setup = Setup(rows=[max_requests], new=512, context=256, threads=threads // stages)
     with tempfile.TemporaryDirectory() as folder:
-        config = config_of(Path(folder), hf_config, room, 1)
+        config = config_of(Path(folder), hf_config, setup, 1)
         scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=2048)
         executor = msgspec.structs.replace(config.executor, pipeline_parallel_size=stages)
         config = msgspec.structs.replace(config, scheduler=scheduler, executor=executor)
@@ -108,7 +111,7 @@ def measure(shape: str, stages: int, threads: int) -> list[Figure]:
 
 def _figures(worker: StepWorker, stages: int, vocab_size: int, length: int) -> list[Figure]:
     assert isinstance(worker, Worker | PipelineWorker)
-    while worker.has_idle_tasks:  # what a server has behind it after its first idle seconds
+    while worker.has_idle_tasks:  # a server runs these in its first idle seconds
         worker.run_idle_task()
     figures = []
     for requests, new, context, rounds in CASES:
@@ -119,20 +122,20 @@ def _figures(worker: StepWorker, stages: int, vocab_size: int, length: int) -> l
             Steps(each, context, new, vocab_size, length, first=each * group) for group in range(num_groups)
         ]
         seconds = (lambda: worker.seconds) if isinstance(worker, PipelineWorker) else (lambda: 0.0)
-        round_s, busy = run(worker, groups, rounds, new == 1, seconds)
+        round_s, busy = run_steps(worker, groups, rounds, new == 1, seconds)
         figures.append(Figure(stages, requests, new, round_s * 1e3, 1 - busy if stages > 1 else None))
     return figures
 
 
 def main() -> None:
-    """Measure, each number of stages in a process of its own; print and save."""
+    """Measure one process and the pipeline, each in a new process; print and save."""
     parser = command_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2, help="in all")
+    parser.add_argument("--threads", type=int, default=2, help="number of threads of all stages together")
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the results as JSON")
     args = parser.parse_args()
     if args.only is not None:
         print(msgspec.json.encode(measure(args.shape, args.only, args.threads)).decode())
@@ -140,7 +143,7 @@ def main() -> None:
     figures: list[Figure] = []
     for _ in range(args.repetitions):
         for stages in (1, args.stages):
-            words = [
+            command = [
                 sys.executable,
                 "-m",
                 "bench.distributed.stages",
@@ -150,7 +153,7 @@ def main() -> None:
                 str(args.threads),
             ]
             printed = subprocess.run(
-                [*words, "--only", str(stages)], check=True, capture_output=True, text=True
+                [*command, "--only", str(stages)], check=True, capture_output=True, text=True
             )
             figures += msgspec.convert(json.loads(printed.stdout.splitlines()[-1]), list[Figure])
     print(f"| requests x new tokens | one process | {args.stages} stages | | bubble |\n|---|---|---|---|---|")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from bench.distributed.thread_balance import STEPS, share
-from bench.step import SHAPES, Room, config_of
+from bench.step import SHAPES, Setup, config_of
 
 from quintet.executor.backends.cpu.ops.host_library import open_library
 from quintet.executor.backends.cpu.program.runner import OpBalance, ProgramRunner
@@ -25,8 +25,8 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def worker_of(shape: dict[str, object], folder: Path) -> Worker:
     """Return a worker with one layer and a small vocabulary: the division does not depend on the number of layers."""
     hf_config = shape | {"num_hidden_layers": 1, "vocab_size": 1024}
-    room = Room(rows=[32], context=2048, new=1, repetitions=0)
-    return make_worker(config_of(folder, hf_config, room))
+    setup = Setup(rows=[32], context=2048, new=1, repetitions=0)
+    return make_worker(config_of(folder, hf_config, setup))
 
 
 @pytest.mark.parametrize("step", STEPS)
