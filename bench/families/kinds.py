@@ -1,4 +1,4 @@
-"""A small model of each kind of family, as its config; and the Llama that reads as many bytes."""
+"""Configs of a small model of each kind of family, and of a Llama that moves as many bytes per step."""
 
 from __future__ import annotations
 
@@ -108,24 +108,25 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "by transformers": {"architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa"},
 }
-"""Defaults are those of `_SMALL`."""
+"""Differences from `_SMALL`, by kind."""
 
 
 def hf_config_of(kind: str, dtype: str) -> dict[str, Any]:
-    """Return the kind's config."""
+    """Return the HF config of a kind."""
     return _SMALL | {"dtype": dtype, "tie_word_embeddings": False} | KINDS[kind]
 
 
 BITS = {"none": 16.0, "int8": 8.0, "w8a8": 8.0, "int4": 4.125}
-"""Of a weight of the layers, by quantization; logits have eight where layers have four. Of fp32 twice as many as none has."""
+"""Bits of a layer's weight, by quantization. With int4 the output layer has 8 bits. For float32, "none" is 32 bits."""
 
 
 def llama_hf_config(
     dtype: str, quantization: str, like: Mapping[str, Any], step_bytes: int, num_keys: int
 ) -> dict[str, Any]:
-    """Return the config of a Llama with as many key heads as ``like``, with a decode step of about ``step_bytes``.
+    """Return the config of a Llama with the KV heads of ``like`` and a decode step that moves about ``step_bytes``.
 
-    num_keys: of all requests of the step. The feed-forward makes up the difference; its width is a multiple of 32.
+    num_keys: number of keys that all requests of the step read. The width of the feed-forward layers is adapted; it is a multiple
+    of 32.
     """
     hf_config = hf_config_of("llama", dtype)
     heads, hidden, layers = (
@@ -134,9 +135,9 @@ def llama_hf_config(
         hf_config["num_hidden_layers"],
     )
     kv_heads, size = like["num_key_value_heads"] or heads, 4 if dtype == "float32" else 2
-    each = BITS[quantization] / 16 * size
+    weight_bytes = BITS[quantization] / 16 * size
     keys = 2 * num_keys * kv_heads * (hidden // heads) * size * layers
-    logits = hf_config["vocab_size"] * hidden * (each if quantization == "none" else 1)
-    attention = layers * 2 * hidden * hidden * (1 + kv_heads / heads) * each
-    width = (step_bytes - keys - logits - attention) / (3 * layers * hidden * each)
+    logits = hf_config["vocab_size"] * hidden * (weight_bytes if quantization == "none" else 1)
+    attention = layers * 2 * hidden * hidden * (1 + kv_heads / heads) * weight_bytes
+    width = (step_bytes - keys - logits - attention) / (3 * layers * hidden * weight_bytes)
     return hf_config | {"num_key_value_heads": kv_heads, "intermediate_size": max(1, round(width / 32)) * 32}

@@ -1,4 +1,4 @@
-"""A model that is measured: loaded into this process, what a step of it reads, its steps one after another."""
+"""Load a model into this process, run decode steps, and count the bytes that a step moves."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from quintet.wire.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Purpose of an open model."""
+class Setup:
+    """Capacity, number formats and implementation of a measured model."""
 
     dtype: Literal["bfloat16", "float16", "float32"]
     quantization: Literal["none", "int8", "int4", "w8a8"]
@@ -38,25 +38,25 @@ class Room:
     max_steps: int
 
 
-def open_model(folder: Path, hf_config: Mapping[str, Any], room: Room) -> tuple[EngineConfig, Worker]:
-    """Write the config and load it as `quintet serve --load-format dummy` would. Raises `ConfigError`."""
+def open_model(folder: Path, hf_config: Mapping[str, Any], setup: Setup) -> tuple[EngineConfig, Worker]:
+    """Write the config and load it as `quintet serve --load-format dummy` does. Raises `ConfigError`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config))
     (folder / "tokenizer.json").write_text("{}")
     options = Options(
         model=str(folder),
-        dtype=room.dtype,
+        dtype=setup.dtype,
         device="cpu",
         load_format="dummy",
         block_size=BLOCK_SIZE,
-        max_model_len=room.context + room.max_steps + BLOCK_SIZE,
-        max_num_seqs=room.max_rows,
-        threads=room.threads,
-        model_impl=room.model_impl,
-        quantization=room.quantization,
+        max_model_len=setup.context + setup.max_steps + BLOCK_SIZE,
+        max_num_seqs=setup.max_rows,
+        threads=setup.threads,
+        model_impl=setup.model_impl,
+        quantization=setup.quantization,
     )
     config = resolve(options, Path(tempfile.gettempdir()), http=False).config  # no process: no sockets
-    blocks = room.max_rows * len(config.model.kv.groups) * -(-config.model.max_model_len // BLOCK_SIZE) + 1
+    blocks = setup.max_rows * len(config.model.kv.groups) * -(-config.model.max_model_len // BLOCK_SIZE) + 1
     config = msgspec.structs.replace(
         config,
         cache=msgspec.structs.replace(config.cache, memory_bytes=blocks * config.model.kv.bytes_per_block),
@@ -64,13 +64,13 @@ def open_model(folder: Path, hf_config: Mapping[str, Any], room: Room) -> tuple[
     )
     worker = make_worker(config)
     assert isinstance(worker, Worker)
-    while worker.has_idle_tasks:  # what a server has behind it after its first idle seconds
+    while worker.has_idle_tasks:  # a server runs these in its first idle seconds
         worker.run_idle_task()
     return config, worker
 
 
 class Decoding:
-    """A worker with ``num_rows`` requests of ``context`` tokens, each of which gets a token a step."""
+    """A worker with ``num_rows`` decoding requests that begin with ``context`` tokens."""
 
     def __init__(self, config: EngineConfig, worker: Worker, num_rows: int, context: int) -> None:
         model = config.model
@@ -81,16 +81,15 @@ class Decoding:
         worker.execute(self._steps.next(advance=False))
         worker.execute(self._steps.next())
 
-    def seconds(self) -> float:
-        """Compute a step and return what it took."""
+    def step_s(self) -> float:
+        """Run a step and return its time in seconds."""
         plan = self._steps.next()
-        begun = time.perf_counter()
+        begin_s = time.perf_counter()
         self._worker.execute(plan)
-        return time.perf_counter() - begun
+        return time.perf_counter() - begin_s
 
     def step_bytes(self) -> int:
-        """Return the bytes that the last step had to move: weights, of experts those that were chosen, keys and values, which are
-        read, and states, which are read and written."""
+        """Return the bytes that the last step moved: weights, with chosen experts only; KV reads; state reads and writes."""
         runner, kv = self._worker.runner, self._model.kv
         if isinstance(runner, HostRunner):
             return runner.weight_bytes + kv.bytes_per_token * self._context * self._num_rows
@@ -99,9 +98,9 @@ class Decoding:
         return sum(part.bytes - part.bytes_again for part in parts)
 
     def operations(self, repetitions: int) -> dict[str, tuple[int, float]]:
-        """Return how often a step computes each operation, and the seconds of all of them, each by itself: longest first.
+        """Return for each operation its number of runs in a step and their total seconds, longest first.
 
-        Empty where no recorded program computes. The median of ``repetitions`` steps counts.
+        Operations are timed separately. Times are medians over ``repetitions`` steps. Empty without a recorded program.
         """
         runner = self._worker.runner
         if not isinstance(runner, ProgramRunner):
@@ -110,7 +109,7 @@ class Decoding:
         rows = Rows(plan)
         spent: dict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in range(repetitions)])
         for step in range(repetitions):
-            for name, seconds in runner.profile(rows, self._worker.tables, rows.offsets):
-                spent[name][step].append(seconds)
+            for name, step_s in runner.profile(rows, self._worker.tables, rows.offsets):
+                spent[name][step].append(step_s)
         whole = {name: (len(steps[0]), statistics.median(map(sum, steps))) for name, steps in spent.items()}
         return dict(sorted(whole.items(), key=lambda item: -item[1][1]))

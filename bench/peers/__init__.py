@@ -1,1 +1,1 @@
-"""Quintet beside other engines: the same token ids, on the same machine, in turn."""
+"""Comparison of Quintet with other engines: the same token ids on the same machine, alternating."""

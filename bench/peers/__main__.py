@@ -1,12 +1,12 @@
-"""Quintet beside other engines on this machine: every row for each engine in turn, one table, its raw JSON.
+"""Compare Quintet with other engines on this machine: measure each row with all engines, alternating; write a table and raw JSON.
 
     python -m bench.peers install               once: environments, models, conversions (an hour on two cores, 40 GB)
     python -m bench.peers run                   all rows, three repetitions (about two hours on two cores)
     python -m bench.peers run --rows stream-S-bf16 --engines Quintet llama.cpp --repetitions 1
-    python -m bench.peers table                 the table again from the raw records
-    python -m bench.peers rows                  what can be asked for
+    python -m bench.peers table                 write the table again from the raw records
+    python -m bench.peers rows                  list the rows
 
-An interrupted run resumes where it stopped when it is started again with the same --name.
+An interrupted run resumes when it is started again with the same --name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.peers.measure import Plan, measure
 from bench.peers.models import MAX_LEN
 from bench.peers.records import Record, Report, read_records, this_machine, write_report
 from bench.peers.table import markdown
-from bench.peers.turns import Turns
+from bench.peers.measurement_lock import MeasurementLock
 from bench.peers.workload import ROWS, Row
 
 ENGINES: tuple[Contender, ...] = (Quintet(), Vllm(), OpenVino(), LlamaCpp())
@@ -41,9 +41,9 @@ KV_BYTES = 2 << 30
 
 
 def main() -> int:
-    """Do what the command line says; return the exit status."""
+    """Run the command; return the exit status."""
     arguments = _parser().parse_args()
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     home = Home(arguments.home.expanduser().resolve(), arguments.threads, MAX_LEN, KV_BYTES)
     engines = [engine for engine in ENGINES if engine.name in arguments.engines]
     rows = [row for row in ROWS if _is_chosen(row, arguments.rows, arguments.models)]
@@ -57,7 +57,7 @@ def main() -> int:
     installed = [engine for engine in engines if engine.is_installed(home)]
     for engine in engines:
         if engine not in installed:
-            print(f"{engine.name} is not installed; `python -m bench.peers install` does it", file=sys.stderr)
+            print(f"{engine.name} is not installed; run `python -m bench.peers install`", file=sys.stderr)
     raw = home.folder / "runs" / f"{arguments.name}.jsonl"
     failures: list[Record] = []
     if arguments.command == "run":
@@ -67,7 +67,7 @@ def main() -> int:
             arguments.repetitions,
             home,
             raw,
-            Turns(arguments.lock, arguments.hold),
+            MeasurementLock(arguments.lock, arguments.hold),
             arguments.foreign_share,
             arguments.tries,
         )
@@ -77,24 +77,24 @@ def main() -> int:
         where = f"{failure.row}, {failure.engine}, repetition {failure.repetition + 1}"
         print(f"not measured: {where}: {failure.error}", file=sys.stderr)
     if failures:
-        print(f"start it again with --name {arguments.name}: it measures what is missing", file=sys.stderr)
+        print(f"run it again with --name {arguments.name} to measure the missing rows", file=sys.stderr)
     return 1 if failures else 0
 
 
 def write_results(home: Home, engines: Sequence[Contender], raw: Path, name: str) -> None:
-    """Write table and raw JSON of everything that a run has recorded so far, and print the table."""
+    """Write the table and the raw JSON of a run's records, and print the table."""
     versions = {engine.name: engine.versions(home) for engine in engines}
     records = read_records(raw)
     date = max((record.at[:10] for record in records), default=_today())
     report = Report(date, this_machine(), home.threads, versions, records)
-    words = markdown(report, ROWS, [engine.name for engine in engines])
+    table = markdown(report, ROWS, [engine.name for engine in engines])
     write_report(RESULTS / f"{name}.json", report)
-    (RESULTS / f"{name}.md").write_text(words)
-    print(words)
+    (RESULTS / f"{name}.md").write_text(table)
+    print(table)
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """End through every ``finally``: no engine must stay."""
+def _on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle SIGTERM: raise SystemExit, so that ``finally`` blocks stop all engines."""
     raise SystemExit(128 + number)
 
 
@@ -128,30 +128,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
-        "--threads", type=int, default=2, metavar="N", help="of every engine (default: %(default)s)"
+        "--threads", type=int, default=2, metavar="N", help="threads of each engine (default: %(default)s)"
     )
     parser.add_argument(
-        "--name", default=f"peers-{_today()}", help="of the results, in bench/results (default: %(default)s)"
+        "--name",
+        default=f"peers-{_today()}",
+        help="name of the result files in bench/results (default: %(default)s)",
     )
     parser.add_argument(
-        "--lock", type=Path, metavar="FILE", help="lock this file while something is started or timed"
+        "--lock", type=Path, metavar="FILE", help="lock this file during starts and measurements"
     )
     parser.add_argument(
         "--hold",
         type=float,
         default=120.0,
         metavar="SECONDS",
-        help="hand the lock on after the measurement that passes this (default: %(default)s)",
+        help="release the lock between measurements after this time (default: %(default)s)",
     )
     parser.add_argument(
         "--foreign-share",
         type=float,
         default=0.05,
         metavar="SHARE",
-        help="measure again when other programs took more than this of the machine (default: %(default)s)",
+        help="repeat a measurement if other programs used more than this share of the CPU time (default: %(default)s)",
     )
     parser.add_argument(
-        "--tries", type=int, default=4, metavar="N", help="at most so often (default: %(default)s)"
+        "--tries", type=int, default=4, metavar="N", help="maximum number of tries (default: %(default)s)"
     )
     return parser
 

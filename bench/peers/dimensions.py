@@ -1,16 +1,16 @@
-"""Dimensions that the models' operations and bytes follow from, for all file formats."""
+"""Dimensions of the models, for counts of operations and bytes in all file formats."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.peers.large import CONFIGS
+from bench.peers.random_gguf import CONFIGS
 from bench.peers.models import SHAPES
 
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """Of one model."""
+    """Dimensions of one model."""
 
     hidden: int
     layers: int
@@ -18,7 +18,7 @@ class Dimensions:
     kv_heads: int
     head_dim: int
     width: int
-    """Of the feed-forwards that a token passes: with experts, of those that it chooses together."""
+    """Width of the feed-forward layer; with experts, the sum of the chosen experts' widths."""
     vocab_size: int
 
 
@@ -45,4 +45,4 @@ DIMENSIONS = {
     )
     for name, config in CONFIGS.items()
 }
-"""By name."""
+"""Dimensions by model name."""

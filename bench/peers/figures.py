@@ -1,11 +1,11 @@
-"""From the times of a job to its figures, alike for every engine, and from the machine's limits to what they allow.
+"""Compute the figures of a job from its times, and their limits from the machine's rates.
 
-decode_tok_s        tokens after the first, over the time from the first to the last: prefill excluded
-prompt_tok_s        prompt tokens over the time to the first token
-output_tok_s        all tokens generated over the whole duration
-ttft_p50_s          from sending a request to its first token, median over requests
-inter_token_p99_s   between successive tokens of a request, 99th percentile over all
-duration_s          from the first request to the end of the last
+decode_tok_s        output tokens after the first one, divided by the time from first to last token: without prefill
+prompt_tok_s        prompt tokens divided by the time to first token
+output_tok_s        output tokens of all requests divided by the job's duration
+ttft_p50_s          median time to first token
+inter_token_p99_s   99th percentile of the time between successive tokens of a request
+duration_s          time from the first request to the end of the last one
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from bench.peers.limits import Limits
 from bench.peers.workload import GGUF_FILES, Precision, Row
 
 _INT4_GROUP = 32
-"""Weights that share a two-byte scale in llama.cpp's 4-bit format, the reference for what four bits must read."""
+"""Weights per two-byte scale in llama.cpp's 4-bit format, the reference for the bytes of 4-bit weights."""
 
 
 def figures_of(job: Job, result: JobResult) -> dict[str, float]:
-    """Return the figures of a finished job. Raises `ValueError` where a request came back short."""
-    for served, asked in zip(result.served, job.output_lens, strict=True):
-        if served.num_tokens != asked:
-            raise ValueError(f"a request of {asked} tokens came back with {served.num_tokens}")
+    """Return the figures of a finished job. Raises `ValueError` if a request has too few tokens."""
+    for served, output_len in zip(result.served, job.output_lens, strict=True):
+        if served.num_tokens != output_len:
+            raise ValueError(f"a request for {output_len} tokens returned {served.num_tokens}")
     figures = {
         "duration_s": result.duration_s,
         "output_tok_s": job.total_output / result.duration_s,
@@ -35,20 +35,20 @@ def figures_of(job: Job, result: JobResult) -> dict[str, float]:
     timed = [served for served in result.served if served.token_times_s]
     if not timed:
         return figures
-    firsts_s = [served.token_times_s[0] - served.start_s for served in timed]
-    figures["ttft_p50_s"] = float(np.median(firsts_s))
+    ttfts_s = [served.token_times_s[0] - served.start_s for served in timed]
+    figures["ttft_p50_s"] = float(np.median(ttfts_s))
     gaps_s = np.concatenate([np.diff(served.token_times_s) for served in timed])
     if gaps_s.size:
         figures["inter_token_p99_s"] = float(np.percentile(gaps_s, 99))
     if len(timed) == 1:
-        figures["prompt_tok_s"] = len(job.prompts[0]) / firsts_s[0]
+        figures["prompt_tok_s"] = len(job.prompts[0]) / ttfts_s[0]
         if gaps_s.size:
             figures["decode_tok_s"] = gaps_s.size / float(gaps_s.sum())
     return figures
 
 
-def impossible(row: Row, job: Job, figures: Mapping[str, float], limits: Limits) -> str:
-    """Return what is better than the machine can do, in words; an empty string where nothing is."""
+def limit_error(row: Row, job: Job, figures: Mapping[str, float], limits: Limits) -> str:
+    """Return a message if a figure exceeds its limit, else an empty string."""
     for figure in row.figures:
         limit = limit_of(row, figure.key, job, limits)
         value = figures.get(figure.key)
@@ -56,14 +56,14 @@ def impossible(row: Row, job: Job, figures: Mapping[str, float], limits: Limits)
             continue
         if value > limit if figure.higher_is_better else value < limit:
             return (
-                f"{figure.key} {value:,.2f} is beyond the limit measured beside it, {limit:,.2f}: "
-                "something was not computed, or others had the machine while the limit was measured"
+                f"{figure.key} {value:,.2f} exceeds the limit of this round, {limit:,.2f}: the engine skipped work "
+                "(prefix cache), or other programs disturbed the measurement of the limit"
             )
     return ""
 
 
 def limit_of(row: Row, key: str, job: Job, limits: Limits) -> float | None:
-    """Return the best that figure ``key`` of a job can be; `None` where nothing bounds it or the rate is not known."""
+    """Return the limit of a figure of a job; `None` if it has no limit or the machine's rate is not known."""
     shape = DIMENSIONS[row.model]
     if key == "decode_tok_s":
         return bandwidth_limit(shape, row.precision, limits) if limits.read_gb_s else None
@@ -75,7 +75,7 @@ def limit_of(row: Row, key: str, job: Job, limits: Limits) -> float | None:
 
 
 def bandwidth_limit(shape: Dimensions, precision: Precision, limits: Limits) -> float:
-    """Return tokens per second of one stream if reading every weight once were all it took."""
+    """Return tokens per second of one stream if each token takes the time to read all weights once."""
     linear, head = _linear_weights(shape), shape.vocab_size * shape.hidden
     if precision in GGUF_FILES:
         return limits.read_gb_s / limits.weights_gb
@@ -85,16 +85,16 @@ def bandwidth_limit(shape: Dimensions, precision: Precision, limits: Limits) -> 
 
 
 def multiply_limit(shape: Dimensions, precision: Precision, job: Job, limits: Limits) -> float:
-    """Return the seconds of ``job`` if multiplying at the machine's peak rate were all it took.
+    """Return the seconds of ``job`` if it takes the time of its multiplications at the machine's peak rate.
 
-    That rate is the matrix unit's where there is one. bf16 may be widened to fp32 first, for nothing here: on some
-    processors those multiply-adds are the faster ones.
+    That rate is the matrix unit's if there is one. For bf16 it may be that of fp32 multiply-adds, which are faster on some
+    processors; the conversion is not counted.
 
-    Every prompt token passes every linear layer and attends to those before it, a beginning that all prompts share does so once;
-    logits are computed where a token is drawn.
+    Each prompt token passes all linear layers and attends to the tokens before it. A prefix that all prompts share is computed
+    once. Logits are computed for sampled tokens only.
     """
     linear, head = _linear_weights(shape), shape.vocab_size * shape.hidden
-    shared = _shared_beginning(job.prompts) if len(job.prompts) > 1 else 0
+    shared = _shared_prefix_len(job.prompts) if len(job.prompts) > 1 else 0
     tokens, attended = shared, _attended(shared)
     for prompt, output_len in zip(job.prompts, job.output_lens, strict=True):
         length = len(prompt) + output_len - 1
@@ -105,8 +105,8 @@ def multiply_limit(shape: Dimensions, precision: Precision, job: Job, limits: Li
     return operations / (_multiply_rate(precision, limits) * 1e9)
 
 
-def _shared_beginning(prompts: Sequence[list[int]]) -> int:
-    first, last = min(prompts), max(prompts)  # whatever all of them begin with, these two do
+def _shared_prefix_len(prompts: Sequence[list[int]]) -> int:
+    first, last = min(prompts), max(prompts)  # a common prefix of these two is common to all
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
@@ -119,10 +119,12 @@ def _multiply_rate(precision: Precision, limits: Limits) -> float:
 
 
 def fastest(precision: Precision, limits: Limits) -> tuple[str, float]:
-    """Return what multiplies fastest for these weights, and its rate: shares of a multiply limit are of that."""
+    """Return the name and rate of the fastest instructions for these weights, which define the multiply limit."""
     rates = {"8-bit dot products": limits.int8_gop_s, "the 8-bit matrix unit": limits.int8_matrix_gop_s}
-    rounds_inputs = precision == "w8a8" or precision in GGUF_FILES  # of a file's weights llama.cpp does
-    if not rounds_inputs:
+    quantizes_activations = (
+        precision == "w8a8" or precision in GGUF_FILES
+    )  # llama.cpp quantizes the activations of GGUF files
+    if not quantizes_activations:
         rates = {
             "bf16 dot products": limits.bf16_gflop_s,
             "fp32 multiply-adds": limits.fp32_gflop_s,

@@ -1,4 +1,4 @@
-"""Writes a GGUF file in bf16 in other formats, by llama.cpp's own quantizer.
+"""Convert a bf16 GGUF file to other formats with llama.cpp's quantizer.
 
 Runs in the environment of llama-cpp-python.
 
@@ -23,7 +23,7 @@ QUANTIZED = {
 
 
 def quantize(source: Path, target: Path, ftype: int) -> None:
-    """Write ``source`` in another number format. Raises `RuntimeError` where llama.cpp cannot."""
+    """Write ``source`` in another format. Raises `RuntimeError` if llama.cpp fails."""
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = ftype
     status = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params))
@@ -32,7 +32,7 @@ def quantize(source: Path, target: Path, ftype: int) -> None:
 
 
 def main() -> None:
-    """Write every format that is not there yet, of the bf16 file that `quintet quantize` wrote."""
+    """Write all missing formats of a bf16 file of `quintet quantize`."""
     parser = command_parser(__doc__)
     parser.add_argument("plain", type=Path)
     arguments = parser.parse_args()

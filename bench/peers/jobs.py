@@ -1,6 +1,6 @@
-"""Requests to an engine and its answers: the contract between the harness and the drivers.
+"""Messages between the harness and the drivers: jobs and their results, as lines of JSON.
 
-Drivers run in the environments of other engines, so this module knows the standard library alone.
+Drivers run in the environments of other engines, so this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Prompts for a closed loop: ``clients`` of them are in flight, and each that ends is followed by the next."""
+    """Requests of a closed loop: ``clients`` requests are in flight; the next one is sent when one ends."""
 
     prompts: list[list[int]]
     output_lens: list[int]
-    """Tokens to generate for each prompt: exactly as many, whatever is generated."""
+    """Exact number of output tokens of each prompt; EOS is ignored."""
     clients: int
     context_len: int
-    """Longest prompt plus output, for engines that reserve memory per sequence."""
+    """Maximum of prompt plus output tokens, for engines that reserve memory per sequence."""
 
     @property
     def total_output(self) -> int:
-        """Tokens that all requests generate."""
+        """Number of output tokens of all requests."""
         return sum(self.output_lens)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request's times, by a clock that is the same within one result."""
+    """Times of one request, in seconds of a clock that all requests of a result share."""
 
     start_s: float
     token_times_s: list[float]
-    """Arrival of each token; empty where the engine answers only at the end."""
+    """Arrival of each token; empty if the engine does not stream."""
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """A finished job."""
+    """Result of a job."""
 
     duration_s: float
     served: list[Served]

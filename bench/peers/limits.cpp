@@ -1,9 +1,9 @@
-// What this machine can do at most, to hold engines against: bytes read per second and multiply-adds per second.
+// Measures the machine's peak rates: bytes read per second, and multiply-adds per second.
 //
-// Each thread is kept on one processor, one of each core first as engines have it (csrc/cpu/runtime/cores.hpp), so that no scheduler must
-// find out first that two of them share one, and the first run is not counted: a processor that was idle takes its time to reach
-// its speed. Each thread keeps twelve independent accumulators in registers, enough to cover the latency of the multiply units, and
-// touches no memory; the reader streams over a buffer far larger than any cache. Prints one line of JSON:
+// Each thread is pinned to one processor, different cores first, as the engine does (csrc/cpu/runtime/cores.hpp). The first run is a
+// warm-up, since an idle processor needs time to reach its clock rate. Each thread has twelve independent accumulators in registers,
+// enough to cover the latency of the multiply units, and accesses no memory. The reader streams over a buffer far larger than any
+// cache. Prints one line of JSON:
 //   {"threads": N, "read_gb_s": .., "bf16_gflop_s": .., "fp32_gflop_s": .., "int8_gop_s": .., "bf16_matrix_gflop_s": ..,
 //    "int8_matrix_gop_s": ..}
 // Rates an instruction set lacks are 0; without AVX-512, fp32 and int8 are those of AVX2.
@@ -35,7 +35,7 @@ constexpr long kIterations = 40'000'000;
 constexpr size_t kReadBytes = 1ul << 30;
 constexpr int kRepetitions = 4;
 
-std::atomic<long> sink;  // what is computed must be used, or the compiler computes nothing
+std::atomic<long> sink;  // prevents the compiler from removing the computation
 
 __attribute__((target("avx512f,avx512bf16"))) void multiply_bf16() {
     __m512 sums[kAccumulators];
@@ -76,7 +76,7 @@ __attribute__((target("avx512f,avx512vnni"))) void multiply_int8() {
     sink += total;
 }
 
-// The matrix unit (AMX): four sums of 16 x 16 in registers. Written as assembly: whether the compiler knows it does not matter.
+// The matrix unit (AMX): four accumulators of 16 x 16 in registers. Assembly, so that compilers without AMX support can build it.
 constexpr long kMatrixIterations = 8'000'000;
 
 struct alignas(64) MatrixShapes {
@@ -85,7 +85,7 @@ struct alignas(64) MatrixShapes {
     unsigned char rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Whether the processor has it for bf16 and 8 bits, and Linux grants its registers; asked before there are other threads.
+// Returns true if the processor has AMX for bf16 and 8 bits, and Linux grants its registers. Call it before other threads start.
 bool has_matrices() {
     unsigned a, b, c, d;
     constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;
@@ -139,7 +139,7 @@ __attribute__((target("avx2,fma"))) void multiply_fp32_avx2() {
     sink += static_cast<long>(total);
 }
 
-// Without a dot product of bytes: products added in pairs, the pairs in pairs, then the sum.
+// Without dot products of bytes: products are added in pairs, then the pairs in pairs, then to the sum.
 __attribute__((target("avx2"))) void multiply_int8_avx2() {
     __m256i sums[kAccumulators];
     for (auto& sum : sums) sum = _mm256_setzero_si256();
@@ -148,7 +148,7 @@ __attribute__((target("avx2"))) void multiply_int8_avx2() {
     for (long i = 0; i < kIterations; ++i) {
 #pragma GCC unroll 12
         for (auto& sum : sums) {
-            asm volatile("" : "+x"(bytes));  // or the products would be computed once
+            asm volatile("" : "+x"(bytes));  // prevents the compiler from hoisting the products
             sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(bytes, bytes), pairs));
         }
     }
@@ -214,7 +214,7 @@ int main(int argc, char** argv) {
     if (wide || half_as_wide) {
         const auto read_all = wide ? read_all_avx512 : read_all_avx2;
         char* buffer = static_cast<char*>(std::aligned_alloc(1 << 21, kReadBytes));
-        madvise(buffer, kReadBytes, MADV_HUGEPAGE);  // prefetchers stop at a page's end
+        madvise(buffer, kReadBytes, MADV_HUGEPAGE);  // prefetchers stop at page boundaries
         std::memset(buffer, 1, kReadBytes);
         const size_t share = kReadBytes / num_threads / 256 * 256;
         read = kReadBytes / 1e9 / best_seconds(num_threads, [&](int i) { read_all(buffer + i * share, share); });

@@ -1,4 +1,4 @@
-"""Measures what the machine can do at most, in the same minutes as the engines: rates drift by a quarter within hours."""
+"""Measure the machine's peak rates close to the measurements of the engines, since rates vary by a quarter within hours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Self
 
 _KERNELS = Path(__file__).resolve().parents[2] / "csrc" / "cpu"
 _SOURCES = (Path(__file__).with_name("limits.cpp"), _KERNELS / "runtime/cores.cpp")
-"""The probe, and which processors threads are kept on, as the kernels' own are."""
+"""The probe, and the kernels' thread pinning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,13 @@ class Limits:
     int8_gop_s: float
     bf16_matrix_gflop_s: float = 0.0
     int8_matrix_gop_s: float = 0.0
-    """The last two: of the matrix unit; records of before have none."""
+    """The last two are rates of the matrix unit (AMX); older records have none."""
     weights_gb: float = 0.0
-    """No rate: what a token reads of the row's model, where all engines are given the same file (GGUF)."""
+    """Size in GB of the weights that a token reads, for GGUF files; not a rate."""
 
     @classmethod
     def of(cls, figures: Mapping[str, float]) -> Self:
-        """Return the limits that a record holds among its figures."""
+        """Return the limits in a record's figures."""
         return cls(
             int(figures["threads"]),
             figures["read_gb_s"],
@@ -45,7 +45,7 @@ class Limits:
 
 
 def build_probe(home: Path) -> Path:
-    """Compile the probe into ``home`` unless it is there and newer than its sources; return it."""
+    """Compile the probe into ``home`` if it is missing or older than its sources; return its path."""
     program = home / "limits"
     if not program.exists() or program.stat().st_mtime < max(source.stat().st_mtime for source in _SOURCES):
         home.mkdir(parents=True, exist_ok=True)
@@ -55,6 +55,6 @@ def build_probe(home: Path) -> Path:
 
 
 def measure_limits(program: Path, threads: int) -> Limits:
-    """Run the probe: about three seconds of every core."""
-    asked = subprocess.run([program, str(threads)], check=True, capture_output=True, text=True)
-    return Limits(**json.loads(asked.stdout))
+    """Run the probe; it takes about three seconds on all cores."""
+    output = subprocess.run([program, str(threads)], check=True, capture_output=True, text=True)
+    return Limits(**json.loads(output.stdout))

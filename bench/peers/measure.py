@@ -1,6 +1,6 @@
-"""Measures rows on engines in turn: A B A B, the machine's limits before each round, and a record of each at once.
+"""Measure rows with alternating engines (A B A B) and the machine's limits before each round; append each result to the records.
 
-A figure above the limit of its round is an error: a prompt out of a cache, or a limit that another program disturbed.
+A figure above the limit of its round is an error: a prefix cache hit, or other load while the limit was measured.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
-from bench.peers import quiet
+from bench.peers import foreign_load
 from bench.peers.engines import processes
 from bench.peers.engines.interface import Contender, EngineFailed, Home, Setup
-from bench.peers.figures import figures_of, impossible
-from bench.peers.fleet import Fleet
+from bench.peers.figures import figures_of, limit_error
+from bench.peers.running_engines import RunningEngines
 from bench.peers.limits import Limits, build_probe, measure_limits
 from bench.peers.records import MACHINE, Record, append_record, measured, read_records, this_commit
 from bench.peers.token_bytes import token_bytes
-from bench.peers.turns import Turns
+from bench.peers.measurement_lock import MeasurementLock
 from bench.peers.workload import GGUF_FILES, Row, job_of, warm_up_of
 
 
@@ -35,20 +35,20 @@ class Plan:
     repetitions: int
     home: Home
     raw: Path
-    """Folders of records, and of those of an interrupted run."""
-    turns: Turns
+    """File of the records; a resumed run appends to it."""
+    lock: MeasurementLock
     foreign_share: float
-    """A measurement is repeated when other programs took more of the machine than this meanwhile …"""
+    """A measurement is repeated if other programs use a larger share of the CPU time."""
     tries: int
-    """… so many times at most; the least disturbed is kept."""
+    """Maximum number of tries; the one with the smallest share is kept."""
 
 
 def measure(plan: Plan) -> list[Record]:
-    """Measure everything of the plan that has no record yet; return the failures, for the run to name them at its end."""
+    """Take all measurements of the plan that have no record; return the failures."""
     failures: list[Record] = []
     done = set(measured(read_records(plan.raw)))
     total = len(plan.rows) * plan.repetitions
-    with Fleet(plan.home) as fleet, contextlib.closing(plan.turns):
+    with RunningEngines(plan.home) as running, contextlib.closing(plan.lock):
         for index, (row, repetition) in enumerate(_rounds(plan)):
             engines = [engine for engine in plan.engines if engine.runs(row)]
             missing = [engine for engine in engines if (row.id, engine.name, repetition) not in done]
@@ -58,7 +58,7 @@ def measure(plan: Plan) -> list[Record]:
             machine = _record(plan, row, MACHINE, repetition, partial(_limits, plan, row))
             limits = Limits.of(machine.figures)
             for engine in missing:
-                take = partial(_figures, plan, fleet, engine, row, repetition, limits)
+                take = partial(_figures, plan, running, engine, row, repetition, limits)
                 record = _record(plan, row, engine.name, repetition, take)
                 if record.error:
                     failures.append(record)
@@ -66,7 +66,7 @@ def measure(plan: Plan) -> list[Record]:
 
 
 def _rounds(plan: Plan) -> Iterator[tuple[Row, int]]:
-    """Return rows by setup, so that engines start once for all rows that share theirs."""
+    """Yield rows and repetitions, grouped by setup, so that engines start once per setup."""
     by_setup: dict[tuple[Setup, bool], list[Row]] = {}
     for row in plan.rows:
         by_setup.setdefault((_setup(row), row.pattern == "boot"), []).append(row)
@@ -81,8 +81,8 @@ def _setup(row: Row) -> Setup:
 
 
 def _record(plan: Plan, row: Row, name: str, repetition: int, take: Callable[[], dict[str, float]]) -> Record:
-    plan.turns.pass_on()
-    plan.turns.take()
+    plan.lock.release_if_due()
+    plan.lock.acquire()
     at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     record = Record(row.id, name, repetition, at, commit=this_commit())
     try:
@@ -111,64 +111,64 @@ def _limits(plan: Plan, row: Row) -> dict[str, float]:
 
 
 def _figures(
-    plan: Plan, fleet: Fleet, engine: Contender, row: Row, repetition: int, limits: Limits
+    plan: Plan, engines: RunningEngines, engine: Contender, row: Row, repetition: int, limits: Limits
 ) -> dict[str, float]:
-    """Return what an engine does. Raises `EngineFailed`, and `ValueError` for a result that cannot be."""
+    """Return the figures of an engine. Raises `EngineFailed`, and `ValueError` for a figure beyond its limit."""
     setup = _setup(row)
     try:
         if row.pattern == "boot":
-            return _undisturbed(plan, partial(_boot, plan, fleet, engine, row, repetition))
-        loaded = fleet.existing(engine, setup)
+            return _undisturbed(plan, partial(_boot, plan, engines, engine, row, repetition))
+        loaded = engines.get(engine, setup)
         if loaded is None:
             began_s = time.perf_counter()
-            loaded = fleet.start(engine, setup)
+            loaded = engines.start(engine, setup)
             print(f"    {engine.name:<10} started in {time.perf_counter() - began_s:.1f} s", flush=True)
-        if fleet.needs_warm_up(engine, row):
+        if engines.needs_warm_up(engine, row):
             loaded.run(warm_up_of(row))
         running = loaded
 
         def take(attempt: int) -> dict[str, float]:
             job = job_of(row, repetition, attempt)
             figures = figures_of(job, running.run(job))
-            cause = impossible(row, job, figures, limits)
+            cause = limit_error(row, job, figures, limits)
             if cause:
                 raise ValueError(cause)
             return figures
 
         return _undisturbed(plan, take)
     except EngineFailed:
-        fleet.stop(engine.name)
+        engines.stop(engine.name)
         raise
 
 
 def _boot(
-    plan: Plan, fleet: Fleet, engine: Contender, row: Row, repetition: int, attempt: int
+    plan: Plan, engines: RunningEngines, engine: Contender, row: Row, repetition: int, attempt: int
 ) -> dict[str, float]:
-    """Time a start with nothing else running, from the spawn to the first token, then weigh it."""
-    fleet.stop_all()
+    """Measure an engine's start without other engines: time from spawn to first token, then its memory (PSS)."""
+    engines.stop_all()
     setup = _setup(row)
     _read_into_page_cache(engine.model_path(plan.home, setup))
     began_s = time.perf_counter()
-    running = fleet.start(engine, setup)
+    running = engines.start(engine, setup)
     running.run(job_of(row, repetition, attempt))
     boot_s = time.perf_counter() - began_s
     return {"boot_s": boot_s, "pss_gb": running.pss_bytes() / 1e9}
 
 
 def _undisturbed(plan: Plan, take: Callable[[int], dict[str, float]]) -> dict[str, float]:
-    """Take figures until others leave the machine alone meanwhile; return those that they disturbed least.
+    """Repeat a measurement until other programs use little CPU time; return the least disturbed figures.
 
-    ``take`` gets the number of the try: its prompts must be new to the engine each time.
+    ``take`` gets the number of the try, since each try needs new prompts.
     """
     own = partial(processes.family, os.getpid())
     best: dict[str, float] | None = None
     for attempt in range(plan.tries):
         if attempt:
-            quiet.pause()
+            foreign_load.pause()
         is_last = attempt == plan.tries - 1
-        if not is_last and not quiet.is_quiet(own, plan.foreign_share):
+        if not is_last and not foreign_load.is_quiet(own, plan.foreign_share):
             continue
-        meter = quiet.ForeignMeter(own)
+        meter = foreign_load.ForeignMeter(own)
         figures = take(attempt)
         figures["foreign_share"] = meter.share()
         if best is None or figures["foreign_share"] < best["foreign_share"]:

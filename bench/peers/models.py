@@ -1,7 +1,7 @@
-"""Makes the two models that every engine is measured with: real shapes, seeded random bf16 weights.
+"""Write the two models that all engines are measured with: real shapes, seeded random bf16 weights.
 
-What a token costs depends on the shape alone, so random weights measure as well as trained ones, and need no network.
-The tokenizer is the null model's construction at the shape's own vocabulary. Files are what transformers expects.
+The time of a token depends on the shape alone, so random weights suffice and need no network. The tokenizer is that of the null
+model with the shape's vocabulary. The folders load in transformers.
 
     python -m bench.peers.models FOLDER        writes FOLDER/S and FOLDER/M (3.4 GB)
 """
@@ -23,7 +23,7 @@ MAX_LEN = 4096
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One model: a decoder of the Llama family, embeddings tied."""
+    """Shape of a Llama-like decoder with tied embeddings."""
 
     name: str
     like: str
@@ -70,7 +70,7 @@ SHAPES = {
 
 
 def make_model(folder: Path, shape: Shape, seed: int = 0) -> Path:
-    """Write the model into ``folder`` unless it is there whole, and return it. The same seed writes the same files."""
+    """Write the model into ``folder`` if it is missing or incomplete, and return it. The same seed writes the same files."""
     done = folder / "config.json"
     if done.exists():
         return folder
@@ -97,7 +97,7 @@ def make_model(folder: Path, shape: Shape, seed: int = 0) -> Path:
         "bos_token_id": end,
         "eos_token_id": end,
     }
-    _write_json(done, config | shape.extra)  # last: its presence says that the rest is whole
+    _write_json(done, config | shape.extra)  # written last, to mark the folder as complete
     return folder
 
 
@@ -135,7 +135,7 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
 
 
 def main() -> None:
-    """Write both models where the command line says."""
+    """Write both models into the folder of the command line."""
     parser = command_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""The raw results: one line of JSON per measurement, appended as it is made, so that an interrupted run resumes."""
+"""Raw results: each measurement appends a line of JSON, so that an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import msgspec
 import psutil
 
 MACHINE = "machine"
-"""The name under which the machine's limits are recorded, measured in turn with the engines."""
+"""Engine name of the records of the machine's limits."""
 
 
 class Record(msgspec.Struct):
-    """One measurement, or one failure."""
+    """Result of one measurement, or its error."""
 
     row: str
     engine: str
     repetition: int
     at: str
-    """UTC, ISO 8601."""
+    """Time in UTC, ISO 8601."""
     figures: dict[str, float] = {}
     error: str = ""
     commit: str = ""
-    """Of this repository when it was measured."""
+    """Commit of this repository at the measurement."""
 
 
 class Machine(msgspec.Struct):
@@ -40,7 +40,7 @@ class Machine(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """The file of one finished run."""
+    """Contents of the result file of a run."""
 
     date: str
     machine: Machine
@@ -50,7 +50,7 @@ class Report(msgspec.Struct):
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return what an earlier run left; a line cut short by its end is dropped."""
+    """Return the records of a file; an incomplete last line is dropped."""
     if not path.exists():
         return []
     records = []
@@ -63,32 +63,32 @@ def read_records(path: Path) -> list[Record]:
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Add one measurement."""
+    """Append a record to the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         file.write(msgspec.json.encode(record) + b"\n")
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write the whole run, readably."""
+    """Write the report as indented JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
 def measured(records: Iterable[Record]) -> Mapping[tuple[str, str, int], Record]:
-    """Return the newest good measurement of each row, engine and repetition."""
+    """Return the newest successful record of each row, engine and repetition."""
     return {(r.row, r.engine, r.repetition): r for r in records if not r.error}
 
 
 def failed(records: Sequence[Record]) -> list[Record]:
-    """Return the newest failure of each row, engine and repetition that has no good measurement."""
+    """Return the newest failure of each row, engine and repetition without a successful record."""
     good = measured(records)
     failures = {(r.row, r.engine, r.repetition): r for r in records if r.error}
     return [failure for key, failure in failures.items() if key not in good]
 
 
 def this_machine() -> Machine:
-    """Describe the machine."""
+    """Return a description of this machine."""
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -100,12 +100,12 @@ def this_machine() -> Machine:
 
 
 def this_commit() -> str:
-    """Return the commit that is measured."""
-    asked = subprocess.run(
+    """Return the commit of this checkout."""
+    described = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         capture_output=True,
         text=True,
         check=False,
         cwd=Path(__file__).parent,
     )
-    return asked.stdout.strip() or "unknown"
+    return described.stdout.strip() or "unknown"

@@ -1,9 +1,9 @@
-"""From a program's start to its first token, of a GGUF file in the page cache: Quintet and llama.cpp in turn, the same prompt.
+"""Measure the time from process start to first token with a GGUF file in the page cache: Quintet and llama.cpp, alternating.
 
     python -m bench.peers.starts FILE.gguf [--repetitions 3] [--save RESULT.json]
 
-Quintet is `quintet serve` with all its processes, asked over HTTP as soon as it is ready; llama.cpp is a process that loads
-the file and computes (`bench.peers.drivers.llamacpp`), so it has neither a server nor a tokenizer to start.
+Quintet is `quintet serve`, which gets a request over HTTP when it is ready. llama.cpp is a driver process
+(`bench.peers.drivers.llamacpp`) that loads the file and generates, without a server and a tokenizer. Both get the same prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.arguments import command_parser
-from bench.peers.engines.driven import start_driver
+from bench.peers.engines.driver_process import start_driver
 from bench.peers.engines.interface import Home
 from bench.peers.engines.llamacpp import ENVIRONMENT
 from bench.peers.jobs import Job
@@ -25,7 +25,7 @@ MAX_LEN = 256
 
 
 def llama_cpp_s(home: Home, model: Path) -> float:
-    """Return how long llama.cpp takes."""
+    """Return llama.cpp's time to the first token, in seconds."""
     began_s = time.perf_counter()
     arguments = [str(model), "--threads", str(home.threads), "--max-len", str(MAX_LEN), "--kv-bytes", "0"]
     running = start_driver(
@@ -39,19 +39,19 @@ def llama_cpp_s(home: Home, model: Path) -> float:
 
 
 def quintet_s(home: Home, model: Path) -> float:
-    """Return how long Quintet takes."""
+    """Return Quintet's time to the first token, in seconds."""
     flags = ["--threads", str(home.threads), "--max-model-len", str(MAX_LEN)]
     return start_once(str(model), flags).first_token_s
 
 
 def main() -> None:
-    """Start each as often as asked and print the medians."""
+    """Start both engines alternately and print the medians."""
     parser = command_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "quintet-peers")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the seconds as JSON too")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the times as JSON")
     arguments = parser.parse_args()
     home = Home(arguments.home, arguments.threads, MAX_LEN, 0)
     read_into_page_cache(arguments.model)
@@ -63,7 +63,7 @@ def main() -> None:
     ours, theirs = (median(each) for each in seconds.values())
     gigabytes = arguments.model.stat().st_size / 1e9
     print(
-        f"{gigabytes:.2f} GB, medians: Quintet {ours:.2f} s, llama.cpp {theirs:.2f} s, {ours / theirs:.2f} times"
+        f"{gigabytes:.2f} GB, medians: Quintet {ours:.2f} s, llama.cpp {theirs:.2f} s, ratio {ours / theirs:.2f}"
     )
     if arguments.save:
         record = {

@@ -1,4 +1,4 @@
-"""From records to the one table: medians over repetitions, the machine's limits of the same run, and both ratios."""
+"""Write the table of a run: medians over repetitions, the machine's limits, and ratios to the best peer and to the limit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ OURS = "Quintet"
 
 
 def markdown(report: Report, rows: Sequence[Row], engines: Sequence[str]) -> str:
-    """Return the table with a heading that says where, when and what was measured.
+    """Return the table with a heading: date, machine, versions and limits.
 
-    "times the best peer" is above 1 where Quintet is better, also where less is better.
+    "times the best peer" is above 1 if Quintet is better, also for figures where less is better.
     """
     peers = [name for name in engines if name != OURS]
     columns = ["work", OURS, *peers, "limit", "times the best peer", "share of limit", "must reach"]
@@ -96,7 +96,7 @@ def _limits(records: Sequence[Record]) -> list[Limits]:
 
 
 def _failures(records: Sequence[Record], rows: Sequence[Row]) -> list[str]:
-    """Return what is missing from the medians, and why."""
+    """Return the list of failed measurements and their errors."""
     words = {row.id: row.words for row in rows}
     lines = [
         f"* {words[record.row]}, {record.engine}, repetition {record.repetition + 1}: {record.error}."

@@ -1,4 +1,4 @@
-"""Bytes of a GGUF file that one token reads."""
+"""Count the bytes of a GGUF file that one token reads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import gguf
 
 
 def token_bytes(path: Path) -> int:
-    """Return the bytes of all weights that a token passes.
+    """Return the bytes of the weights that a token reads.
 
-    Of experts those that it chooses, of an embedding that is not the output layer none.
+    Only the chosen experts count. The embedding counts only if it is also the output layer.
     """
     reader = gguf.GGUFReader(path)
     arch = str(reader.fields["general.architecture"].contents())

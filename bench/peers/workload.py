@@ -1,7 +1,7 @@
-"""The rows of the table and the token ids of each: decided by seeds, the same for every engine.
+"""Rows of the table and the token ids of their requests, which are seeded and equal for all engines.
 
-Knows no engine. Lengths depend on the row alone, ids on row, repetition and try, so that nothing that is measured finds a prefix
-of what ran before it in anybody's cache.
+Lengths depend on the row alone. Ids depend on row, repetition and try, so that no measurement hits a prefix cached by an earlier
+one.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from bench.peers.models import MAX_LEN
 
 Precision = Literal["bf16", "int8", "int4", "w8a8", "q8_0", "q4_0", "q4_k_m", "q6_k", "mxfp4"]
 GGUF_FILES: tuple[Precision, ...] = ("q8_0", "q4_0", "q4_k_m", "q6_k", "mxfp4")
-"""Of these an engine reads the very same file, or does not run the row."""
-_OF_SMALL: tuple[Precision, ...] = ("q8_0", "q4_0", "q4_k_m", "q6_k")
-_OF_L: tuple[Precision, ...] = ("q4_k_m", "q8_0")
-_FOR_CLIENTS: tuple[Precision, ...] = ("q4_k_m", "q8_0")
+"""Formats of GGUF files; all engines of such a row read the same file."""
+_SMALL: tuple[Precision, ...] = ("q8_0", "q4_0", "q4_k_m", "q6_k")
+_L_FORMATS: tuple[Precision, ...] = ("q4_k_m", "q8_0")
+_CLIENTS_FORMATS: tuple[Precision, ...] = ("q4_k_m", "q8_0")
 Mode = Literal["serve", "offline"]
-"""Through the engine's HTTP server where it has one, or through its Python API."""
+"""``serve``: through the engine's HTTP server if it has one; ``offline``: through its Python API."""
 Pattern = Literal["stream", "prompt", "clients", "offline", "prefix", "boot"]
 
 FIRST_ID = 256
-"""Ids below are single bytes, which may give no text at all for a while."""
+"""Lowest token id of prompts; ids below are single bytes, which may be incomplete characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number that a row shows."""
+    """A figure of a row."""
 
     key: str
     words: str
     unit: str
     higher_is_better: bool = True
     goal: str = ""
-    """Target of the row, in words."""
+    """Target of the row, as text."""
     shows_limit: bool = False
     """True if the table shows the machine's limit."""
     digits: int = 1
@@ -45,7 +45,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: a load, the model it runs on, and what is shown of it."""
+    """A row of the table: load, model and figures."""
 
     id: str
     words: str
@@ -89,8 +89,8 @@ def _prompt(model: str, precision: Precision, goal: str) -> Row:
     )  # fmt: skip
 
 
-def _rounded(row: Row) -> Row:
-    """Return the row once more with inputs of 8 bits."""
+def _with_int8(row: Row) -> Row:
+    """Return the same row with 8-bit activations."""
     flags = ("--activation-dtype", "int8")
     return replace(
         row, id=f"{row.id}-inputs8", words=f"{row.words}, Quintet with {' '.join(flags)}", flags=flags
@@ -116,34 +116,34 @@ def _offline(model: str, precision: Precision, num_prompts: int, goal: str) -> R
 
 _OUTPUT = Figure("output_tok_s", "output", "tok/s", goal="≥ 145")
 _TTFT = Figure("ttft_p50_s", "time to first token p50", "s", False, "≤ 1.2", digits=2)
-_GAP = Figure("inter_token_p99_s", "between tokens p99", "s", False, "", digits=2)
-_WHOLE = Figure("duration_s", "", "s", False, "≤ 3", digits=2)
+_INTER_TOKEN = Figure("inter_token_p99_s", "between tokens p99", "s", False, "", digits=2)
+_DURATION = Figure("duration_s", "", "s", False, "≤ 3", digits=2)
 
 ROWS: tuple[Row, ...] = (
     _stream("S", "bf16", "≥ llama.cpp, ≥ 95 % of the limit"),
     _prompt("S", "bf16", "≥ 1 020, 90 % of the limit"),
-    _clients(8, 2, (_OUTPUT, _TTFT, _GAP)),
+    _clients(8, 2, (_OUTPUT, _TTFT, _INTER_TOKEN)),
     _clients(
         32,
         2,
         (
             replace(_OUTPUT, goal="≥ 200", shows_limit=True),
             replace(_TTFT, goal=""),
-            replace(_GAP, goal="≤ 0.4"),
+            replace(_INTER_TOKEN, goal="≤ 0.4"),
         ),
     ),
     Row(
         "clients32-S-bf16-450ms", "S, bf16, 32 clients, 256 in / 64 out, Quintet with --step-target-ms 450", "S", "bf16",
-        "serve", "clients", (replace(_OUTPUT, goal=""), replace(_TTFT, goal="no later than the earliest"), _GAP), 64, 32,
+        "serve", "clients", (replace(_OUTPUT, goal=""), replace(_TTFT, goal="≤ that of the fastest peer"), _INTER_TOKEN), 64, 32,
         (256, 256), (64, 64), flags=("--step-target-ms", "450"),
     ),
     Row(
         "prefix-S-bf16", "S, bf16, 32 at once sharing a 1 024-token prefix, 16 out", "S", "bf16", "serve", "prefix",
-        (_WHOLE,), 32, 32, (1056, 1056), (16, 16), shared_len=1024,
+        (_DURATION,), 32, 32, (1056, 1056), (16, 16), shared_len=1024,
     ),
     Row(
         "replicas2-S-bf16", "S, bf16, two replicas, 16 clients, 256 in / 64 out", "S", "bf16", "serve", "clients",
-        (replace(_OUTPUT, goal=""), replace(_TTFT, goal=""), _GAP), 32, 16, (256, 256), (64, 64), engines=2,
+        (replace(_OUTPUT, goal=""), replace(_TTFT, goal=""), _INTER_TOKEN), 32, 16, (256, 256), (64, 64), engines=2,
     ),
     _offline("S", "bf16", 64, "≥ 215"),
     _stream("S", "int8", "≥ 72"),
@@ -163,30 +163,30 @@ ROWS: tuple[Row, ...] = (
         ),
         input_len=(16, 16), output_len=(1, 1),
     ),
-    *(_stream(model, precision, "≥ 1.25 × llama.cpp, ≥ 88 % of the limit") for model in ("S", "M") for precision in _OF_SMALL),
-    *(_stream("L", precision, "≥ 1.25 × llama.cpp, ≥ 88 % of the limit") for precision in _OF_L),
+    *(_stream(model, precision, "≥ 1.25 × llama.cpp, ≥ 88 % of the limit") for model in ("S", "M") for precision in _SMALL),
+    *(_stream("L", precision, "≥ 1.25 × llama.cpp, ≥ 88 % of the limit") for precision in _L_FORMATS),
     _stream("E", "mxfp4", "≥ 1.25 × llama.cpp"),
     *(_prompt(model, precision, "≥ 2 × llama.cpp") for model in ("S", "M") for precision in ("q8_0", "q4_k_m")),
     _prompt("L", "q4_k_m", "≥ 2 × llama.cpp"),
     _prompt("E", "mxfp4", "≥ 2 × llama.cpp"),
     *(
-        _rounded(_stream(model, precision, "≥ 1.25 × llama.cpp, ≥ 88 % of the limit"))
-        for model in ("S", "M") for precision in _OF_SMALL
+        _with_int8(_stream(model, precision, "≥ 1.25 × llama.cpp, ≥ 88 % of the limit"))
+        for model in ("S", "M") for precision in _SMALL
     ),
-    _rounded(_stream("L", "q4_k_m", "≥ 1.25 × llama.cpp, ≥ 88 % of the limit")),
-    _rounded(_stream("E", "mxfp4", "≥ 1.25 × llama.cpp")),
-    *(_rounded(_prompt(model, precision, "≥ 2 × llama.cpp")) for model in ("S", "M") for precision in ("q8_0", "q4_k_m")),
-    _rounded(_prompt("L", "q4_k_m", "≥ 2 × llama.cpp")),
-    _rounded(_prompt("E", "mxfp4", "≥ 2 × llama.cpp")),
+    _with_int8(_stream("L", "q4_k_m", "≥ 1.25 × llama.cpp, ≥ 88 % of the limit")),
+    _with_int8(_stream("E", "mxfp4", "≥ 1.25 × llama.cpp")),
+    *(_with_int8(_prompt(model, precision, "≥ 2 × llama.cpp")) for model in ("S", "M") for precision in ("q8_0", "q4_k_m")),
+    _with_int8(_prompt("L", "q4_k_m", "≥ 2 × llama.cpp")),
+    _with_int8(_prompt("E", "mxfp4", "≥ 2 × llama.cpp")),
     *(
         _clients(clients, 2, (replace(_OUTPUT, goal="≥ 2 × llama.cpp"),), precision)
-        for precision in _FOR_CLIENTS for clients in (8, 32)
+        for precision in _CLIENTS_FORMATS for clients in (8, 32)
     ),
 )  # fmt: skip
 
 
 def warm_up_of(row: Row) -> Job:
-    """Return fewer and shorter requests of the row's kind."""
+    """Return the warm-up job of a row: fewer and shorter requests."""
     input_lens, output_lens = _lengths(row)
     num_warm = min(row.num_prompts, 8)
     shorter = [min(n, 8) for n in output_lens[:num_warm]]
@@ -194,12 +194,12 @@ def warm_up_of(row: Row) -> Job:
 
 
 def job_of(row: Row, repetition: int, attempt: int = 0) -> Job:
-    """Return the row's requests of one try at a repetition."""
+    """Return the job of a row for one try of a repetition."""
     return _job(row, *_lengths(row), f"ids of {row.id}, repetition {repetition}, try {attempt}")
 
 
 def _lengths(row: Row) -> tuple[list[int], list[int]]:
-    """Return how many tokens each request has, in and out."""
+    """Return the prompt lengths and output lengths of the requests."""
     lengths = random.Random(
         f"lengths of {row.num_prompts} prompts of {row.input_len} in, {row.output_len} out"
     )
@@ -208,7 +208,7 @@ def _lengths(row: Row) -> tuple[list[int], list[int]]:
 
 
 def _context_len(row: Row) -> int:
-    """Return the longest context that an engine must have room for, warming up as well."""
+    """Return the longest context of the row's jobs, including the warm-up."""
     return MAX_LEN if row.clients == 1 else max(a + b for a, b in zip(*_lengths(row), strict=True))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from bench.families.kinds import KINDS, hf_config_of, llama_hf_config
-from bench.families.models import Decoding, Room, open_model
+from bench.families.models import Decoding, Setup, open_model
 
 from quintet.executor.backends.cpu.ops.host_library import open_library
 
@@ -16,8 +16,8 @@ SMALL = {"num_hidden_layers": 2, "vocab_size": 512, "n_layer": 2}
 
 
 def decoding(folder: Path, hf_config: dict[str, object], rows: int) -> Decoding:
-    room = Room("bfloat16", "none", "quintet", threads=1, max_rows=rows, context=32, max_steps=8)
-    return Decoding(*open_model(folder, hf_config | SMALL, room), rows, room.context)
+    setup = Setup("bfloat16", "none", "quintet", threads=1, max_rows=rows, context=32, max_steps=8)
+    return Decoding(*open_model(folder, hf_config | SMALL, setup), rows, setup.context)
 
 
 def test_bytes_count_the_chosen_experts(tmp_path: Path) -> None:

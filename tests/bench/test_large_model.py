@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from bench.peers.large import CONFIGS, write_large
+from bench.peers.random_gguf import CONFIGS, write_random
 from bench.peers.token_bytes import token_bytes
 
 _SIZES = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096}
@@ -29,7 +29,7 @@ SMALL = {
 def test_blocks_have_typical_scale_and_types(
     tmp_path: Path, model: str, kind: str, types: dict[str, int]
 ) -> None:
-    path = write_large(tmp_path / "small.gguf", kind, SMALL[model])
+    path = write_random(tmp_path / "small.gguf", kind, SMALL[model])
     tensors = gguf.GGUFReader(path).tensors
     assert Counter(each.tensor_type.name for each in tensors) == types
     for tensor in tensors:
@@ -37,11 +37,11 @@ def test_blocks_have_typical_scale_and_types(
         if tensor.tensor_type.name != "F32":
             assert abs(float(numbers.mean())) < 0.002
             assert 0.01 < float(np.std(numbers)) < 0.03
-    assert write_large(path, kind, SMALL[model]) == path
+    assert write_random(path, kind, SMALL[model]) == path
 
 
 def test_token_reads_chosen_experts_and_one_embedding_row(tmp_path: Path) -> None:
-    path = write_large(tmp_path / "small.gguf", "mxfp4", SMALL["E"])
+    path = write_random(tmp_path / "small.gguf", "mxfp4", SMALL["E"])
     sizes = {each.name: int(each.n_bytes) for each in gguf.GGUFReader(path).tensors}
     experts = sum(size for name, size in sizes.items() if "_exps." in name)
     rest = sum(sizes.values()) - experts - sizes["token_embd.weight"]

@@ -19,29 +19,29 @@ from bench.peers.workload import ROWS, Row, job_of, warm_up_of
 LIMITS = Limits(2, 40.0, 908.0, 500.0, 1880.0)
 
 
-class OneTokenEach:
-    """Engine that gives every unfinished request a token per step, and counts the most at once."""
+class FakeStepper:
+    """Engine that generates one token per request and step, and records the maximum number of active requests."""
 
     def __init__(self) -> None:
-        self.most = 0
-        self._missing: dict[int, int] = {}
+        self.max_active = 0
+        self._remaining: dict[int, int] = {}
 
     def add(self, request: int, prompt: Sequence[int], output_len: int) -> None:
-        self._missing[request] = output_len
+        self._remaining[request] = output_len
 
     def step(self) -> list[int]:
-        self.most = max(self.most, len(self._missing))
-        progressed = list(self._missing)
-        self._missing = {request: left - 1 for request, left in self._missing.items() if left > 1}
+        self.max_active = max(self.max_active, len(self._remaining))
+        progressed = list(self._remaining)
+        self._remaining = {request: left - 1 for request, left in self._remaining.items() if left > 1}
         return progressed
 
 
 def test_closed_loop_keeps_one_request_per_client_in_flight() -> None:
     job = Job([[1]] * 7, [3, 1, 2, 5, 1, 1, 4], clients=3, context_len=8)
-    engine = OneTokenEach()
+    engine = FakeStepper()
     result = run_closed_loop(job, engine)
     assert [served.num_tokens for served in result.served] == job.output_lens
-    assert engine.most == 3
+    assert engine.max_active == 3
 
 
 def test_rates_exclude_the_documented_parts() -> None:
@@ -55,7 +55,7 @@ def test_rates_exclude_the_documented_parts() -> None:
 
 def test_short_output_is_rejected() -> None:
     job = Job([[1, 2]], [5], 1, 128)
-    with pytest.raises(ValueError, match="5 tokens came back with 4"):
+    with pytest.raises(ValueError, match="5 tokens returned 4"):
         figures_of(job, JobResult(1.0, [Served(0.0, [], 4)]))
 
 

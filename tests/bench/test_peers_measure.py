@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 from bench.peers import measure as measuring
-from bench.peers import quiet
+from bench.peers import foreign_load
 from bench.peers.engines.interface import Home, Running, Setup
-from bench.peers.figures import impossible
+from bench.peers.figures import limit_error
 from bench.peers.jobs import Job, JobResult, Served
 from bench.peers.limits import Limits, build_probe, measure_limits
 from bench.peers.measure import Plan, measure
 from bench.peers.records import MACHINE, Machine, Report, measured, read_records
 from bench.peers.table import markdown
-from bench.peers.turns import Turns
+from bench.peers.measurement_lock import MeasurementLock
 from bench.peers.workload import ROWS, Row, job_of
 
 LIMITS = Limits(2, 40.0, 908.0, 500.0, 1880.0)
 
 
 @dataclass
-class Caching:
+class CachingEngine:
     """Engine with a prefix cache: repeated prompts take almost no time."""
 
     name: str = "Quintet"
@@ -71,18 +71,18 @@ def disturbed_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]],
     """Disturb each measurement of an engine by a share of the machine, and its limits by none."""
 
     def script(shares: Sequence[float]) -> None:
-        left = itertools.chain([0.0], shares)  # the limits are measured first
+        remaining_shares = itertools.chain([0.0], shares)  # the limits are measured first
 
-        class Scripted:
+        class ScriptedMeter:
             def __init__(self, own: object) -> None:
                 pass
 
             def share(self) -> float:
-                return next(left)
+                return next(remaining_shares)
 
-        monkeypatch.setattr(quiet, "ForeignMeter", Scripted)
-        monkeypatch.setattr(quiet, "is_quiet", lambda own, allowed: True)
-        monkeypatch.setattr(quiet, "pause", lambda: None)
+        monkeypatch.setattr(foreign_load, "ForeignMeter", ScriptedMeter)
+        monkeypatch.setattr(foreign_load, "is_quiet", lambda own, allowed: True)
+        monkeypatch.setattr(foreign_load, "pause", lambda: None)
         monkeypatch.setattr(measuring, "build_probe", lambda home: home / "limits")
         monkeypatch.setattr(measuring, "measure_limits", lambda program, threads: LIMITS)
 
@@ -93,7 +93,7 @@ def test_disturbed_measurement_is_repeated_with_uncached_ids(
     tmp_path: Path, disturbed_by: Callable[[Sequence[float]], None]
 ) -> None:
     disturbed_by([0.5, 0.3, 0.0])
-    engine = Caching()
+    engine = CachingEngine()
     assert measure(_plan(tmp_path, engine, "prompt-S-bf16")) == []
     warm, *tries = engine.jobs
     assert len(tries) == 3
@@ -113,7 +113,7 @@ def test_machine_limits_include_the_matrix_unit(
     disturbed_by([0.0])
     limits = replace(LIMITS, bf16_matrix_gflop_s=4070.0, int8_matrix_gop_s=7600.0)
     monkeypatch.setattr(measuring, "measure_limits", lambda program, threads: limits)
-    assert measure(_plan(tmp_path, Caching(), "prompt-S-bf16")) == []
+    assert measure(_plan(tmp_path, CachingEngine(), "prompt-S-bf16")) == []
     (output,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[0] == MACHINE]
     rates = "read_gb_s 40.00  bf16_gflop_s 908.00  fp32_gflop_s 500.00  int8_gop_s 1,880.00"
     assert f"{rates}  bf16_matrix_gflop_s 4,070.00  int8_matrix_gop_s 7,600.00" in output
@@ -132,9 +132,9 @@ def test_result_beyond_its_limit_is_an_error(
     tmp_path: Path, disturbed_by: Callable[[Sequence[float]], None]
 ) -> None:
     disturbed_by([0.0])
-    plan = _plan(tmp_path, Caching(prompt_s=0.067), "prompt-S-bf16")
+    plan = _plan(tmp_path, CachingEngine(prompt_s=0.067), "prompt-S-bf16")
     (failure,) = measure(plan)
-    assert failure.error.startswith("prompt_tok_s 30,567.16 is beyond the limit measured beside it, 1,129")
+    assert failure.error.startswith("prompt_tok_s 30,567.16 exceeds the limit of this round, 1,129")
     assert failure.figures == {}
     records = read_records(tmp_path / "raw.jsonl")
     assert ("prompt-S-bf16", "Quintet", 0) not in measured(records)
@@ -145,7 +145,7 @@ def test_result_beyond_its_limit_is_an_error(
     assert "one 2 048-token prompt, Quintet, repetition 1: prompt_tok_s 30,567.16" in words
 
     disturbed_by([0.0])
-    again = Plan(**{**_fields(plan), "engines": [Caching()]})
+    again = Plan(**{**_fields(plan), "engines": [CachingEngine()]})
     assert measure(again) == []
     assert ("prompt-S-bf16", "Quintet", 0) in measured(read_records(tmp_path / "raw.jsonl"))
 
@@ -162,20 +162,20 @@ def test_result_beyond_its_limit_is_an_error(
 def test_machine_limits(row_id: str, key: str, just_possible: float, impossible_value: float) -> None:
     row = next(row for row in ROWS if row.id == row_id)
     job = job_of(row, 0)
-    assert impossible(row, job, {key: just_possible}, LIMITS) == ""
-    assert key in impossible(row, job, {key: impossible_value}, LIMITS)
+    assert limit_error(row, job, {key: just_possible}, LIMITS) == ""
+    assert key in limit_error(row, job, {key: impossible_value}, LIMITS)
 
 
 def test_no_limit_without_the_instruction() -> None:
     row = next(row for row in ROWS if row.id == "prompt-S-w8a8")
     without = Limits(2, 40.0, 0.0, 500.0, 0.0)
-    assert impossible(row, job_of(row, 0), {"prompt_tok_s": 1e9}, without) == ""
+    assert limit_error(row, job_of(row, 0), {"prompt_tok_s": 1e9}, without) == ""
 
 
-def _plan(folder: Path, engine: Caching, row_id: str) -> Plan:
+def _plan(folder: Path, engine: CachingEngine, row_id: str) -> Plan:
     rows = [row for row in ROWS if row.id == row_id]
     home = Home(folder, 2, 4096, 1 << 30)
-    return Plan(rows, [engine], 1, home, folder / "raw.jsonl", Turns(None, 0.0), 0.05, 4)
+    return Plan(rows, [engine], 1, home, folder / "raw.jsonl", MeasurementLock(None, 0.0), 0.05, 4)
 
 
 def _fields(plan: Plan) -> dict[str, object]:

@@ -1,1 +1,1 @@
-"""Programs that run inside the other engines' environments and take jobs on stdin; they import no Quintet but one."""
+"""Driver programs, which run in the engines' environments and read jobs from stdin. Only that of Quintet imports it."""

@@ -1,4 +1,4 @@
-"""Runs a job on an engine that is driven step by step from inside its process, as a server's clients would drive it."""
+"""Run a job on an engine inside this process, step by step, with closed-loop clients."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from bench.peers.jobs import Job, JobResult, Served
 
 
 class Stepper(Protocol):
-    """An engine that computes one step for all requests it was given."""
+    """An engine that runs one step of all its requests at a time."""
 
     def add(self, request: int, prompt: Sequence[int], output_len: int) -> None:
-        """Take a request; it ends by itself after ``output_len`` tokens."""
+        """Add a request, which ends after ``output_len`` tokens."""
 
     def step(self) -> Iterable[int]:
-        """Compute one step and return the requests that got a token; one that got two is named twice."""
+        """Run a step; return the request of each new token, so that a request with two tokens appears twice."""
 
 
 def run_closed_loop(job: Job, stepper: Stepper) -> JobResult:
-    """Keep ``job.clients`` requests in flight until all have ended."""
+    """Keep ``job.clients`` requests in flight until all have ended; return their times."""
     upcoming = iter(range(len(job.prompts)))
     starts_s: dict[int, float] = {}
     times_s: dict[int, list[float]] = {}

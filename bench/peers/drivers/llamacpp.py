@@ -1,7 +1,7 @@
-"""Drives llama.cpp through its batch API, as its own server schedules: a token of every running sequence, then prompts.
+"""Driver of llama.cpp by its batch API, with the schedule of `llama-server`: one token of each running sequence, then prompts.
 
-llama-cpp-python's server holds one sequence; batching several is left to the caller of the C API, which is done here in
-the way of llama.cpp's `llama-server`: up to 2 048 tokens a call, computed 512 at a time, a stretch of KV for each sequence.
+llama-cpp-python's server runs one sequence at a time, so this driver batches sequences itself. As in `llama-server`, a call has
+up to 2 048 tokens, computed 512 at a time, and each sequence has a contiguous part of the KV memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import llama_cpp
 import numpy as np
 
 from bench.peers.drivers.closed_loop import run_closed_loop
-from bench.peers.drivers.lines import read_arguments, serve_jobs, take_answers_pipe
+from bench.peers.drivers.json_lines import read_arguments, serve_jobs, take_output_pipe
 from bench.peers.jobs import Job, JobResult
 
 MAX_BATCH, MAX_MICRO_BATCH = 2048, 512
@@ -26,7 +26,7 @@ CONTEXT_STEP = 256
 
 @dataclass(slots=True)
 class Running:
-    """One request in its row of the KV memory."""
+    """A running request and its row of the KV memory."""
 
     request: int
     row: int
@@ -34,7 +34,7 @@ class Running:
     output_len: int
     computed: int = 0
     generated: int = 0
-    newest: int = 0
+    last_token: int = 0
 
 
 class ContextStepper:
@@ -52,7 +52,7 @@ class ContextStepper:
         self.shape = (num_rows, row_len)
         self._context = llama_cpp.llama_init_from_model(model, params)
         if not self._context:
-            raise MemoryError(f"llama.cpp made no context of {num_rows} x {row_len} tokens")
+            raise MemoryError(f"llama.cpp could not allocate a context of {num_rows} x {row_len} tokens")
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = llama_cpp.llama_batch_init(MAX_BATCH, 0, 1)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
@@ -61,11 +61,11 @@ class ContextStepper:
         self._running: list[Running] = []
 
     def add(self, request: int, prompt: Sequence[int], output_len: int) -> None:
-        """Take a request; it waits while no row is free."""
+        """Queue a request; it starts when a row is free."""
         self._waiting.append((request, prompt, output_len))
 
     def step(self) -> list[int]:
-        """Compute one batch and return the requests that got a token."""
+        """Run one batch; return the request of each new token."""
         while self._waiting and self._free_rows:
             request, prompt, output_len = self._waiting.popleft()
             self._running.append(Running(request, self._free_rows.popleft(), prompt, output_len))
@@ -73,7 +73,7 @@ class ContextStepper:
         sampled: list[tuple[Running, int]] = []
         for sequence in self._running:
             if sequence.generated:
-                self._put(num_tokens, sequence.newest, sequence.computed, sequence.row, True)
+                self._add_token(num_tokens, sequence.last_token, sequence.computed, sequence.row, True)
                 sequence.computed += 1
                 sampled.append((sequence, num_tokens))
                 num_tokens += 1
@@ -83,7 +83,7 @@ class ContextStepper:
             until = min(len(sequence.prompt), sequence.computed + MAX_BATCH - num_tokens)
             for position in range(sequence.computed, until):
                 is_last = position == len(sequence.prompt) - 1
-                self._put(num_tokens, sequence.prompt[position], position, sequence.row, is_last)
+                self._add_token(num_tokens, sequence.prompt[position], position, sequence.row, is_last)
                 if is_last:
                     sampled.append((sequence, num_tokens))
                 num_tokens += 1
@@ -93,7 +93,7 @@ class ContextStepper:
         if status != 0:
             raise RuntimeError(f"llama_decode of {num_tokens} tokens returned {status}")
         for sequence, index in sampled:
-            self._take_token(sequence, index)
+            self._sample(sequence, index)
         return [sequence.request for sequence, _ in sampled]
 
     def close(self) -> None:
@@ -101,17 +101,17 @@ class ContextStepper:
         llama_cpp.llama_batch_free(self._batch)
         llama_cpp.llama_free(self._context)
 
-    def _put(self, index: int, token: int, position: int, row: int, wants_logits: bool) -> None:
+    def _add_token(self, index: int, token: int, position: int, row: int, needs_logits: bool) -> None:
         batch = self._batch
         batch.token[index] = token
         batch.pos[index] = position
         batch.n_seq_id[index] = 1
         batch.seq_id[index][0] = row
-        batch.logits[index] = wants_logits
+        batch.logits[index] = needs_logits
 
-    def _take_token(self, sequence: Running, index: int) -> None:
+    def _sample(self, sequence: Running, index: int) -> None:
         logits = llama_cpp.llama_get_logits_ith(self._context, index)
-        sequence.newest = int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
+        sequence.last_token = int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
         sequence.generated += 1
         if sequence.generated == sequence.output_len:
             llama_cpp.llama_memory_seq_rm(self._memory, sequence.row, -1, -1)
@@ -120,7 +120,7 @@ class ContextStepper:
 
 
 class Driver:
-    """The model and the last context, kept while jobs need the same shape."""
+    """The loaded model, and a context that is reused by jobs of the same shape."""
 
     def __init__(self, model: Path, threads: int) -> None:
         llama_cpp.llama_backend_init()
@@ -133,7 +133,7 @@ class Driver:
         self._stepper: ContextStepper | None = None
 
     def run(self, job: Job) -> JobResult:
-        """Run one job."""
+        """Run a job."""
         row_len = -(-job.context_len // CONTEXT_STEP) * CONTEXT_STEP
         if self._stepper is None or self._stepper.shape != (job.clients, row_len):
             if self._stepper is not None:
@@ -143,16 +143,16 @@ class Driver:
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
-def _silent(level: int, text: bytes, user: ctypes.c_void_p) -> None:
-    """Drop llama.cpp's log."""
+def _discard_log(level: int, text: bytes, user: ctypes.c_void_p) -> None:
+    """Discard a log line of llama.cpp."""
 
 
 def main() -> None:
-    """Load the model and take jobs."""
-    answers = take_answers_pipe()
+    """Load the model and run jobs."""
+    output = take_output_pipe()
     arguments = read_arguments(__doc__)
-    llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
-    serve_jobs(answers, Driver(arguments.model, arguments.threads).run)
+    llama_cpp.llama_log_set(_discard_log, ctypes.c_void_p(0))
+    serve_jobs(output, Driver(arguments.model, arguments.threads).run)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Drives Quintet through its Python API: all prompts of a job at once, times known only at the end."""
+"""Driver of Quintet by its Python API: all prompts of a job in one call, without times of single tokens."""
 
 from __future__ import annotations
 
 import time
 
-from bench.peers.drivers.lines import read_arguments, serve_jobs, take_answers_pipe
+from bench.peers.drivers.json_lines import read_arguments, serve_jobs, take_output_pipe
 from bench.peers.jobs import Job, JobResult, Served
 from quintet import LLM, SamplingParams
 
 
 def main() -> None:
-    """Load the model and take jobs."""
-    answers = take_answers_pipe()
+    """Load the model and run jobs."""
+    result_pipe = take_output_pipe()
     arguments = read_arguments(__doc__)
     flags: dict[str, object] = (
         {} if arguments.quantization is None else {"quantization": arguments.quantization}
@@ -34,7 +34,7 @@ def main() -> None:
                 duration_s, [Served(began_s, [], len(output.outputs[0].token_ids)) for output in outputs]
             )
 
-        serve_jobs(answers, run)
+        serve_jobs(result_pipe, run)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Drives vLLM through its Python API: all prompts of a job at once, times known only at the end."""
+"""Driver of vLLM by its Python API: all prompts of a job in one call, without times of single tokens."""
 
 from __future__ import annotations
 
 import time
 
-from bench.peers.drivers.lines import read_arguments, serve_jobs, take_answers_pipe
+from bench.peers.drivers.json_lines import read_arguments, serve_jobs, take_output_pipe
 from bench.peers.jobs import Job, JobResult, Served
 
 
 def main() -> None:
-    """Load the model and take jobs."""
-    answers = take_answers_pipe()
+    """Load the model and run jobs."""
+    result_pipe = take_output_pipe()
     arguments = read_arguments(__doc__)
-    from vllm import LLM, SamplingParams  # prints while it is imported
+    from vllm import LLM, SamplingParams  # its import prints to stdout
 
     llm = LLM(str(arguments.model), max_model_len=arguments.max_len, dtype="bfloat16")
 
@@ -30,7 +30,7 @@ def main() -> None:
             duration_s, [Served(began_s, [], len(output.outputs[0].token_ids)) for output in outputs]
         )
 
-    serve_jobs(answers, run)
+    serve_jobs(result_pipe, run)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""One file per engine with one small interface: start, run a job, weigh, stop."""
+"""Engines behind one interface: start, run a job, measure memory, stop."""

@@ -12,7 +12,7 @@ from bench.peers.workload import Mode, Precision, Row
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Start parameters of an engine; jobs that share a setup share a start."""
+    """Start parameters of an engine; jobs with the same setup use the same process."""
 
     model: str
     precision: Precision
@@ -20,12 +20,12 @@ class Setup:
     engines: int = 1
     """Replicas of the model on one port, which share the threads."""
     flags: tuple[str, ...] = ()
-    """Of Quintet: additional arguments."""
+    """Additional arguments of Quintet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Folders of environments, models and logs, and settings that all starts share."""
+    """Folders of environments, models and logs, and settings that are common to all starts."""
 
     folder: Path
     threads: int
@@ -33,19 +33,19 @@ class Home:
     kv_bytes: int
 
     def python(self, environment: str) -> Path:
-        """Return the interpreter of one peer's environment."""
+        """Return the interpreter of an engine's environment."""
         return self.folder / environment / "bin" / "python"
 
     def model(self, name: str) -> Path:
-        """Return the folder of a model as safetensors."""
+        """Return the folder of a safetensors model."""
         return self.folder / "models" / name
 
     def gguf(self, name: str, precision: Precision) -> Path:
-        """Return a model as a GGUF file."""
+        """Return the GGUF file of a model."""
         return self.folder / "gguf" / f"{name}-{precision}.gguf"
 
     def log(self, engine: str) -> Path:
-        """Return the file that takes what an engine prints."""
+        """Return the log file of an engine."""
         path = self.folder / "logs" / f"run-{engine}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -55,21 +55,21 @@ class Running(Protocol):
     """A loaded engine."""
 
     def run(self, job: Job) -> JobResult:
-        """Compute a job. Raises `EngineFailed`."""
+        """Run a job. Raises `EngineFailed`."""
 
     def pss_bytes(self) -> int:
-        """Return the memory of all its processes, pages that several share counted once."""
+        """Return the memory (PSS) of all its processes."""
 
     def stop(self) -> None:
         """End all its processes and wait for them."""
 
 
 class Contender(Protocol):
-    """One of the engines that are compared."""
+    """An engine of the comparison."""
 
     @property
     def name(self) -> str:
-        """The column of the table."""
+        """Name, also the head of its column in the table."""
 
     def runs(self, row: Row) -> bool:
         """True if the engine supports the row."""
@@ -78,17 +78,17 @@ class Contender(Protocol):
         """True if its environment is installed."""
 
     def versions(self, home: Home) -> dict[str, str]:
-        """Return the versions of the packages that matter."""
+        """Return the versions of its main packages."""
 
     def model_path(self, home: Home, setup: Setup) -> Path:
         """Return the file or folder that a start reads."""
 
     def memory_bytes(self, setup: Setup) -> int:
-        """Return about how much memory a start takes, KV included."""
+        """Return the approximate memory of a running engine, including KV."""
 
     def start(self, home: Home, setup: Setup) -> Running:
-        """Start and load; return when it can answer. Raises `EngineFailed`."""
+        """Start the engine and wait until it is ready. Raises `EngineFailed`."""
 
 
 class EngineFailed(RuntimeError):
-    """An engine did not start, or did not answer; the message says where its log is."""
+    """An engine did not start or did not respond; the message names its log."""

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python, in the process of a driver: its Python server holds one sequence only."""
+"""llama.cpp by llama-cpp-python in a driver process, since its Python server runs one sequence at a time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers.engines import processes
-from bench.peers.engines.driven import start_driver
+from bench.peers.engines.driver_process import start_driver
 from bench.peers.engines.interface import Home, Running, Setup
 from bench.peers.workload import Precision, Row
 
 ENVIRONMENT = "llamacpp"
 _FORMATS: dict[Precision, Precision] = {"int8": "q8_0", "w8a8": "q8_0", "int4": "q4_0"}
-"""Its counterparts of other formats. 8-bit weights are multiplied by activations it quantizes to 8 bits itself."""
+"""GGUF formats for rows in other formats. llama.cpp quantizes the activations of 8-bit weights to 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class LlamaCpp:
     name: str = "llama.cpp"
 
     def runs(self, row: Row) -> bool:
-        """Every row but the shared prefix, which nothing finds by itself through this interface, and replicas."""
+        """True except for replicas and the shared prefix: the C API has no prefix cache."""
         return row.pattern != "prefix" and row.engines == 1
 
     def is_installed(self, home: Home) -> bool:
@@ -38,11 +38,11 @@ class LlamaCpp:
         return home.gguf(setup.model, _FORMATS.get(setup.precision, setup.precision))
 
     def memory_bytes(self, setup: Setup) -> int:
-        """Return about how much memory a start takes."""
+        """Return the approximate memory of a running engine."""
         return {"S": 3, "M": 5, "L": 12, "E": 8}[setup.model] << 30
 
     def start(self, home: Home, setup: Setup) -> Running:
-        """Start a driver on the GGUF file of the setup."""
+        """Start a driver with the GGUF file of the setup."""
         model = self.model_path(home, setup)
         arguments = [
             *(str(model), "--threads", str(home.threads)),

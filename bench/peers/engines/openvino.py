@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching pipeline, in the process of a driver: it has no HTTP server."""
+"""OpenVINO GenAI's continuous batching pipeline in a driver process, since it has no HTTP server."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers.engines import processes
-from bench.peers.engines.driven import start_driver
+from bench.peers.engines.driver_process import start_driver
 from bench.peers.engines.interface import Home, Running, Setup
 from bench.peers.workload import Row
 
 ENVIRONMENT = "openvino"
 FORMATS = {"bf16": "fp16", "int8": "int8", "w8a8": "int8", "int4": "int4"}
-"""Weight formats of its converter. fp16 files are computed in bf16 where the processor multiplies that; activations of
-8-bit weights are quantized as it goes, so w8a8 is the same file."""
+"""Weight formats of its converter. OpenVINO computes fp16 files in bf16 on processors with bf16 multiplication. It quantizes the
+activations of 8-bit weights, so w8a8 has the same file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class OpenVino:
     name: str = "OpenVINO"
 
     def runs(self, row: Row) -> bool:
-        """Every row but those of GGUF files and of replicas: a pipeline is one model."""
+        """True except for GGUF files and replicas: a pipeline has one model."""
         return row.precision in FORMATS and row.engines == 1
 
     def is_installed(self, home: Home) -> bool:
@@ -39,11 +39,11 @@ class OpenVino:
         return home.folder / "ov" / f"{setup.model}-{FORMATS[setup.precision]}"
 
     def memory_bytes(self, setup: Setup) -> int:
-        """Return about how much memory a start takes."""
+        """Return the approximate memory of a running engine."""
         return {"S": 4, "M": 7}[setup.model] << 30
 
     def start(self, home: Home, setup: Setup) -> Running:
-        """Start a driver on the converted model of the setup."""
+        """Start a driver with the converted model of the setup."""
         model = self.model_path(home, setup)
         arguments = [
             *(str(model), "--threads", str(home.threads)),

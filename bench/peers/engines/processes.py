@@ -1,4 +1,4 @@
-"""A child process with all its descendants: weighing them, ending them, asking its interpreter for versions."""
+"""Measure the memory of a process with its descendants, end them, and read versions of installed packages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import psutil
 
 _GRACE_S = 40.0
 _PSS = re.compile(r"^Pss:\s+(\d+) kB$", re.MULTILINE)
-_ASK_VERSIONS = (
+_PRINT_VERSIONS = (
     "import json, sys; from importlib.metadata import version;"
     "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
 )
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """Return a process and all its descendants that still run."""
+    """Return a process and all its running descendants."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
@@ -31,21 +31,21 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def own_pss_bytes(pid: int) -> int:
-    """Return the proportional set size of one process: its own pages, and its part of those that it shares."""
+    """Return the proportional set size (PSS) of one process: a page shared by N processes counts 1/N."""
     try:
         match = _PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_text())
-    except (FileNotFoundError, ProcessLookupError):  # ended in between
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended
         return 0
     return int(match[1]) * 1024 if match else 0
 
 
 def pss_bytes(pid: int) -> int:
-    """Return the proportional set size of a process and its descendants."""
+    """Return the PSS of a process and its descendants."""
     return sum(own_pss_bytes(process.pid) for process in family(pid))
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Ask a process to end, wait for its descendants too, and kill what does not."""
+    """Send SIGTERM to a process, wait for it and its descendants, and kill those that still run."""
     members = family(process.pid)
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
@@ -59,19 +59,19 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def installed_versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
-    """Ask an environment's interpreter for the versions of packages."""
-    asked = subprocess.run(
-        [python, "-c", _ASK_VERSIONS, *packages], check=True, capture_output=True, text=True
+    """Return the versions of packages in the environment of an interpreter."""
+    output = subprocess.run(
+        [python, "-c", _PRINT_VERSIONS, *packages], check=True, capture_output=True, text=True
     )
-    versions = json.loads(asked.stdout)
+    versions = json.loads(output.stdout)
     return {str(name): str(version) for name, version in versions.items()}
 
 
 def repository_root() -> Path:
-    """Return the folder that holds ``bench``, for drivers to import it from."""
+    """Return the root of this checkout, the import path of the drivers."""
     return Path(__file__).resolve().parents[3]
 
 
 def child_environment(extra: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a child: ours, no network, and what the engine needs."""
+    """Return the environment variables of a child: ours, offline mode of Hugging Face libraries, and ``extra``."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **extra}

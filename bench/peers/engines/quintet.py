@@ -1,4 +1,4 @@
-"""Quintet: `quintet serve` over HTTP, `LLM` offline."""
+"""Quintet: `quintet serve` over HTTP, or `LLM` for offline rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers.engines import processes
-from bench.peers.engines.driven import start_driver
+from bench.peers.engines.driver_process import start_driver
 from bench.peers.engines.interface import Home, Running, Setup
 from bench.peers.engines.served import MODEL_NAME, free_port, start_server
 from bench.peers.workload import GGUF_FILES, Row
@@ -17,20 +17,20 @@ _PACKAGES = ("quintet", "torch", "pyzmq", "msgspec", "uvloop", "uvicorn")
 
 @dataclass(frozen=True, slots=True)
 class Quintet:
-    """This repository, run by the interpreter that runs the harness."""
+    """Quintet from this checkout, in the harness's environment."""
 
     name: str = "Quintet"
 
     def runs(self, row: Row) -> bool:
-        """Every row."""
+        """True for all rows."""
         return True
 
     def is_installed(self, home: Home) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def versions(self, home: Home) -> dict[str, str]:
-        """Return the versions of what a step passes through."""
+        """Return the versions of its main packages."""
         return processes.installed_versions(Path(sys.executable), _PACKAGES)
 
     def model_path(self, home: Home, setup: Setup) -> Path:
@@ -40,11 +40,11 @@ class Quintet:
         return home.model(setup.model)
 
     def memory_bytes(self, setup: Setup) -> int:
-        """Return about how much memory a start takes."""
+        """Return the approximate memory of a running engine."""
         return {"S": 4, "M": 7, "L": 13, "E": 9}[setup.model] * setup.engines << 30
 
     def start(self, home: Home, setup: Setup) -> Running:
-        """Start a server, or a program that calls `LLM`."""
+        """Start a server, or a driver with `LLM` for offline rows."""
         model, quantization = self.model_path(home, setup), _quantization(setup)
         log = home.log(self.name)
         if setup.mode == "offline":
@@ -71,5 +71,5 @@ class Quintet:
 
 
 def _quantization(setup: Setup) -> list[str]:
-    is_read_so = setup.precision in ("bf16", *GGUF_FILES)
-    return [] if is_read_so else ["--quantization", setup.precision]
+    is_file_format = setup.precision in ("bf16", *GGUF_FILES)
+    return [] if is_file_format else ["--quantization", setup.precision]

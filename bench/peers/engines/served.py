@@ -1,4 +1,4 @@
-"""An engine served over HTTP: ``/v1/completions`` with token ids, streamed, through the load client of `quintet bench serve`."""
+"""Run an engine as an HTTP server; send jobs to ``/v1/completions`` as streamed requests with token ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quintet.deploy.tools.load_client.load import Load, Outcome, run_load
 from quintet.deploy.tools.load_client.workload import Item, RequestShape
 
 MODEL_NAME = "bench"
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _BOOT_TIMEOUT_S = 600.0
 
 
@@ -32,7 +32,7 @@ class ServedEngine:
     log: Path
 
     def run(self, job: Job) -> JobResult:
-        """Send the requests of a job as ``job.clients`` clients would. Raises `EngineFailed`."""
+        """Send the requests of a job with ``job.clients`` clients. Raises `EngineFailed`."""
         shape = RequestShape("/v1/completions", MODEL_NAME, 1, ignore_eos=True)
         bodies = [
             shape.body(Item(prompt, output_len=output_len))
@@ -44,12 +44,12 @@ class ServedEngine:
             raise EngineFailed(
                 f"{len(failed)} of {len(bodies)} requests failed, the first with {failed[0].failure}: {failed[0].message}"
             )
-        # Outcomes come in order of ending; figures go by request, and requests are sent in order.
+        # Outcomes are in order of ending; results are in order of requests, which are sent in order.
         by_start = sorted(run.outcomes, key=lambda outcome: outcome.start_s)
         return JobResult(run.end_s - run.start_s, [_served(outcome) for outcome in by_start])
 
     def pss_bytes(self) -> int:
-        """Return the memory of all the server's processes."""
+        """Return the memory (PSS) of all the server's processes."""
         return processes.pss_bytes(self.process.pid)
 
     def stop(self) -> None:
@@ -78,7 +78,7 @@ def free_port() -> int:
 def start_server(
     command: Sequence[str], port: int, ready_path: str, environment: dict[str, str], log: Path
 ) -> ServedEngine:
-    """Start a server and wait until ``ready_path`` answers 200. Raises `EngineFailed`."""
+    """Start a server and wait until ``ready_path`` returns 200. Raises `EngineFailed`."""
     with log.open("a") as output:
         process = subprocess.Popen(
             command,
@@ -99,6 +99,6 @@ def start_server(
                 return engine
         except (OSError, TimeoutError):  # not listening yet
             pass
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     engine.stop()
     raise EngineFailed(f"the server was not ready after {_BOOT_TIMEOUT_S:.0f} s; see {log}")

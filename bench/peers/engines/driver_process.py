@@ -1,4 +1,4 @@
-"""An engine inside a driver process: jobs go in on stdin, results come back on stdout."""
+"""Run an engine in a driver process: jobs on its stdin, results on its stdout."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.peers.drivers.lines import READY
+from bench.peers.drivers.json_lines import READY
 from bench.peers.engines import processes
 from bench.peers.engines.interface import EngineFailed
 from bench.peers.jobs import Job, JobResult, decode_result, encode_job
 
 
 @dataclass(slots=True)
-class Driven:
-    """A running driver."""
+class DriverProcess:
+    """A running driver process."""
 
     process: subprocess.Popen[str]
     log: Path
@@ -26,11 +26,11 @@ class Driven:
         try:
             print(encode_job(job), file=self.process.stdin, flush=True)
         except BrokenPipeError:
-            raise EngineFailed(f"the driver is gone; see {self.log}") from None
-        return decode_result(self._line())
+            raise EngineFailed(f"the driver has ended; see {self.log}") from None
+        return decode_result(self._read_line())
 
     def pss_bytes(self) -> int:
-        """Return the memory of the driver and its children."""
+        """Return the memory (PSS) of the driver and its descendants."""
         return processes.pss_bytes(self.process.pid)
 
     def stop(self) -> None:
@@ -42,11 +42,11 @@ class Driven:
 
     def wait_ready(self) -> None:
         """Wait for the driver's first line. Raises `EngineFailed`."""
-        line = self._line()
+        line = self._read_line()
         if line != READY:
-            raise EngineFailed(f"the driver said {line!r} instead of {READY!r}; see {self.log}")
+            raise EngineFailed(f"the driver printed {line!r} instead of {READY!r}; see {self.log}")
 
-    def _line(self) -> str:
+    def _read_line(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -56,8 +56,8 @@ class Driven:
 
 def start_driver(
     python: Path, module: str, arguments: Sequence[str], environment: dict[str, str], log: Path
-) -> Driven:
-    """Start ``python -m module`` with the repository on its path and wait until it has loaded."""
+) -> DriverProcess:
+    """Start ``python -m module`` with this checkout on its import path, and wait until it is ready."""
     root = processes.repository_root()
     paths = f"{root}:{root / 'src'}"
     with log.open("a") as errors:
@@ -70,10 +70,10 @@ def start_driver(
             bufsize=1,
             env=processes.child_environment({"PYTHONPATH": paths, **environment}),
         )
-    driven = Driven(process, log)
+    driver = DriverProcess(process, log)
     try:
-        driven.wait_ready()
+        driver.wait_ready()
     except EngineFailed:
-        driven.stop()
+        driver.stop()
         raise
-    return driven
+    return driver

@@ -1,7 +1,7 @@
-"""llama.cpp's side: steps of a model of random weights, as many as asked. Runs in its environment.
+"""Driver of llama.cpp: decode steps of a model with random weights. Runs in llama.cpp's environment.
 
-A line of stdin, ``rows context steps``, is answered with a JSON list of seconds, a decode step each. Before that it says
-``ready``, or why llama.cpp does not load the model.
+Prints ``ready`` after the load, or the reason why llama.cpp does not load the model. For each line of stdin, ``rows context
+steps``, it runs that many decode steps and prints a JSON list of their times in seconds.
 """
 
 from __future__ import annotations
@@ -17,66 +17,68 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from bench.families import gguf_kinds
-from bench.peers.drivers.lines import READY, take_answers_pipe
+from bench.families import gguf_files
+from bench.peers.drivers.json_lines import READY, take_output_pipe
 from bench.peers.gguf_files import QUANTIZED, quantize
 
-MOST_TOKENS = 2048
+MAX_BATCH_TOKENS = 2048
 
 
 class Context:
-    """``num_rows`` sequences of ``context`` tokens each, and room for ``steps`` more."""
+    """A llama.cpp context with ``num_rows`` sequences of ``context`` tokens, and space for ``steps`` further tokens of each."""
 
     def __init__(self, model: Any, num_rows: int, context: int, steps: int, threads: int) -> None:
         params = llama_cpp.llama_context_default_params()
         row_len = -(-(context + steps) // 256) * 256
         params.n_ctx, params.n_seq_max = num_rows * row_len, num_rows
-        params.n_batch, params.n_ubatch = MOST_TOKENS, 512
+        params.n_batch, params.n_ubatch = MAX_BATCH_TOKENS, 512
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified, params.no_perf = False, True
         self._context = llama_cpp.llama_init_from_model(model, params)
         if not self._context:
-            raise MemoryError(f"llama.cpp made no context of {num_rows} x {row_len} tokens")
-        self._batch = llama_cpp.llama_batch_init(MOST_TOKENS, 0, 1)
+            raise MemoryError(f"llama.cpp could not allocate a context of {num_rows} x {row_len} tokens")
+        self._batch = llama_cpp.llama_batch_init(MAX_BATCH_TOKENS, 0, 1)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._num_rows, self._length = num_rows, 0
         for row in range(num_rows):
-            for begin in range(0, context, MOST_TOKENS):
-                self._decode([(row, at, False) for at in range(begin, min(context, begin + MOST_TOKENS))])
+            for begin in range(0, context, MAX_BATCH_TOKENS):
+                self._decode(
+                    [(row, at, False) for at in range(begin, min(context, begin + MAX_BATCH_TOKENS))]
+                )
         self._length = context
         self.step()
 
     def step(self) -> float:
-        """Compute a token of each sequence and choose the next; return the seconds."""
-        begun = time.perf_counter()
+        """Run a decode step of all sequences, with greedy sampling; return its time in seconds."""
+        begin_s = time.perf_counter()
         self._decode([(row, self._length, True) for row in range(self._num_rows)])
         for row in range(self._num_rows):
             logits = llama_cpp.llama_get_logits_ith(self._context, row)
             int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
         self._length += 1
-        return time.perf_counter() - begun
+        return time.perf_counter() - begin_s
 
     def close(self) -> None:
-        """Free it."""
+        """Free the context."""
         llama_cpp.llama_batch_free(self._batch)
         llama_cpp.llama_free(self._context)
 
     def _decode(self, tokens: list[tuple[int, int, bool]]) -> None:
         batch = self._batch
         batch.n_tokens = len(tokens)
-        for index, (row, position, wants_logits) in enumerate(tokens):
+        for index, (row, position, needs_logits) in enumerate(tokens):
             batch.token[index] = (row * 7919 + position * 104_729) % self._vocab_size
             batch.pos[index], batch.n_seq_id[index], batch.seq_id[index][0] = position, 1, row
-            batch.logits[index] = wants_logits
+            batch.logits[index] = needs_logits
         status = llama_cpp.llama_decode(self._context, batch)
         if status != 0:
             raise RuntimeError(f"llama_decode of {len(tokens)} tokens returned {status}")
 
 
 def make_file(folder: Path, quantization: str) -> Path:
-    """Write the folder's config as GGUF and return the file. Raises KeyError where the kind is not known here."""
+    """Write a GGUF file for the folder's config and return its path. Raises KeyError for an unsupported model type."""
     plain = folder / "bf16.gguf"
-    gguf_kinds.write(json.loads((folder / "config.json").read_text()), plain)
+    gguf_files.write(json.loads((folder / "config.json").read_text()), plain)
     if quantization == "none":
         return plain
     target = folder / f"{quantization}.gguf"
@@ -92,27 +94,27 @@ def _to_stderr(level: int, text: bytes, user: ctypes.c_void_p) -> None:
 
 
 def main() -> None:
-    """Load, then answer."""
-    answers = take_answers_pipe()
+    """Load the model, then run steps until stdin ends."""
+    descriptor = take_output_pipe()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--quantization", choices=("none", *QUANTIZED), default="none")
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True, help="that a context has room for")
+    parser.add_argument("--steps", type=int, required=True, help="maximum number of steps of a context")
     arguments = parser.parse_args()
     llama_cpp.llama_log_set(_to_stderr, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
-    with open(answers, "w", buffering=1) as out:
+    with open(descriptor, "w", buffering=1) as out:
         try:
             file = make_file(arguments.folder, arguments.quantization)
         except KeyError as unknown:
-            print(f"has no GGUF form here: {unknown}", file=out)
+            print(f"no GGUF architecture for model type {unknown}", file=out)
             return
         model = llama_cpp.llama_model_load_from_file(
             str(file).encode(), llama_cpp.llama_model_default_params()
         )
         file.unlink()
-        print(READY if model else "is not loaded by llama.cpp", file=out)
+        print(READY if model else "llama.cpp did not load the model", file=out)
         if not model:
             return
         shape, context = (0, 0), None

@@ -1,15 +1,15 @@
-"""Writes the models that engines are measured with as GGUF files alone, of random blocks.
+"""Write large models as GGUF files with random blocks.
 
-L has the shape of Llama-3.1-8B, E that of gpt-oss-20b with 8 of its 24 layers: experts in MXFP4, everything else in 8 bits, as
-its published files.
+L has the shape of Llama-3.1-8B. E has that of gpt-oss-20b with 8 of its 24 layers: experts in MXFP4, all other tensors in 8 bits,
+as in its published files.
 
-Nothing is quantized: blocks are made as they lie in the file, with scales that give weights a standard deviation of about 0.02
-around 0, a few megabytes at a time. Which tensors of a Q4_K_M file have Q6_K is llama.cpp's choice for this shape.
+Random bytes are written as quantized blocks, a few megabytes at a time. Their scales give the weights a mean of 0 and a standard
+deviation of about 0.02. In a Q4_K_M file, the same tensors have Q6_K as in llama.cpp.
 
-    python -m bench.peers.large FOLDER                       writes FOLDER/L-q4_k_m.gguf (4.9 GB)
-    python -m bench.peers.large FOLDER --type q8_0           8.5 GB
-    python -m bench.peers.large FOLDER --model E --type mxfp4     4.9 GB
-    python -m bench.peers.large FOLDER --layers 2            a file of fewer layers
+    python -m bench.peers.random_gguf FOLDER                            writes FOLDER/L-q4_k_m.gguf (4.9 GB)
+    python -m bench.peers.random_gguf FOLDER --type q8_0                8.5 GB
+    python -m bench.peers.random_gguf FOLDER --model E --type mxfp4     4.9 GB
+    python -m bench.peers.random_gguf FOLDER --layers 2                 a file with fewer layers
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ _E: Config = {
 }
 CONFIGS: dict[str, Config] = {"L": _L, "E": _E}
 KINDS: dict[str, tuple[str, ...]] = {"L": ("q4_k_m", "q8_0"), "E": ("mxfp4",)}
-"""Types of files that each is written in."""
+"""File types of each model."""
 _ARCHITECTURES = {"llama": "llama", "gpt_oss": "gpt-oss"}
 _CHUNK_BYTES = 1 << 24
-_LATER_MIXES = {"mxfp4": (gguf.LlamaFileType.MOSTLY_MXFP4_MOE, "q8_0")}
-"""Kinds that `quintet quantize` does not write: their number in a file, and what all but experts has."""
+_OTHER_FILE_TYPES = {"mxfp4": (gguf.LlamaFileType.MOSTLY_MXFP4_MOE, "q8_0")}
+"""File types that `quintet quantize` does not write: GGUF file type, and the mix of all tensors but experts."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Factor:
-    """Bytes that are the same in every block, at a place of it."""
+class _Constant:
+    """Constant bytes at an offset of each block: its scale."""
 
     offset: int
     value: bytes
@@ -84,12 +84,12 @@ def _half(value: float) -> bytes:
     return np.float16(value).tobytes()
 
 
-_FACTORS = {
+_SCALES = {
     # d and d_min: scales and minima are up to 63, codes up to 15, so minima 7.5 times as large even out.
-    "Q4_K": (_Factor(0, _half(2.0**-14)), _Factor(2, _half(7.5 * 2.0**-14))),
-    "Q6_K": (_Factor(208, _half(2.0**-16)),),
-    "Q8_0": (_Factor(0, _half(2.0**-12)),),
-    "MXFP4": (_Factor(0, bytes([127 - 7])),),
+    "Q4_K": (_Constant(0, _half(2.0**-14)), _Constant(2, _half(7.5 * 2.0**-14))),
+    "Q6_K": (_Constant(208, _half(2.0**-16)),),
+    "Q8_0": (_Constant(0, _half(2.0**-12)),),
+    "MXFP4": (_Constant(0, bytes([127 - 7])),),
 }
 
 
@@ -100,23 +100,23 @@ class _Tensor:
     type_name: str
 
 
-def write_large(target: Path, kind: str, config: Config, seed: int = 0) -> Path:
-    """Write the file unless it is there, and return it. The same seed writes the same file."""
+def write_random(target: Path, kind: str, config: Config, seed: int = 0) -> Path:
+    """Write the file if it is missing, and return it. The same seed writes the same file."""
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(".partial")
     arch = _ARCHITECTURES[config["model_type"]]
     end = config["vocab_size"] - len(SPECIALS)
-    said = config | _sliding(config) | {"bos_token_id": end, "eos_token_id": end}
+    full_config = config | _sliding(config) | {"bos_token_id": end, "eos_token_id": end}
     writer = gguf.GGUFWriter(str(partial), arch)
-    file_type, _ = _LATER_MIXES.get(kind, (None, kind))
+    file_type, _ = _OTHER_FILE_TYPES.get(kind, (None, kind))
     writer.add_file_type(int(file_type or gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"]))
-    for key, value in metadata_of(said, arch).items():
+    for key, value in metadata_of(full_config, arch).items():
         add_value(writer, f"{arch}.{key}", value)
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), config["vocab_size"], config["max_position_embeddings"])
-        (Path(folder) / "config.json").write_text(json.dumps(said))
+        (Path(folder) / "config.json").write_text(json.dumps(full_config))
         for key, value in vocabulary_of(Path(folder), Path(folder), config["vocab_size"]).items():
             add_value(writer, key, value)
     tensors = list(_tensors(config, kind))
@@ -131,12 +131,12 @@ def write_large(target: Path, kind: str, config: Config, seed: int = 0) -> Path:
     writer.write_ti_data_to_file()
     writer.close()
     _append(partial, tensors, seed)
-    partial.rename(target)  # last: its name says that it is whole
+    partial.rename(target)  # the final name marks the file as complete
     return target
 
 
 def _sliding(config: Config) -> Config:
-    """Return which layers see a window, of gpt-oss every other one."""
+    """Return the attention type of each layer: in gpt-oss, every other layer has a sliding window."""
     if "sliding_window" not in config:
         return {}
     kinds = ("sliding_attention", "full_attention")
@@ -146,7 +146,7 @@ def _sliding(config: Config) -> Config:
 def _tensors(config: Config, kind: str) -> Iterator[_Tensor]:
     heads = config["num_attention_heads"] // config["num_key_value_heads"]
     model = Model(config["num_hidden_layers"], is_tied=False, heads_per_kv=heads)
-    _, mix = _LATER_MIXES.get(kind, (None, kind))
+    _, mix = _OTHER_FILE_TYPES.get(kind, (None, kind))
     for name, shape in _shapes(config):
         is_expert = name.endswith("_exps.weight")
         yield _Tensor(
@@ -187,7 +187,7 @@ def _dense(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def _routed(config: Config) -> dict[str, tuple[int, ...]]:
-    """gpt-oss: every matrix has biases, every head a sink."""
+    """Return the tensors of a gpt-oss layer; all matrices have biases, and attention has sinks."""
     hidden, wide, experts = (config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts"))
     matrices = _attention(config) | {
         "ffn_gate_inp.weight": (experts, hidden),
@@ -225,7 +225,7 @@ def _chunks(tensor: _Tensor, generator: np.random.Generator) -> Iterator[Bytes]:
         count = min(left, most)
         words = generator.integers(0, 1 << 64, (count * size + 7) // 8, np.uint64, endpoint=False)
         blocks = words.view(np.uint8)[: count * size].reshape(count, size)
-        for factor in _FACTORS[tensor.type_name]:
+        for factor in _SCALES[tensor.type_name]:
             blocks[:, factor.offset : factor.offset + len(factor.value)] = np.frombuffer(
                 factor.value, np.uint8
             )
@@ -234,22 +234,24 @@ def _chunks(tensor: _Tensor, generator: np.random.Generator) -> Iterator[Bytes]:
 
 
 def main() -> None:
-    """Write the file where the command line says."""
+    """Write the file into the folder of the command line."""
     parser = command_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", choices=CONFIGS, default="L")
     parser.add_argument(
         "--type", choices=[kind for kinds in KINDS.values() for kind in kinds], metavar="TYPE"
     )
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--layers", type=int, help="number of layers (default: the model's)")
     arguments = parser.parse_args()
     kind = arguments.type or KINDS[arguments.model][0]
     if kind not in KINDS[arguments.model]:
-        parser.error(f"--type {kind}: {arguments.model} is written as {' or '.join(KINDS[arguments.model])}")
+        parser.error(
+            f"--type is {kind}; model {arguments.model} allows {' or '.join(KINDS[arguments.model])}"
+        )
     config = CONFIGS[arguments.model]
     name = f"{arguments.model}{arguments.layers or ''}"
     layers = {"num_hidden_layers": arguments.layers or config["num_hidden_layers"]}
-    print(write_large(arguments.folder / f"{name}-{kind}.gguf", kind, config | layers))
+    print(write_random(arguments.folder / f"{name}-{kind}.gguf", kind, config | layers))
 
 
 if __name__ == "__main__":
