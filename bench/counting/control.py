@@ -1,4 +1,4 @@
-"""Starts and ends the trace of `sitecustomize` in the processes of a server."""
+"""Start and end the trace of `sitecustomize` in the processes of a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WRITE_TIMEOUT_S = 60.0
 
 
 class TracedServer:
-    """A server with processes that trace themselves."""
+    """A server whose processes have `sitecustomize` installed."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.target = server.target
@@ -32,7 +32,7 @@ class TracedServer:
 
     @contextmanager
     def trace(self) -> Iterator[dict[str, str]]:
-        """Trace the body of a with statement. The yielded dictionary gets each role's result at its end."""
+        """Trace the block; at its end, the yielded dictionary has the result of each role."""
         results: dict[str, str] = {}
         self._toggle()
         yield results
@@ -49,7 +49,7 @@ class TracedServer:
 def serve_traced(
     kind: str, model: Path | None, flags: Sequence[str] = (), checkout: Path | None = None
 ) -> Iterator[TracedServer]:
-    """Run a server until the block ends; kind: of `sitecustomize.KIND`; other arguments: see `serve`."""
+    """Run a server until the block ends. kind: value of `sitecustomize.KIND`; other arguments: see `serve`."""
     with tempfile.TemporaryDirectory(prefix="counts-") as folder:
         variables = {sitecustomize.FOLDER: folder, sitecustomize.KIND: kind}
         os.environ.update(variables)

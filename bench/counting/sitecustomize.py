@@ -1,7 +1,7 @@
-"""Traces the Python code of a process between two signals, and writes the result to a file.
+"""Trace the Python code of a process between two signals, and write the result to a file.
 
-Python imports a module of this name before anything else, from the first folder of ``PYTHONPATH`` that has one. The first
-signal starts the trace and the second one ends it. Without a trace, the process runs at full speed.
+At its start, Python imports the first module of this name in ``PYTHONPATH``. The first signal starts the trace and the second
+one ends it. Without a trace, the process runs at full speed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KIND = "QUINTET_COUNTED"
 
 
 class Opcodes:
-    """Number of opcodes in the main thread, which runs all of the hot path. Python is about ten times as slow meanwhile."""
+    """Count the opcodes of the main thread, which runs the hot path. Tracing makes Python about ten times slower."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -37,7 +37,7 @@ class Opcodes:
         sys.settrace(self._trace)
 
     def stop(self) -> str:
-        """Return the number."""
+        """Stop counting; return the number."""
         self._is_on = False
         sys.settrace(None)
         return str(self._number)
@@ -56,7 +56,7 @@ class Opcodes:
 
 
 class Functions:
-    """Functions entered in any thread: file, first and last line, separated by tabs, one a line."""
+    """Record the functions that any thread enters: one line each with file, first line and last line, separated by tabs."""
 
     def __init__(self) -> None:
         self._entered: set[CodeType] = set()
@@ -64,12 +64,12 @@ class Functions:
         threading.setprofile(self._profile)
 
     def start(self, frame: FrameType | None) -> None:
-        """Record calls from now on; ``frame`` and its callers were entered before."""
+        """Start recording; ``frame`` and its callers are not recorded."""
         self._entered, self._is_on = set(), True
         sys.setprofile(self._profile)
 
     def stop(self) -> str:
-        """Return the table."""
+        """Stop recording; return the table."""
         self._is_on = False
         sys.setprofile(None)
         rows = {

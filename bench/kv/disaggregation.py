@@ -1,18 +1,18 @@
-"""Interference of long prompts with decoding streams: prefill on the same server, and on another one.
+"""Measure how long prompts delay decoding streams, with prefill on the same server and on another one.
 
     python -m bench.kv.disaggregation [--shape S] [--layers 6] [--streams 4] [--tokens 2032] [--every 5] [--seconds 30]
         [--save FILE]
 
 Two servers, ``--role prefill`` and ``--role decode``, have one core each; the clients share the second core. The decode server
-answers ``--streams`` streams in four phases of ``--seconds``:
+serves ``--streams`` streams in four phases of ``--seconds``:
 
-    alone      no other load
-    together   the decode server computes a prompt of ``--tokens`` every ``--every`` seconds
-    apart      the prefill server computes these prompts; the decode server fetches their KV
-    beside     the prefill server computes other prompts; no KV is fetched: interference of the shared machine alone
+    baseline        no other load
+    colocated       the decode server also prefills a prompt of ``--tokens`` every ``--every`` seconds
+    disaggregated   the prefill server computes these prompts; the decode server fetches their KV
+    independent     the prefill server computes other prompts and no KV is fetched: interference of the shared machine
 
-Prints percentiles of the gaps between a stream's tokens, and the first-token latency of the prompts. One prompt is also
-answered by the prefill server: both texts must be equal.
+Prints percentiles of the inter-token gaps, and the time to first token of the prompts. The prefill server also generates the
+output of one prompt: both texts must be equal.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from bench.overhead.run import Machine, _commit, machine
 from bench.overhead.server import serve
 from bench.peers.models import SHAPES, make_model
 
-PHASES = ("alone", "together", "apart", "beside")
+PHASES = ("baseline", "colocated", "disaggregated", "independent")
 NUM_OUTPUTS = 8
 MAX_LEN = 4096
 STREAM_TOKENS = 64
-"""Of the prompts of the decoding streams."""
+"""Prompt length of the decoding streams."""
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """Measurements of one phase."""
+    """Results of one phase."""
 
     name: str
     gaps_ms: dict[str, float]
-    """Between tokens of a stream, by percentile."""
+    """Inter-token gaps of the streams, by percentile."""
     num_gaps: int
     first_token_s: list[float]
-    """Of the long prompts that came."""
+    """Time to first token of each long prompt."""
     cached_tokens: list[int]
 
 
@@ -77,7 +77,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def post(url: str, body: dict[str, object]) -> Iterator[bytes]:
-    """Send a completion, and yield the lines of its answer."""
+    """Send a completion request; yield the lines of the response."""
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -85,14 +85,14 @@ def post(url: str, body: dict[str, object]) -> Iterator[bytes]:
         yield from answer
 
 
-def asked(prompt: list[int], **more: object) -> dict[str, object]:
-    """Return the body of a request."""
-    return {"prompt": prompt, "max_tokens": NUM_OUTPUTS, "temperature": 0, "ignore_eos": True, **more}
+def completion_body(prompt: list[int], **fields: object) -> dict[str, object]:
+    """Return the body of a completion request."""
+    return {"prompt": prompt, "max_tokens": NUM_OUTPUTS, "temperature": 0, "ignore_eos": True, **fields}
 
 
 def stream(url: str, prompt: list[int], until: threading.Event, times: list[float]) -> None:
-    """Read one answer, noting when each of its tokens came, until there is no need any more."""
-    for line in post(url, asked(prompt, max_tokens=MAX_LEN - STREAM_TOKENS - 1, stream=True)):
+    """Read a stream until ``until`` is set; append the arrival time of each token to ``times``."""
+    for line in post(url, completion_body(prompt, max_tokens=MAX_LEN - STREAM_TOKENS - 1, stream=True)):
         if line.startswith(b"data: {"):
             times.append(time.perf_counter())
         if until.is_set():
@@ -100,14 +100,14 @@ def stream(url: str, prompt: list[int], until: threading.Event, times: list[floa
 
 
 def first_token(prefill: str, decode: str, prompt: list[int], phase: str) -> tuple[float, int, str]:
-    """Have a prompt computed as the phase has it; return how long its first token took, what was cached, and the text."""
+    """Send a long prompt as in a phase; return time to first token in seconds, number of cached tokens, and text."""
     begun_s, first_s, text, num_cached = time.perf_counter(), 0.0, "", 0
-    more: dict[str, object] = {"stream": True, "stream_options": {"include_usage": True}}
-    url = prefill if phase == "beside" else decode
-    if phase == "apart":
-        offers = asked(prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
-        more["kv_transfer_params"] = json.loads(b"".join(post(prefill, offers)))["kv_transfer_params"]
-    for line in post(url, asked(prompt, **more)):
+    fields: dict[str, object] = {"stream": True, "stream_options": {"include_usage": True}}
+    url = prefill if phase == "independent" else decode
+    if phase == "disaggregated":
+        offers = completion_body(prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+        fields["kv_transfer_params"] = json.loads(b"".join(post(prefill, offers)))["kv_transfer_params"]
+    for line in post(url, completion_body(prompt, **fields)):
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
             if event["choices"]:
@@ -121,7 +121,7 @@ def first_token(prefill: str, decode: str, prompt: list[int], phase: str) -> tup
 def run_phase(
     name: str, prefill: str, decode: str, prompts: list[list[int]], args: argparse.Namespace
 ) -> tuple[Phase, list[str]]:
-    """Answer streams for so many seconds, while prompts come."""
+    """Run the streams for ``args.seconds`` with the long prompts of a phase; return the results and the prompts' texts."""
     until, times = threading.Event(), [list[float]() for _ in range(args.streams)]
     streams: list[Future[None]] = []
     rng = random.Random(name)
@@ -133,15 +133,17 @@ def run_phase(
             time.sleep(0.01)
             for ended in streams:
                 if ended.done():
-                    ended.result()  # raises what ended it
-        begun_s, came = time.perf_counter(), list[Future[tuple[float, int, str]]]()
+                    ended.result()  # raises the stream's error
+        begun_s, long_prompts = time.perf_counter(), list[Future[tuple[float, int, str]]]()
         while (left_s := begun_s + args.seconds - time.perf_counter()) > 0:
-            if name != "alone" and len(came) < len(prompts):
-                came.append(clients.submit(first_token, prefill, decode, prompts[len(came)], name))
+            if name != "baseline" and len(long_prompts) < len(prompts):
+                long_prompts.append(
+                    clients.submit(first_token, prefill, decode, prompts[len(long_prompts)], name)
+                )
             time.sleep(min(args.every, left_s))
         ended_s = time.perf_counter()
         until.set()
-        answered = [each.result() for each in came]
+        results = [each.result() for each in long_prompts]
     gaps = sorted(
         1e3 * (later - earlier)
         for each in times
@@ -156,18 +158,18 @@ def run_phase(
         name,
         by_percentile,
         len(gaps),
-        [round(each[0], 3) for each in answered],
-        [each[1] for each in answered],
+        [round(each[0], 3) for each in results],
+        [each[1] for each in results],
     )
-    return phase, [each[2] for each in answered]
+    return phase, [each[2] for each in results]
 
 
-def say(phase: Phase) -> None:
-    """Print a line."""
+def print_phase(phase: Phase) -> None:
+    """Print the results of a phase."""
     gaps = ", ".join(f"{name} {value:.1f}" for name, value in phase.gaps_ms.items())
-    took = f"; first tokens {median(phase.first_token_s):.2f} s" if phase.first_token_s else ""
+    ttft = f"; TTFT {median(phase.first_token_s):.2f} s" if phase.first_token_s else ""
     print(
-        f"{phase.name:<9} gaps in ms: {gaps} ({phase.num_gaps}){took}, cached {phase.cached_tokens}",
+        f"{phase.name:<13} gaps in ms: {gaps} ({phase.num_gaps}){ttft}, cached {phase.cached_tokens}",
         flush=True,
     )
 
@@ -184,13 +186,15 @@ def main() -> None:
     """Measure, print and save."""
     parser = command_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S")
-    parser.add_argument("--layers", type=int, default=6, help="so many of the shape's")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="where the model is, or is made")
+    parser.add_argument("--layers", type=int, default=6, help="number of layers")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="folder of the model; created if missing"
+    )
     parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=2032, help="of a long prompt")
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between them")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of a phase")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--tokens", type=int, default=2032, help="length of a long prompt")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between long prompts")
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration of a phase")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the results as JSON")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of serve, after --")
     args = parser.parse_args()
     rng = random.Random(1)
@@ -210,15 +214,17 @@ def main() -> None:
             os.sched_setaffinity(0, {cores[0]})
             with serve(model, [*flags, "--role", "decode"]) as decode:
                 warm = [rng.randrange(300, 30_000) for _ in range(256)]
-                first_token(prefill.url, decode.url, warm, "apart")
+                first_token(prefill.url, decode.url, warm, "disaggregated")
                 phases, texts = list[Phase](), dict[str, list[str]]()
                 for name in PHASES:
                     phase, texts[name] = run_phase(name, prefill.url, decode.url, prompts[name], args)
                     phases.append(phase)
-                    say(phase)
-                again = first_token(prefill.url, decode.url, prompts["apart"][0], "beside")[2]
-    is_same = again == texts["apart"][0]
-    print(f"a prompt computed apart and where it was computed: the same text: {is_same}")
+                    print_phase(phase)
+                prefill_text = first_token(
+                    prefill.url, decode.url, prompts["disaggregated"][0], "independent"
+                )[2]
+    is_same = prefill_text == texts["disaggregated"][0]
+    print(f"same text from the decode server and the prefill server: {is_same}")
     if args.save is not None:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         report = Report(

@@ -1,11 +1,10 @@
-"""Value of KV on disk: the first token of long prompts, computed, and read by a restarted server.
+"""Measure time to first token of long prompts: computed, and with KV read from disk by a restarted server.
 
     python -m bench.kv.disk --shape S [--tokens 4032] [--prompts 3] [--model FOLDER] [--save FILE] [-- FLAGS OF SERVE]
 
-A server with ``--kv-disk`` computes so many prompts, one after the other; it is killed with all its processes; another one, over
-the same files, gets the same prompts. Before that the system drops the files' pages, so that they are read from the
-disk. Every answer must be the same, byte for byte. The model is of the real shape, its weights are random, made in ``--model``
-unless it is there.
+A server with ``--kv-disk`` computes the prompts, one after another, and is killed. The page cache of its files is dropped, so
+that they are read from the disk. A second server with the same files gets the same prompts. The texts of both must be equal. The
+model has a real shape and random weights; it is created in ``--model`` if missing.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from bench.peers.models import SHAPES, make_model
 NUM_OUTPUTS = 16
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """One prompt's answer."""
+class PromptResult(msgspec.Struct, frozen=True):
+    """Result of one prompt."""
 
     first_token_s: float
     cached_tokens: int
@@ -47,13 +46,13 @@ class Report(msgspec.Struct, frozen=True):
     shape: str
     tokens: int
     flags: list[str]
-    computed: list[Asked]
-    read: list[Asked]
+    computed: list[PromptResult]
+    read: list[PromptResult]
     disk_bytes: int
 
 
-def ask(url: str, prompt: list[int]) -> Asked:
-    """Send a prompt, and read its stream."""
+def send_prompt(url: str, prompt: list[int]) -> PromptResult:
+    """Send a prompt and read the streamed response."""
     body = {
         "prompt": prompt,
         "max_tokens": NUM_OUTPUTS,
@@ -76,34 +75,34 @@ def ask(url: str, prompt: list[int]) -> Asked:
                 text += event["choices"][0]["text"]
             if event.get("usage"):
                 num_cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return Asked(first_s, num_cached, text)
+    return PromptResult(first_s, num_cached, text)
 
 
-def compare(*both: tuple[str, list[Asked]]) -> None:
-    """Print how soon both began to answer, the second against the first, and whether they said the same."""
-    for what, found in both:
-        seconds = [each.first_token_s for each in found]
-        cached = [each.cached_tokens for each in found]
+def compare(*runs: tuple[str, list[PromptResult]]) -> None:
+    """Print the time to first token of two runs, their ratio, and whether the texts are equal."""
+    for name, results in runs:
+        seconds = [each.first_token_s for each in results]
+        cached = [each.cached_tokens for each in results]
         listed = ", ".join(f"{each:.3f}" for each in seconds)
-        print(f"{what:<9} first token {median(seconds):.3f} s ({listed}), cached tokens {cached}")
-    one, other = (found for _, found in both)
+        print(f"{name:<9} TTFT {median(seconds):.3f} s ({listed}), cached tokens {cached}")
+    one, other = (results for _, results in runs)
     gain = median(each.first_token_s for each in one) / median(each.first_token_s for each in other)
-    same = [each.text == again.text for each, again in zip(one, other, strict=True)]
-    print(f"{gain:.1f} x sooner; answers the same: {all(same)}")
+    same = [each.text == second.text for each, second in zip(one, other, strict=True)]
+    print(f"speedup {gain:.1f}; same texts: {all(same)}")
 
 
-def measure(model: Path, prompts: list[list[int]], folder: Path, flags: list[str]) -> list[Asked]:
-    """Ask one server all prompts, and kill it."""
+def measure(model: Path, prompts: list[list[int]], folder: Path, flags: list[str]) -> list[PromptResult]:
+    """Send all prompts to one server, then kill it."""
     with serve(model, [*flags, "--kv-disk", str(folder)]) as server:
-        ask(server.url, prompts[0][:64][::-1])  # the first request of a server pays for what is loaded late
-        found = [ask(server.url, prompt) for prompt in prompts]
-        time.sleep(2.0)  # the last answer's blocks are written
+        send_prompt(server.url, prompts[0][:64][::-1])  # warm-up
+        results = [send_prompt(server.url, prompt) for prompt in prompts]
+        time.sleep(2.0)  # wait for the writes of the last blocks
         server.process.kill()
-    return found
+    return results
 
 
-def forget_pages(folder: Path) -> int:
-    """Have the system write the files and forget their pages; return their bytes."""
+def drop_page_cache(folder: Path) -> int:
+    """Sync the files and drop them from the page cache; return their size in bytes."""
     size = 0
     for path in folder.rglob("blocks.*"):
         with path.open("rb+") as file:
@@ -117,10 +116,12 @@ def main() -> None:
     """Measure, print and save."""
     parser = command_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="where the model is, or is made")
-    parser.add_argument("--tokens", type=int, default=4032, help="of a prompt")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="folder of the model; created if missing"
+    )
+    parser.add_argument("--tokens", type=int, default=4032, help="length of a prompt")
     parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the results as JSON")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of serve, after --")
     args = parser.parse_args()
     rng = random.Random(1)
@@ -130,7 +131,7 @@ def main() -> None:
         flags = ["--max-model-len", str(args.tokens + NUM_OUTPUTS + 16), *args.flags]
         folder = Path(scratch) / "kv"
         computed = measure(model, prompts, folder, flags)
-        disk_bytes = forget_pages(folder)
+        disk_bytes = drop_page_cache(folder)
         read = measure(model, prompts, folder, flags)
     compare(("computed", computed), ("read", read))
     print(f"{disk_bytes / 1e6:.0f} MB on disk")

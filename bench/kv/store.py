@@ -1,4 +1,4 @@
-"""Value of a shared KV store: the first token of long prompts, computed by one server, and fetched by another.
+"""Measure time to first token of long prompts: computed by one server, and fetched from a shared KV store by another.
 
     python -m bench.kv.store --shape S [--store URL] [--tokens 4032] [--prompts 3] [--model FOLDER] [--save FILE] [-- FLAGS]
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from bench.arguments import command_parser
-from bench.kv.disk import NUM_OUTPUTS, Asked, ask, compare
+from bench.kv.disk import NUM_OUTPUTS, PromptResult, send_prompt, compare
 from bench.overhead.run import Machine, _commit, machine
 from bench.overhead.server import serve
 from bench.peers.models import SHAPES, make_model
@@ -34,29 +34,31 @@ class Report(msgspec.Struct, frozen=True):
     store: str
     tokens: int
     flags: list[str]
-    computed: list[Asked]
-    fetched: list[Asked]
+    computed: list[PromptResult]
+    fetched: list[PromptResult]
 
 
-def measure(model: Path, prompts: list[list[int]], flags: list[str]) -> list[Asked]:
-    """Ask one server all prompts, and end it."""
+def measure(model: Path, prompts: list[list[int]], flags: list[str]) -> list[PromptResult]:
+    """Send all prompts to one server, then kill it."""
     with serve(model, flags) as server:
-        ask(server.url, prompts[0][:64][::-1])  # the first request of a server pays for what is loaded late
-        found = [ask(server.url, prompt) for prompt in prompts]
-        time.sleep(2.0)  # the last answer's runs are kept
+        send_prompt(server.url, prompts[0][:64][::-1])  # warm-up
+        results = [send_prompt(server.url, prompt) for prompt in prompts]
+        time.sleep(2.0)  # wait for the writes of the last chunks
         server.process.kill()
-    return found
+    return results
 
 
 def main() -> None:
     """Measure, print and save."""
     parser = command_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S")
-    parser.add_argument("--store", metavar="URL", help="as of --kv-store; shared memory, if nothing is said")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="where the model is, or is made")
-    parser.add_argument("--tokens", type=int, default=4032, help="of a prompt")
+    parser.add_argument("--store", metavar="URL", help="as of --kv-store (default: shared memory)")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="folder of the model; created if missing"
+    )
+    parser.add_argument("--tokens", type=int, default=4032, help="length of a prompt")
     parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the results as JSON")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of serve, after --")
     args = parser.parse_args()
     rng = random.Random(1)
@@ -73,9 +75,9 @@ def main() -> None:
     compare(("computed", computed), ("fetched", fetched))
     if args.save is not None:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        where = args.store or "file:///dev/shm/…"
+        store_name = args.store or "file:///dev/shm/…"
         report = Report(
-            date, _commit(), machine(), args.shape, where, args.tokens, args.flags, computed, fetched
+            date, _commit(), machine(), args.shape, store_name, args.tokens, args.flags, computed, fetched
         )
         args.save.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 

@@ -1,11 +1,13 @@
-"""Count what each process runs in Python for a request, and for each further token: a figure that no other program disturbs.
+"""Count the Python opcodes of each process per request and per further step. Other programs do not affect the counts.
 
-    python -m bench.overhead.opcodes [FOLDER …]    FOLDER: another checkout, built, to count beside this one
+    python -m bench.overhead.opcodes [FOLDER …]    FOLDER: another built checkout to count too
 
-The server is that of case (a) of `bench.overhead.run`, one stream, with a step of a few milliseconds, so that every token is a
-step and an event of its own however slow counting makes Python. Requests of 2 tokens and requests of 34 are counted in turns;
-what the longer ones run more, by the tokens that they have more, is a further step's, and what is left of the short ones, a
-request's. Heartbeats and figures are in both. Medians of the rounds. What msgspec, ZeroMQ and the HTTP parser do is not Python.
+The server is that of case (a) of `bench.overhead.run`, with one stream. Steps take 10 ms, so that each token has its own step and
+event although tracing slows Python down.
+
+Requests of 2 and of 34 tokens are counted alternately. Opcodes per request are those of the short ones. Opcodes per step are the
+difference, divided by the number of further tokens. Both include heartbeats and metrics. Results are medians of the rounds. The C
+code of msgspec, ZeroMQ and the HTTP parser has no opcodes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Counts = Mapping[str, int]
 
 
 def count(server: TracedServer, output_len: int, num_requests: int) -> Counts:
-    """Return what each role runs while so many requests come one after the other."""
+    """Return the opcodes of each role during ``num_requests`` sequential requests."""
     spec = PromptSpec(num_requests, INPUT_LEN, words_per_token=words_per_token(server.target, "null"), seed=1)
     shape = RequestShape("/v1/completions", "null", output_len, ignore_eos=True)
     bodies = [shape.body(item) for item in random_prompts(spec)]
@@ -42,26 +44,26 @@ def count(server: TracedServer, output_len: int, num_requests: int) -> Counts:
     return {role: int(number) for role, number in results.items()}
 
 
-def parts(short: Counts, long: Counts, num_requests: int) -> dict[str, tuple[float, float]]:
-    """Return of each role what a request of `SHORT` tokens runs, and what each further step."""
+def divide_counts(short: Counts, long: Counts, num_requests: int) -> dict[str, tuple[float, float]]:
+    """Return the opcodes of a request of `SHORT` tokens and of each further step, by role."""
     return {
         role: (short[role] / num_requests, (long[role] - short[role]) / num_requests / (LONG - SHORT))
         for role in ROLES
     }
 
 
-def of_checkout(
+def measure_checkout(
     checkout: Path, model: Path, rounds: int, num_requests: int
 ) -> dict[str, tuple[float, float]]:
-    """Return `parts` of a checkout's server, medians of the rounds."""
+    """Return the medians of `divide_counts` over the rounds, with the server of a checkout."""
     with serve_traced("opcodes", model, FLAGS, checkout) as server:
-        count(server, LONG, num_requests)  # what is only done once
-        found = [
-            parts(count(server, SHORT, num_requests), count(server, LONG, num_requests), num_requests)
+        count(server, LONG, num_requests)  # warm-up
+        results = [
+            divide_counts(count(server, SHORT, num_requests), count(server, LONG, num_requests), num_requests)
             for _ in range(rounds)
         ]
     return {
-        role: (median(each[role][0] for each in found), median(each[role][1] for each in found))
+        role: (median(each[role][0] for each in results), median(each[role][1] for each in results))
         for role in ROLES
     }
 
@@ -69,18 +71,20 @@ def of_checkout(
 def main() -> None:
     """Count and print."""
     parser = command_parser(__doc__)
-    parser.add_argument("others", type=Path, nargs="*", metavar="FOLDER", help="other checkouts")
-    parser.add_argument("--rounds", type=int, default=3, help="of short and of long requests (default: 3)")
-    parser.add_argument("--requests", type=int, default=10, help="in each (default: 10)")
+    parser.add_argument("others", type=Path, nargs="*", metavar="FOLDER", help="other built checkouts")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds of short and long requests (default: 3)"
+    )
+    parser.add_argument("--requests", type=int, default=10, help="requests per round (default: 10)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="null-model-") as folder:
         model = make_null_model(Path(folder))
         for checkout in (THIS, *(other.resolve() for other in options.others)):
-            found = of_checkout(checkout, model, options.rounds, options.requests)
-            print(f"{commit_of(checkout)}: opcodes of a request of {SHORT} tokens, of each further step")
-            for role, (request, step) in found.items():
+            results = measure_checkout(checkout, model, options.rounds, options.requests)
+            print(f"{commit_of(checkout)}: opcodes per request of {SHORT} tokens, per further step")
+            for role, (request, step) in results.items():
                 print(f"    {role:12} {request:8,.0f} {step:8,.0f}")
-            request, step = (sum(each[part] for each in found.values()) for part in (0, 1))
+            request, step = (sum(each[part] for each in results.values()) for part in (0, 1))
             print(f"    {'all':12} {request:8,.0f} {step:8,.0f}", flush=True)
 
 

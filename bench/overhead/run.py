@@ -1,10 +1,10 @@
-"""Measure what everything but the model costs: HTTP, tokens, scheduling, messages; client and server share the machine.
+"""Measure the overhead of all components except the model: HTTP, tokenization, scheduling, messages.
 
-    (a) the mock executor at 0 ms a step, at 1, 64 and 256 streams
-    (b) the null model (bench/null_model.py) on the real executor, at 64 and 256 streams
+    (a) the mock executor with 0 ms per step, 1, 64 and 256 streams
+    (b) the null model (bench/null_model.py) on the real executor, 64 and 256 streams
 
-32 tokens in, 128 out, greedy, streaming, over /v1/completions. Each point is run three times; the table shows medians, and
-below each point where the processor time went, per process. Raw results go to bench/results/.
+Requests have 32 prompt tokens and 128 output tokens, greedy and streamed, over /v1/completions. Client and server share the
+machine. Each point is run three times. Prints medians, with CPU time by process for each point. Raw results go to bench/results/.
 
     python -m bench.overhead.run            about three minutes
     python -m bench.overhead.run --quick    one short repetition of each point
@@ -37,13 +37,13 @@ from quintet.deploy.tools.load_client.workload import PromptSpec, RequestShape, 
 
 INPUT_LEN, OUTPUT_LEN = 32, 128
 PACKAGES = ("quintet", "torch", "transformers", "pyzmq", "msgspec", "uvloop", "starlette", "uvicorn")
-HEARTBEATS_S = 2.5
-"""Processes ship their histograms about once a second: waited for before they are read."""
+METRICS_DELAY_S = 2.5
+"""Wait before histograms are read; processes send them about once a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One line of the table."""
+    """Executor and load of one row of the table."""
 
     case: str
     streams: int
@@ -63,19 +63,19 @@ POINTS = (
 
 
 class Repetition(msgspec.Struct):
-    """One run of one point."""
+    """Results of one run of a point."""
 
     summary: Summary
     cpu_seconds: dict[str, float]
-    """By role, and ``client``."""
+    """CPU time by role, and of the ``client``."""
     core_steps: float
     core_plan_ms: float
-    """Mean per step."""
+    """Mean time per step."""
     core_commit_ms: float
 
 
 class PointResult(msgspec.Struct):
-    """All runs of one point."""
+    """Results of all runs of a point."""
 
     case: str
     streams: int
@@ -94,7 +94,7 @@ class Machine(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """The file."""
+    """Contents of the result file."""
 
     date: str
     commit: str
@@ -106,7 +106,7 @@ class Report(msgspec.Struct):
 
 
 def repeat(server: Server, point: Point, requests: int, seed: int) -> Repetition:
-    """Run one repetition and account for the processor time around it."""
+    """Run one repetition and measure the CPU time of all processes."""
     model = "null"
     spec = PromptSpec(requests, INPUT_LEN, words_per_token=words_per_token(server.target, model), seed=seed)
     shape = RequestShape("/v1/completions", model, OUTPUT_LEN, ignore_eos=True)
@@ -122,7 +122,7 @@ def repeat(server: Server, point: Point, requests: int, seed: int) -> Repetition
         raise RuntimeError(
             f"only {summary.num_completed} of {requests} requests completed: {summary.failures}"
         )
-    time.sleep(HEARTBEATS_S)
+    time.sleep(METRICS_DELAY_S)
     plan_s, steps = _since(server.histogram("core_plan_seconds"), plan_before)
     commit_s, commits = _since(server.histogram("core_commit_seconds"), commit_before)
     return Repetition(
@@ -140,7 +140,7 @@ def _since(after: tuple[float, float], before: tuple[float, float]) -> tuple[flo
 
 
 def run_point(model: Path, point: Point, repetitions: int, waves: int) -> PointResult:
-    """Start a server for one point and repeat its load."""
+    """Start a server for a point and run all repetitions."""
     requests = point.streams * waves
     with serve(model, ["--served-model-name", "null", "--max-num-seqs", "256", *point.flags]) as server:
         repeat(server, point, min(requests, 2 * point.streams + 8), seed=1000)  # warm-up: not kept
@@ -149,29 +149,29 @@ def run_point(model: Path, point: Point, repetitions: int, waves: int) -> PointR
 
 
 def describe(result: PointResult) -> str:
-    """Lay out the medians of one point, and its account of processor time."""
+    """Return the medians of a point and its CPU time by role, as text."""
     runs = result.repetitions
 
-    def mid(values: list[float]) -> float:
+    def median_of(values: list[float]) -> float:
         return median(values)
 
-    rate = mid([r.summary.output_tokens_per_s for r in runs])
-    ttft = mid([r.summary.ttft_ms.p50 if r.summary.ttft_ms else float("nan") for r in runs])
-    ttft99 = mid([r.summary.ttft_ms.p99 if r.summary.ttft_ms else float("nan") for r in runs])
+    rate = median_of([r.summary.output_tokens_per_s for r in runs])
+    ttft = median_of([r.summary.ttft_ms.p50 if r.summary.ttft_ms else float("nan") for r in runs])
+    ttft99 = median_of([r.summary.ttft_ms.p99 if r.summary.ttft_ms else float("nan") for r in runs])
     lines = [
         f"{result.case}, {result.streams} streams: {rate:,.0f} tokens/s, time to first token p50 {ttft:.2f} ms, "
-        f"p99 {ttft99:.2f} ms; core plan {mid([r.core_plan_ms for r in runs]):.3f} + commit "
-        f"{mid([r.core_commit_ms for r in runs]):.3f} ms a step"
+        f"p99 {ttft99:.2f} ms; core plan {median_of([r.core_plan_ms for r in runs]):.3f} + commit "
+        f"{median_of([r.core_commit_ms for r in runs]):.3f} ms per step"
     ]
     for role in sorted(runs[0].cpu_seconds, key=lambda role: -runs[0].cpu_seconds[role]):
-        per_token_us = mid([1e6 * r.cpu_seconds[role] / r.summary.output_tokens for r in runs])
-        share = mid([100 * r.cpu_seconds[role] / r.summary.duration_s for r in runs])
-        lines.append(f"    {role:<12} {per_token_us:8.2f} us/token {share:6.1f} % of a core")
+        per_token_us = median_of([1e6 * r.cpu_seconds[role] / r.summary.output_tokens for r in runs])
+        share = median_of([100 * r.cpu_seconds[role] / r.summary.duration_s for r in runs])
+        lines.append(f"    {role:<12} {per_token_us:8.2f} us/token {share:6.1f} % of one core")
     return "\n".join(lines)
 
 
 def machine() -> Machine:
-    """Describe the machine that this runs on."""
+    """Return a description of this machine."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -186,14 +186,14 @@ def machine() -> Machine:
 
 
 def _commit() -> str:
-    asked = subprocess.run(
+    described = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         capture_output=True,
         text=True,
         check=False,
         cwd=Path(__file__).parent,
     )
-    return asked.stdout.strip() or "unknown"
+    return described.stdout.strip() or "unknown"
 
 
 def _versions(packages: tuple[str, ...] = PACKAGES) -> Mapping[str, str]:
@@ -201,15 +201,13 @@ def _versions(packages: tuple[str, ...] = PACKAGES) -> Mapping[str, str]:
 
 
 def main() -> None:
-    """Run every point, print the table, write the raw results."""
+    """Run all points, print the table, write the raw results."""
     parser = command_parser(__doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="one short repetition of each point, nothing written"
+        "--quick", action="store_true", help="run one short repetition of each point, write no file"
     )
-    parser.add_argument("--only", choices=("a", "b"), help="one case only")
-    parser.add_argument(
-        "--out", type=Path, help="where to write (default: bench/results/overhead-<date>.json)"
-    )
+    parser.add_argument("--only", choices=("a", "b"), help="run only this case")
+    parser.add_argument("--out", type=Path, help="result file (default: bench/results/overhead-<date>.json)")
     arguments = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory(prefix="null-model-") as folder:

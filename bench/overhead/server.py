@@ -1,4 +1,4 @@
-"""A server to measure: `quintet serve` on a free port, its processes' CPU time by role, and its own histograms."""
+"""Run `quintet serve` on a free port for a benchmark; read the CPU time of its processes and its histograms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Server:
     target: Target
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return user plus system time so far of each role's processes, threads included."""
+        """Return user and system CPU time so far, in seconds, by role; all threads included."""
         seconds: dict[str, float] = {}
         root = psutil.Process(self.process.pid)
         for process in (root, *root.children(recursive=True)):
@@ -45,7 +45,7 @@ class Server:
         return seconds
 
     def histogram(self, name: str) -> tuple[float, float]:
-        """Return sum and count of one of the server's histograms, over all its series."""
+        """Return sum and count of a histogram of the server, over all its series."""
         text = ask(self.target, "GET", "/metrics").body.decode()
         total, count = (
             sum(
@@ -64,9 +64,9 @@ def serve(
     checkout: Path | None = None,
     modules: Sequence[Path] = (),
 ) -> Iterator[Server]:
-    """Run a server on a free port until the block ends; no model: the one that ships with Quintet.
+    """Run a server on a free port until the block ends. Without a model, it serves the embedded one.
 
-    checkout: of the server, if it is not the installed one. modules: more folders on the import path of its processes.
+    checkout: checkout with the server's code (default: the installed package). modules: further folders on the import path.
     """
     paths = [*map(str, modules), *([] if checkout is None else [str(checkout / "src")])]
     process = subprocess.Popen(
@@ -80,7 +80,7 @@ def serve(
             "0",
             "--log-level",
             "WARNING",
-            "--no-standby",  # their boot is no cost of what is measured
+            "--no-standby",  # the start of standby processes would add CPU time
             *flags,
         ],
         stdout=subprocess.PIPE,

@@ -1,1 +1,1 @@
-"""A picture and an account of decode steps across the processes of a real server."""
+"""Timeline of decode steps across the processes of a real server: an SVG figure and a table."""

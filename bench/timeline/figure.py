@@ -1,6 +1,6 @@
-"""Draws some steps as SVG: a lane per process, and below them the seam between two steps, magnified.
+"""Draw steps as SVG: one lane per process, and below them the boundary between two steps, enlarged.
 
-Knows bars and steps (`quintet.deploy.tools.step_account`); knows nothing of servers or files.
+The input is spans and steps of `quintet.deploy.tools.step_account`; the module uses no server and no files.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ MS = 1e6
 WIDTH, GUTTER, MARGIN = 1200, 118, 14
 LANE, LANE_GAP = 30, 9
 BAR_HEIGHT = 24
-LETTER = 6.1
-"""Width of a character of the labels, about."""
+CHARACTER_WIDTH = 6.1
+"""Approximate width of a character of a label, in pixels."""
 
 COLOURS = {
     "encode": "#8c7ae6",
@@ -39,7 +39,7 @@ COLOURS = {
     "events": "#c97b3c",
 }
 DARK = frozenset({"plan", "layers", "sampling", "detokenize", "events", "encode"})
-"""Colours on which letters are white."""
+"""Span names whose labels are white."""
 
 LANES = (
     ("executor", "executor"),
@@ -49,18 +49,18 @@ LANES = (
     ("tokenizer", "tokenizer"),
 )
 
-HOPS = (
+MESSAGES = (
     ("executor", "send", "core", "commit"),
     ("core", "send", "detokenizer", "detokenize"),
     ("detokenizer", "detokenize", "frontend", "text"),
 )
-"""Messages of a step: the span that sends (the last of its name: a step's plan is sent before) and the one that begins
-when it arrives."""
+"""Messages of a step: role and name of the sending span, role and name of the span that begins at the arrival. The sending span
+is the last one of its name in the step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """A plan from its making until its result was applied."""
+class PlanInFlight:
+    """Interval between the planning of a step and the commit of its result."""
 
     step: int
     begin_ns: int
@@ -69,12 +69,12 @@ class Flight:
 
 @dataclass(slots=True)
 class Canvas:
-    """SVG elements, collected."""
+    """List of SVG elements."""
 
     parts: list[str] = field(default_factory=list)
 
     def rect(self, x: float, y: float, width: float, height: float, fill: str, title: str = "") -> None:
-        """Draw a box."""
+        """Draw a rectangle."""
         self.parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}">'
             + (f"<title>{escape(title)}</title>" if title else "")
@@ -82,13 +82,13 @@ class Canvas:
         )
 
     def text(
-        self, x: float, y: float, words: str, *, size: int = 11, fill: str = "#24292f", anchor: str = "start",
+        self, x: float, y: float, label: str, *, size: int = 11, fill: str = "#24292f", anchor: str = "start",
         weight: str = "normal",
     ) -> None:  # fmt: skip
-        """Write a line."""
+        """Draw a line of text."""
         self.parts.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
-            f'font-weight="{weight}">{escape(words)}</text>'
+            f'font-weight="{weight}">{escape(label)}</text>'
         )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str, dash: str = "") -> None:
@@ -100,7 +100,7 @@ class Canvas:
         )
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
-        """Draw a message."""
+        """Draw the arrow of a message."""
         middle = (y1 + y2) / 2
         self.parts.append(
             f'<path d="M{x1:.1f},{y1:.1f} C{x1:.1f},{middle:.1f} {x2:.1f},{middle:.1f} {x2:.1f},{y2:.1f}" '
@@ -108,7 +108,7 @@ class Canvas:
         )
 
     def document(self, height: float) -> str:
-        """Return the whole picture."""
+        """Return the SVG document."""
         return "\n".join(
             (
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
@@ -123,7 +123,7 @@ class Canvas:
 
 
 class Panel:
-    """A window of time, drawn from ``top`` down."""
+    """Lanes of all processes for an interval of time, drawn below ``top``."""
 
     def __init__(self, canvas: Canvas, top: float, begin_ns: float, end_ns: float, origin_ns: float) -> None:
         self.canvas = canvas
@@ -133,15 +133,15 @@ class Panel:
         self._lanes: dict[str, float] = {}
 
     def x(self, at_ns: float) -> float:
-        """Return where a moment is, kept within the panel."""
+        """Return the x coordinate of a time, clamped to the panel."""
         return GUTTER + (min(max(at_ns, self._begin_ns), self._end_ns) - self._begin_ns) * self._scale
 
     def shows(self, begin_ns: float, end_ns: float) -> bool:
-        """Return true if any of a span falls into the window."""
+        """Return True if a span overlaps the panel's interval."""
         return end_ns > self._begin_ns and begin_ns < self._end_ns
 
     def axis(self) -> None:
-        """Draw the clock: milliseconds since the first step of the picture."""
+        """Draw the time axis: milliseconds since the start of the first step."""
         span_ms = (self._end_ns - self._begin_ns) / MS
         step = next(s for s in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1e9) if span_ms / s <= 12)
         tick = -(-(self._begin_ns - self._origin_ns) // (step * MS)) * step
@@ -153,8 +153,10 @@ class Panel:
             tick = round(tick + step, 6)
         self.bottom = height + 12
 
-    def lane(self, name: str, title: str, bars: Iterable[Bar], note: str = "", roomy: bool = False) -> None:
-        """Draw the spans of one process; with ``roomy``, their names above them."""
+    def lane(
+        self, name: str, title: str, bars: Iterable[Bar], note: str = "", labels_above: bool = False
+    ) -> None:
+        """Draw the spans of one process. labels_above: draw their names above the lane."""
         y = self.bottom
         self._lanes[name] = y
         self.canvas.text(GUTTER - 10, y + 16, title, anchor="end", weight="bold")
@@ -162,99 +164,97 @@ class Panel:
         shown = [bar for bar in bars if self.shows(bar.begin_ns, bar.end_ns) and bar.name not in WAITING]
         for index, bar in enumerate(shown):
             following = shown[index + 1].begin_ns if index + 1 < len(shown) else self._end_ns
-            self._bar(bar, y, self.x(following), roomy)
-        if roomy:
+            self._bar(bar, y, self.x(following), labels_above)
+        if labels_above:
             self._names_above(shown, y - 3)
         if not shown and note:
             self.canvas.text(GUTTER + 8, y + 16, note, size=10, fill="#57606a")
         self.bottom = y + LANE + LANE_GAP
 
-    def _bar(self, bar: Bar, y: float, room_until: float, is_named: bool) -> None:
+    def _bar(self, bar: Bar, y: float, free_until: float, is_named: bool) -> None:
         left, right = self.x(bar.begin_ns), self.x(bar.end_ns)
-        drawn = max(right - left, 1.0)
+        width = max(right - left, 1.0)
         ms = (bar.end_ns - bar.begin_ns) / MS
         self.canvas.rect(
-            left, y, drawn, BAR_HEIGHT, COLOURS[bar.name], f"{bar.name} {bar.number}: {ms:.3f} ms"
+            left, y, width, BAR_HEIGHT, COLOURS[bar.name], f"{bar.name} {bar.number}: {ms:.3f} ms"
         )
-        whole = f" of step {bar.number}" if bar.name == "layers" else ""
-        named = (f"{bar.name}{whole}: {ms:.2f} ms", f"{bar.name} {ms:.2f}", bar.name)
-        for words in (f"{ms:.2f} ms", f"{ms:.2f}") if is_named else named:
-            if len(words) * LETTER + 6 <= drawn:
+        suffix = f" of step {bar.number}" if bar.name == "layers" else ""
+        labels = (f"{bar.name}{suffix}: {ms:.2f} ms", f"{bar.name} {ms:.2f}", bar.name)
+        for label in (f"{ms:.2f} ms", f"{ms:.2f}") if is_named else labels:
+            if len(label) * CHARACTER_WIDTH + 6 <= width:
                 fill = "#ffffff" if bar.name in DARK else "#24292f"
-                self.canvas.text((left + right) / 2, y + 16, words, size=10, fill=fill, anchor="middle")
+                self.canvas.text((left + right) / 2, y + 16, label, size=10, fill=fill, anchor="middle")
                 return
-        if not is_named and len(bar.name) * LETTER + 6 <= room_until - left - drawn:
-            self.canvas.text(left + drawn + 3, y + 16, bar.name, size=10, fill="#57606a")
+        if not is_named and len(bar.name) * CHARACTER_WIDTH + 6 <= free_until - left - width:
+            self.canvas.text(left + width + 3, y + 16, bar.name, size=10, fill="#57606a")
 
     def _names_above(self, bars: Iterable[Bar], y: float) -> None:
-        taken = 0.0
+        label_end = 0.0
         last = ("", 0)
         for bar in bars:
             left = self.x(bar.begin_ns)
-            words = bar.name if bar.name == "events" else f"{bar.name} {bar.number}"
-            if left >= taken and (bar.name, bar.number) != last:
-                self.canvas.text(left, y, words, size=9, fill="#57606a")
-                taken = left + len(words) * LETTER * 0.9 + 6
+            label = bar.name if bar.name == "events" else f"{bar.name} {bar.number}"
+            if left >= label_end and (bar.name, bar.number) != last:
+                self.canvas.text(left, y, label, size=9, fill="#57606a")
+                label_end = left + len(label) * CHARACTER_WIDTH * 0.9 + 6
                 last = bar.name, bar.number
 
-    def flights(self, flights: Iterable[Flight]) -> None:
-        """Draw the plans in flight, even steps above odd ones."""
+    def plans(self, plans: Iterable[PlanInFlight]) -> None:
+        """Draw the plans in flight; even steps are above odd ones."""
         y = self.bottom
         self.canvas.text(GUTTER - 10, y + 22, "plans in flight", anchor="end", weight="bold")
-        for flight in flights:
-            if not self.shows(flight.begin_ns, flight.end_ns):
+        for plan in plans:
+            if not self.shows(plan.begin_ns, plan.end_ns):
                 continue
-            left, right = self.x(flight.begin_ns), self.x(flight.end_ns)
-            top = y + (flight.step % 2) * 19
-            self.canvas.rect(left, top, max(1.0, right - left), 16, "#dbe9f6", f"plan {flight.step}")
+            left, right = self.x(plan.begin_ns), self.x(plan.end_ns)
+            top = y + (plan.step % 2) * 19
+            self.canvas.rect(left, top, max(1.0, right - left), 16, "#dbe9f6", f"plan {plan.step}")
             self.canvas.line(left, top, left, top + 16, "#2a78c2")
             self.canvas.line(right, top, right, top + 16, "#2a78c2")
-            words = f"plan {flight.step}: {(flight.end_ns - flight.begin_ns) / MS:.1f} ms from planned to committed"
-            if len(words) * LETTER > right - left:
-                words = f"plan {flight.step}"
-            if len(words) * LETTER <= right - left:
-                self.canvas.text(left + 5, top + 12, words, size=10, fill="#1b4b7a")
+            label = f"plan {plan.step}: {(plan.end_ns - plan.begin_ns) / MS:.1f} ms from plan to commit"
+            if len(label) * CHARACTER_WIDTH > right - left:
+                label = f"plan {plan.step}"
+            if len(label) * CHARACTER_WIDTH <= right - left:
+                self.canvas.text(left + 5, top + 12, label, size=10, fill="#1b4b7a")
         self.bottom = y + 36 + LANE_GAP
 
     def boundaries(self, steps: Iterable[Step], top: float) -> None:
-        """Mark where steps begin."""
+        """Mark the starts and ends of steps."""
         for step in steps:
             for at in (step.begin_ns, step.end_ns):
                 if self._begin_ns <= at <= self._end_ns:
                     x = self.x(at)
                     self.canvas.line(x, top, x, self.bottom - LANE_GAP, "#8c959f", "3,3")
 
-    def hops(self, bars: Sequence[Bar]) -> None:
+    def messages(self, bars: Sequence[Bar]) -> None:
         """Draw the messages between the lanes."""
         ends = {(bar.role, bar.name, bar.number): bar for bar in bars}
-        for from_role, from_name, to_role, to_name in HOPS:
+        for from_role, from_name, to_role, to_name in MESSAGES:
             for (role, name, number), target in ends.items():
                 if (role, name) != (to_role, to_name):
                     continue
                 source = ends.get((from_role, from_name, number))
                 if source is None or not self._begin_ns <= target.begin_ns <= self._end_ns:
                     continue
-                sent_ns = min(
-                    source.end_ns, target.begin_ns
-                )  # a sender may be held up after its message left
+                sent_ns = min(source.end_ns, target.begin_ns)  # a sender may be preempted after it sends
                 self.canvas.arrow(
                     self.x(sent_ns), self._lanes[from_role] + BAR_HEIGHT,
                     self.x(target.begin_ns), self._lanes[to_role] - 1,
                 )  # fmt: skip
 
 
-def flights_of(bars: Sequence[Bar]) -> list[Flight]:
-    """Return every plan that was made and committed."""
+def plans_of(bars: Sequence[Bar]) -> list[PlanInFlight]:
+    """Return the intervals of all committed plans."""
     committed = {bar.number: bar.end_ns for bar in bars if bar.role == "core" and bar.name == "commit"}
     return [
-        Flight(bar.number, bar.begin_ns, committed[bar.number])
+        PlanInFlight(bar.number, bar.begin_ns, committed[bar.number])
         for bar in bars
         if bar.role == "core" and bar.name == "plan" and bar.number in committed
     ]
 
 
 def draw(title: str, caption: Sequence[str], bars: Sequence[Bar], steps: Sequence[Step]) -> str:
-    """Return the picture of ``steps`` (in a row), with the seam after the first of them magnified."""
+    """Return an SVG figure of successive steps, with the boundary after the first one enlarged."""
     canvas = Canvas()
     canvas.text(MARGIN, 26, title, size=16, weight="bold")
     top: float = 32
@@ -263,41 +263,41 @@ def draw(title: str, caption: Sequence[str], bars: Sequence[Bar], steps: Sequenc
         canvas.text(MARGIN, top, line, size=11, fill="#57606a")
     origin, end = steps[0].begin_ns, steps[-1].end_ns
     pad = (end - origin) * 0.02
-    seam_begin, seam_end = seam(bars, steps[0], steps[1])
+    zoom_begin, zoom_end = boundary_interval(bars, steps[0], steps[1])
 
-    upper = Panel(canvas, top + 12, origin - pad, end + pad, origin)
-    upper.axis()
-    begin = upper.bottom
-    upper.flights(flights_of(bars))
-    _lanes(upper, bars)
-    upper.boundaries(steps, begin)
-    left, right = upper.x(seam_begin), upper.x(seam_end)
+    overview = Panel(canvas, top + 12, origin - pad, end + pad, origin)
+    overview.axis()
+    begin = overview.bottom
+    overview.plans(plans_of(bars))
+    _lanes(overview, bars)
+    overview.boundaries(steps, begin)
+    left, right = overview.x(zoom_begin), overview.x(zoom_end)
     canvas.parts.append(
         f'<rect x="{left - 2:.1f}" y="{begin - 2:.1f}" width="{right - left + 4:.1f}" '
-        f'height="{upper.bottom - begin:.1f}" fill="none" stroke="#cf222e" stroke-width="1.5"/>'
+        f'height="{overview.bottom - begin:.1f}" fill="none" stroke="#cf222e" stroke-width="1.5"/>'
     )
 
-    lower_top = upper.bottom + 34
-    canvas.line(left - 2, upper.bottom - 2, GUTTER, lower_top + 6, "#cf222e", "2,3")
-    canvas.line(right + 2, upper.bottom - 2, WIDTH - MARGIN, lower_top + 6, "#cf222e", "2,3")
-    factor = (end - origin + 2 * pad) / (seam_end - seam_begin)
+    zoom_top = overview.bottom + 34
+    canvas.line(left - 2, overview.bottom - 2, GUTTER, zoom_top + 6, "#cf222e", "2,3")
+    canvas.line(right + 2, overview.bottom - 2, WIDTH - MARGIN, zoom_top + 6, "#cf222e", "2,3")
+    factor = (end - origin + 2 * pad) / (zoom_end - zoom_begin)
     canvas.text(
-        WIDTH / 2, lower_top - 6, f"the seam between steps {steps[0].number} and {steps[1].number}, {factor:.0f} times wider",
+        WIDTH / 2, zoom_top - 6, f"boundary between steps {steps[0].number} and {steps[1].number}, enlarged {factor:.0f} times",
         size=12, fill="#cf222e", anchor="middle", weight="bold",
     )  # fmt: skip
-    lower = Panel(canvas, lower_top + 4, seam_begin, seam_end, origin)
-    lower.axis()
-    begin = lower.bottom
-    _lanes(lower, bars, roomy=True)
-    lower.boundaries(steps, begin)
-    lower.hops(bars)
-    return canvas.document(_legend(canvas, lower.bottom + 6) + MARGIN)
+    zoom = Panel(canvas, zoom_top + 4, zoom_begin, zoom_end, origin)
+    zoom.axis()
+    begin = zoom.bottom
+    _lanes(zoom, bars, labels_above=True)
+    zoom.boundaries(steps, begin)
+    zoom.messages(bars)
+    return canvas.document(_legend(canvas, zoom.bottom + 6) + MARGIN)
 
 
-def seam(bars: Sequence[Bar], one: Step, other: Step) -> tuple[float, float]:
-    """Return the window from the end of the model's work in one step until all of its text is on its way."""
-    drawn = [b for b in bars if b.role == "executor" and b.number == one.number and b.name == "sampling"]
-    begin = drawn[0].begin_ns if drawn else one.end_ns
+def boundary_interval(bars: Sequence[Bar], one: Step, other: Step) -> tuple[float, float]:
+    """Return the interval from a step's sampling to the end of the work on its output text."""
+    sampling = [b for b in bars if b.role == "executor" and b.number == one.number and b.name == "sampling"]
+    begin = sampling[0].begin_ns if sampling else one.end_ns
     sent = [
         bar.end_ns
         for bar in bars
@@ -309,24 +309,24 @@ def seam(bars: Sequence[Bar], one: Step, other: Step) -> tuple[float, float]:
     return begin - pad, end + pad
 
 
-def _lanes(panel: Panel, bars: Sequence[Bar], *, roomy: bool = False) -> None:
+def _lanes(panel: Panel, bars: Sequence[Bar], *, labels_above: bool = False) -> None:
     for role, title in LANES:
-        note = "idle while requests decode: it works once per request" if role == "tokenizer" else ""
-        if not (roomy and role == "tokenizer"):
-            panel.bottom += 12 if roomy else 0
-            panel.lane(role, title, [bar for bar in bars if bar.role == role], note, roomy)
+        note = "idle during decode: it works once per request" if role == "tokenizer" else ""
+        if not (labels_above and role == "tokenizer"):
+            panel.bottom += 12 if labels_above else 0
+            panel.lane(role, title, [bar for bar in bars if bar.role == role], note, labels_above)
         if role == "executor":
             for part in sorted({bar.role for bar in bars if " " in bar.process}):
-                panel.bottom += 12 if roomy else 0
-                panel.lane(part, part, [bar for bar in bars if bar.role == part], roomy=roomy)
+                panel.bottom += 12 if labels_above else 0
+                panel.lane(part, part, [bar for bar in bars if bar.role == part], labels_above=labels_above)
 
 
 def _legend(canvas: Canvas, top: float) -> float:
-    """Explain the colours; return where the picture ends."""
+    """Draw the legend of colours; return the bottom of the figure."""
     x = float(GUTTER)
     names = [name for name in COLOURS if name not in ("encode", "admit", "orders", *WAITING)]
     for name in names:
         canvas.rect(x, top, 12, 12, COLOURS[name])
         canvas.text(x + 16, top + 10, name, size=10, fill="#57606a")
-        x += 30 + len(name) * LETTER
+        x += 30 + len(name) * CHARACTER_WIDTH
     return top + 14

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.counting import sitecustomize
 from bench.counting.control import ROLES
-from bench.overhead.opcodes import LONG, SHORT, parts
+from bench.overhead.opcodes import LONG, SHORT, divide_counts
 
 PROGRAM = f"""
 import os, sys
@@ -84,4 +84,4 @@ def test_entered_functions_of_all_threads_are_recorded(tmp_path: Path) -> None:
 def test_request_and_further_step_are_separated() -> None:
     short = dict.fromkeys(ROLES, 5 * 700)
     long = dict.fromkeys(ROLES, 5 * (700 + 30 * (LONG - SHORT)))
-    assert parts(short, long, 5) == dict.fromkeys(ROLES, (700.0, 30.0))
+    assert divide_counts(short, long, 5) == dict.fromkeys(ROLES, (700.0, 30.0))
