@@ -1,15 +1,15 @@
-"""Requests in the shape of published traces, drawn from a seed: when each comes, what it shares with others, how long it is.
+"""Random traces fitted to published ones: arrival times, shared prefixes and lengths of requests.
 
-A conversation begins with a shared prompt (a system prompt, a tool) and its own text. Each later turn sends
-all of that, the answer to it, and something new. What was published of a trace are means and the share of prompts that an
-unbounded cache would find; the distributions are fitted to those: lognormal lengths, geometric numbers of turns, shared prompts
-by Zipf's law, and conversations that begin in bursts, with gaps of a gamma distribution.
+A conversation begins with a shared prefix (system prompt, tools) and its own text. Each later turn sends all of that, the
+response, and new text. The distributions are fitted to published means and hit rates of an unbounded cache: lognormal lengths,
+geometric numbers of turns, Zipf-distributed shared prefixes, and gamma-distributed gaps between the starts of conversations.
 
-mooncake-tool, mooncake-chat  Qin et al., Mooncake, FAST 2025, the table of workloads: tool & agent 8 596 tokens in, 182 out, 59 %
-                              found; conversation 12 035 in, 343 out, 40 %.
-azure-chat                    Patel et al., Splitwise, ISCA 2024: conversation, medians of 1 020 tokens in and 129 out. Nothing
-                              is published of what its prompts share; here, nothing.
-bursts                        Wang et al., BurstGPT, KDD 2025, fits gaps with gamma distributions; the shape, 0.5, is ours.
+mooncake-tool, mooncake-chat  Qin et al., Mooncake, FAST 2025, table of workloads. Tool & agent: 8 596 prompt tokens, 182 output
+                              tokens, 59 % hits. Conversation: 12 035 prompt tokens, 343 output tokens, 40 % hits.
+azure-chat                    Patel et al., Splitwise, ISCA 2024, conversation: medians of 1 020 prompt and 129 output tokens.
+Shared
+                              prefixes are not published; the trace has none.
+bursts                        Wang et al., BurstGPT, KDD 2025: gamma-distributed gaps. The shape of 0.5 is our choice.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 BURST_SHAPE = 0.5
-"""Of the gamma distribution of gaps; 1 is Poisson."""
+"""Shape of the gamma distribution of gaps; 1 is a Poisson process."""
 OUTPUT_SPREAD = 1.0
 MAX_TURNS = 16
-EARLIER = 5
-"""Conversations begin so many mean pauses before the trace does; what they asked until then is not in it."""
+LEAD_PAUSES = 5
+"""Conversations begin up to this many mean pauses before the trace. Requests before the trace are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Targets of a fitted trace; lengths in tokens."""
+    """Parameters of a fitted trace; lengths in tokens."""
 
     num_shared: int
-    """Prompts that conversations begin with."""
+    """Number of shared prefixes."""
     shared: float
-    """Their mean length; 0 for none."""
+    """Mean length of shared prefixes; 0: none."""
     first: float
-    """Mean length of what a conversation's first request has of its own."""
+    """Mean length of the first request's own text."""
     later: float
-    """Mean length of what each later one adds."""
+    """Mean length of the new text of a later request."""
     output: float
     turns: float
     """Mean number of requests of a conversation."""
     spread: float = 1.0
-    """Standard deviation of the logarithm of prompts' lengths."""
+    """Standard deviation of the logarithm of prompt lengths."""
     think_s: float = 30.0
-    """Mean from a request to the conversation's next."""
+    """Mean time between two requests of a conversation."""
 
 
 SHAPES = {
@@ -61,27 +61,27 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order in which they come, a column for each thing. ``[num_requests]``."""
+    """Requests in order of arrival, as columns ``[num_requests]``."""
 
     arrival_s: Floats
     conversation: Ints
     shared: Ints
-    """Index of the shared prompt that it begins with."""
+    """Index of the shared prefix."""
     num_shared: Ints
-    """Tokens of that."""
+    """Tokens of the shared prefix."""
     num_own: Ints
-    """Tokens after them."""
+    """Prompt tokens after the shared prefix."""
     num_known: Ints
-    """Of those, tokens that the conversation's last request had, with its answer: all of them can be found."""
+    """Tokens of ``num_own`` that the conversation's previous request and its response had, so that a cache may have them."""
     num_output: Ints
     answers: tuple[tuple[tuple[int, int], ...], ...]
-    """Of each request, where in its own tokens earlier answers lie: begin and end."""
+    """Ranges (begin, end) of earlier responses in the own tokens of each request."""
 
     def __len__(self) -> int:
         return len(self.arrival_s)
 
     def ideal(self) -> Ints:
-        """Return the tokens of each prompt that one unbounded cache of the whole fleet would find."""
+        """Return the prompt tokens of each request that hit one unbounded cache of the whole fleet."""
         _, first = np.unique(self.shared, return_index=True)
         is_new = np.zeros(len(self), dtype=bool)
         is_new[first] = True
@@ -89,11 +89,10 @@ class Trace:
 
 
 def draw(shape: Shape, num_requests: int, rate: float, seed: int, grain: int = 1) -> Trace:
-    """Draw a trace of so many requests, ``rate`` a second on average, every length a multiple of ``grain`` tokens."""
+    """Draw a trace with a mean of ``rate`` requests per second; lengths are multiples of ``grain`` tokens."""
     rng = np.random.default_rng(seed)
-    before_s = (
-        EARLIER * shape.think_s if shape.turns > 1 else 0.0
-    )  # so that as many are at their end as at their beginning
+    # Conversations that began earlier give the trace a steady state from its start.
+    before_s = LEAD_PAUSES * shape.think_s if shape.turns > 1 else 0.0
     num_conversations = math.ceil(1.2 * (num_requests + rate * before_s) / shape.turns) + 64
     gaps = rng.gamma(BURST_SHAPE, shape.turns / (rate * BURST_SHAPE), num_conversations)
     begin_s = np.cumsum(gaps) - before_s
@@ -113,24 +112,26 @@ def draw(shape: Shape, num_requests: int, rate: float, seed: int, grain: int = 1
         else:
             at_s[alive] += rng.exponential(shape.think_s, len(alive))
         own[alive] += new
-        for place, added in zip(alive.tolist(), output.tolist(), strict=True):
-            size = int(own[place])
-            rows.append((float(at_s[place]), place, size, int(known[place]), added, answers[place]))
-            answers[place] = (*answers[place], (size, size + added))
+        for each, num_output in zip(alive.tolist(), output.tolist(), strict=True):
+            size = int(own[each])
+            rows.append((float(at_s[each]), each, size, int(known[each]), num_output, answers[each]))
+            answers[each] = (*answers[each], (size, size + num_output))
         own[alive] += output
         known[alive] = own[alive]
     rows = sorted(row for row in rows if row[0] >= 0)[:num_requests]
-    arrival_s, places, sizes, knowns, outputs, spans = zip(*rows, strict=True)
-    which = shared[list(places)]
+    arrival_s, conversations, sizes, knowns, outputs, spans = zip(*rows, strict=True)
+    shared_index = shared[list(conversations)]
     known = np.array(knowns)
-    known[np.unique(np.array(places), return_index=True)[1]] = 0  # before the trace no engine has KV
+    first_of_conversation = np.unique(np.array(conversations), return_index=True)[1]
+    known[first_of_conversation] = 0  # no engine has KV of requests before the trace
     return Trace(
-        np.array(arrival_s), np.array(places), which, lengths[which], np.array(sizes), known, np.array(outputs), spans
+        np.array(arrival_s), np.array(conversations), shared_index, lengths[shared_index], np.array(sizes), known,
+        np.array(outputs), spans,
     )  # fmt: skip
 
 
 def _lengths(rng: np.random.Generator, mean: float, spread: float, count: int, grain: int) -> Ints:
-    """Draw lognormal lengths of this mean, whole grains, at least one; zeros where the mean is 0."""
+    """Draw lognormal lengths with this mean, in whole grains and at least one grain; zeros if the mean is 0."""
     if not mean:
         return np.zeros(count, np.int64)
     lengths = rng.lognormal(math.log(mean) - spread * spread / 2, spread, count)

@@ -1,14 +1,14 @@
-"""Two engines with one load balancer: prefix cache hits, and first-token latency under a skewed load, by routing policy.
+"""Compare routing policies on two engines: prefix cache hits, and time to first token beside long prompts.
 
     python -m bench.routing.policies [--executor mock|model] [--trace rare] [--policy prefix] [--repetitions 3] [--save FILE]
 
-``shared``: requests of many groups in random order, from eight clients. Each group has a long prefix. The KV memory of one
-engine holds little more than half of the prefixes, that of two engines holds all. Hit rates are shares of the ideal, in which
-each prefix is computed once.
+``shared_prefix_requests``: requests of many groups in random order, from eight clients. Each group has a long prefix. The KV
+memory of one engine holds little more than half of the prefixes, that of two engines holds all. Hit rates are shares of the
+ideal, in which each prefix is computed once.
 
 ``rare``: one prompt in 128 is long, and delays the requests after it; ``mixed``: one in eight. Arrivals are Poisson.
 
-Within a repetition, policies alternate. Each has its own server, and the same requests at the same times.
+Within a repetition, policies alternate. Each policy has its own server, which gets the same requests at the same times.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from quintet.deploy.tools.load_client.load import Load, Run, run_load
 POLICIES = ("round-robin", "load", "prefix", "session")
 NUM_ENGINES = 2
 KV_BYTES_PER_TOKEN = 2048
-"""Of the model that ships with Quintet."""
+"""KV size of the embedded model."""
 OUTPUT_LEN = 4
 CLIENTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of both traces for one executor, in tokens."""
+    """Parameters of all traces for one executor; lengths in tokens."""
 
     flags: tuple[str, ...]
     num_groups: int
     requests_per_group: int
-    beginning: int
+    prefix: int
     short: int
     long: int
     rates: dict[str, float]
-    """Requests a second of the traces with long prompts, about two thirds of what the engines can do of ``mixed``."""
+    """Requests per second of the traces with long prompts: for ``mixed``, about two thirds of the engines' capacity."""
     duration_s: float
 
 
@@ -62,17 +62,17 @@ SHAPES = {
 
 
 class Figures(msgspec.Struct):
-    """One server."""
+    """Results of one policy."""
 
     policy: str
     hit_rate: float
-    """Of the ideal."""
+    """Share of the ideal hit rate."""
     first_p50_ms: float
     first_p99_ms: float
 
 
 class Repetition(msgspec.Struct):
-    """All policies in turn."""
+    """Results of all policies for one trace and seed."""
 
     executor: str
     trace: str
@@ -81,7 +81,7 @@ class Repetition(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """The file."""
+    """Contents of the result file."""
 
     date: str
     commit: str
@@ -90,53 +90,54 @@ class Report(msgspec.Struct):
 
 
 def body(ids: Sequence[int]) -> bytes:
-    """Return a request of these tokens."""
+    """Return the body of a completion request with these token ids."""
     return msgspec.json.encode(
         {"prompt": list(ids), "max_tokens": OUTPUT_LEN, "ignore_eos": True, "temperature": 0, "stream": True}
     )
 
 
-def tokens(rng: random.Random, count: int) -> list[int]:
-    """Return a prompt of no meaning."""
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    """Return random token ids."""
     return [rng.randrange(300, 4000) for _ in range(count)]
 
 
-def shared(shape: Shape, seed: int) -> list[bytes]:
-    """Return the requests of all groups in random order."""
+def shared_prefix_requests(shape: Shape, seed: int) -> list[bytes]:
+    """Return the bodies of the ``shared_prefix_requests`` trace: requests of all groups in random order."""
     rng = random.Random(seed)
-    beginnings = [tokens(rng, shape.beginning) for _ in range(shape.num_groups)]
-    prompts = [[*each, *tokens(rng, 16)] for each in beginnings for _ in range(shape.requests_per_group)]
+    prefixes = [random_tokens(rng, shape.prefix) for _ in range(shape.num_groups)]
+    prompts = [[*each, *random_tokens(rng, 16)] for each in prefixes for _ in range(shape.requests_per_group)]
     rng.shuffle(prompts)
     return [body(prompt) for prompt in prompts]
 
 
-LONG = {"rare": 1 / 128, "mixed": 1 / 8}
-TRACES = ("shared", *LONG)
+LONG_SHARES = {"rare": 1 / 128, "mixed": 1 / 8}
+TRACES = ("shared", *LONG_SHARES)
 
 
-def sizes(shape: Shape, trace: str, seed: int) -> tuple[list[int], list[float]]:
-    """Return the prompts' tokens, and their moments.
+def draw_lengths(shape: Shape, trace: str, seed: int) -> tuple[list[int], list[float]]:
+    """Return the prompt lengths of a trace and the arrival times in seconds.
 
-    As many are long as the trace says, to one: with a few more of one in 128, the 99th percentile would be one of theirs.
+    The number of long prompts is exact, not random: with more than one in 100, the 99th percentile would be that of a long
+    prompt.
     """
     rng = random.Random(seed)
     at_s, arrivals_s = 0.0, []
     while (at_s := at_s + rng.expovariate(shape.rates[trace])) < shape.duration_s:
         arrivals_s.append(at_s)
     count = len(arrivals_s)
-    long = set(rng.sample(range(count), round(count * LONG[trace])))
+    long = set(rng.sample(range(count), round(count * LONG_SHARES[trace])))
     return [shape.long if at in long else shape.short for at in range(count)], arrivals_s
 
 
-def uneven(shape: Shape, trace: str, seed: int) -> tuple[list[bytes], list[float]]:
-    """Return requests of two sizes, and their moments."""
+def long_prompt_requests(shape: Shape, trace: str, seed: int) -> tuple[list[bytes], list[float]]:
+    """Return the bodies of a trace with long prompts, and the arrival times in seconds."""
     rng = random.Random(seed)
-    counts, arrivals_s = sizes(shape, trace, seed)
-    return [body(tokens(rng, count)) for count in counts], arrivals_s
+    counts, arrivals_s = draw_lengths(shape, trace, seed)
+    return [body(random_tokens(rng, count)) for count in counts], arrivals_s
 
 
-def counted(server: Server, name: str) -> float:
-    """Return a counter of the server, over all its series."""
+def read_counter(server: Server, name: str) -> float:
+    """Return a counter of the server, summed over its series."""
     text = ask(server.target, "GET", "/metrics").body.decode()
     return sum(
         float(value) for value in re.findall(rf"^quintet:{name}_total{{[^}}]*}} (\S+)$", text, re.MULTILINE)
@@ -144,7 +145,7 @@ def counted(server: Server, name: str) -> float:
 
 
 def figures_of(policy: str, run: Run, hit_rate: float) -> Figures:
-    """Read the times of first tokens, from when each request was due."""
+    """Return the results of a run. Times to first token count from each request's arrival time."""
     failed = [outcome.message for outcome in run.outcomes if outcome.failure is not None]
     assert not failed, failed[:3]
     first_ms = [1e3 * ((outcome.tally.first_s or outcome.end_s) - outcome.due_s) for outcome in run.outcomes]
@@ -154,32 +155,34 @@ def figures_of(policy: str, run: Run, hit_rate: float) -> Figures:
 
 
 def measure(executor: str, trace: str, policy: str, seed: int) -> Figures:
-    """Play one trace to one server."""
+    """Send one trace to a server with one policy."""
     shape = SHAPES[executor]
     flags = [*shape.flags, "--data-parallel-size", str(NUM_ENGINES), "--routing", policy]
     if trace == "shared":
-        held = int(shape.beginning * shape.num_groups * 0.55) + CLIENTS * 64
-        flags += ["--kv-cache-memory", str(held * KV_BYTES_PER_TOKEN), "--max-model-len", "1024"]
+        kv_tokens = int(shape.prefix * shape.num_groups * 0.55) + CLIENTS * 64
+        flags += ["--kv-cache-memory", str(kv_tokens * KV_BYTES_PER_TOKEN), "--max-model-len", "1024"]
     with serve(None, flags) as server:
         run_load(Load(server.target, "/v1/completions", [body(range(300, 330))] * 8, CLIENTS))
-        before = counted(server, "prompt_tokens_cached")
+        before = read_counter(server, "prompt_tokens_cached")
         if trace == "shared":
-            run = run_load(Load(server.target, "/v1/completions", shared(shape, seed), CLIENTS))
-            ideal = shape.num_groups * (shape.requests_per_group - 1) * shape.beginning
-            return figures_of(policy, run, (counted(server, "prompt_tokens_cached") - before) / ideal)
-        bodies, arrivals_s = uneven(shape, trace, seed)
+            run = run_load(
+                Load(server.target, "/v1/completions", shared_prefix_requests(shape, seed), CLIENTS)
+            )
+            ideal = shape.num_groups * (shape.requests_per_group - 1) * shape.prefix
+            return figures_of(policy, run, (read_counter(server, "prompt_tokens_cached") - before) / ideal)
+        bodies, arrivals_s = long_prompt_requests(shape, trace, seed)
         run = run_load(Load(server.target, "/v1/completions", bodies, arrivals_s=arrivals_s))
         return figures_of(policy, run, 0.0)
 
 
 def repeat(executor: str, trace: str, seed: int, policies: Sequence[str]) -> Repetition:
-    """Play a trace to these policies, in an order that changes from repetition to repetition."""
-    turn = seed % len(policies)
-    found = []
-    for policy in (*policies[turn:], *policies[:turn]):
-        found.append(measure(executor, trace, policy, seed))
-        print(f"{executor:>6} {trace:>7} {found[-1]}", flush=True)
-    return Repetition(executor, trace, seed, found)
+    """Measure a trace with each policy, in a different order for each seed."""
+    first = seed % len(policies)
+    results = []
+    for policy in (*policies[first:], *policies[:first]):
+        results.append(measure(executor, trace, policy, seed))
+        print(f"{executor:>6} {trace:>7} {results[-1]}", flush=True)
+    return Repetition(executor, trace, seed, results)
 
 
 def main() -> None:
@@ -191,8 +194,8 @@ def main() -> None:
     parser.add_argument("--trace", choices=TRACES, action="append")
     parser.add_argument("--policy", choices=POLICIES, action="append", help="default: all")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0, help="of the first repetition")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="append the figures as JSON")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first repetition")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="append the results to a JSON file")
     arguments = parser.parse_args()
     policies = arguments.policy or POLICIES
     done = [

@@ -6,10 +6,10 @@ Two stub servers respond from one process on the first processor, in the format 
 events with ids, and tokens in comments. The router has the second processor; the client shares the first.
 
 ``first``: short sequential requests, alternating between a server and the router. The overhead is the difference at the same
-percentile. ``slow_ms`` is the total excess over the median of routed requests that took twice the median. ``waited_ms`` is the
-time in which the router was runnable but not running (Linux, /proc/PID/schedstat). If both are equal, other processes cause
-the tail. ``events``: parallel streams, each event in its own write. The rate divides events by the router's processor seconds,
-so other load on the machine has little effect.
+percentile. ``slow_ms`` is the total excess over the median of serve_routed requests that latencies_ms twice the median.
+``waited_ms`` is the time in which the router was runnable but not running (Linux, /proc/PID/schedstat). If both are equal, other
+processes cause the tail. ``events``: parallel streams, each event in its own write. The rate divides events by the router's
+processor seconds, so other load on the machine has little effect.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from quintet.deploy.http_client.pool import ConnectionPool, ask
 from quintet.deploy.tools.load_client.load import Load, run_load
 
 STREAMS, EVENTS, TICK_S = 256, 200, 0.005
-FIRSTS = 3000
-WARM = 300
+NUM_SHORT = 3000
+NUM_WARMUPS = 300
 BODY = msgspec.json.encode({"prompt": "x" * 400, "max_tokens": 16, "stream": True})
 HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nx-stream-id: 1-2\r\n"
@@ -50,27 +50,27 @@ HEAD = (
 METRICS = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
 
 
-class Answering(asyncio.Protocol):
-    """One connection of a server that computes nothing: as many events as the path says, one a tick."""
+class StubServer(asyncio.Protocol):
+    """Connection of a stub server: one event for a chat, `EVENTS` for a completion, at intervals of `TICK_S`."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
         self._path = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport."""
+        """Store the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
-        """Take a chunk of a request."""
+        """Parse received bytes."""
         self._parser.feed_data(data)
 
     def on_url(self, url: bytes) -> None:
-        """Take its path."""
+        """Store the path."""
         self._path = url
 
     def on_message_complete(self) -> None:
-        """Answer."""
+        """Send the response."""
         write = self._transport.write
         if self._path in (b"/readyz", b"/metrics"):
             write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(METRICS), METRICS))
@@ -91,12 +91,12 @@ class Answering(asyncio.Protocol):
             write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-def be_servers(ports: multiprocessing.Queue[int]) -> None:
-    """Answer at two ports for ever."""
+def run_stub_servers(ports: multiprocessing.Queue[int]) -> None:
+    """Serve on two free ports until the process is killed; put the ports into the queue."""
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
-        servers = [await loop.create_server(Answering, "127.0.0.1", 0) for _ in range(2)]
+        servers = [await loop.create_server(StubServer, "127.0.0.1", 0) for _ in range(2)]
         for server in servers:
             ports.put(server.sockets[0].getsockname()[1])
         await asyncio.Event().wait()
@@ -106,11 +106,11 @@ def be_servers(ports: multiprocessing.Queue[int]) -> None:
 
 
 @contextlib.contextmanager
-def routed() -> Iterator[tuple[list[int], int, psutil.Process]]:
-    """Yield the ports of two servers, that of a router before them, and its process."""
+def serve_routed() -> Iterator[tuple[list[int], int, psutil.Process]]:
+    """Run two stub servers and a router; yield the servers' ports, the router's port, and its process."""
     context = multiprocessing.get_context("spawn")
     ports: multiprocessing.Queue[int] = context.Queue()
-    servers = context.Process(target=be_servers, args=(ports,), daemon=True)
+    servers = context.Process(target=run_stub_servers, args=(ports,), daemon=True)
     servers.start()
     found = [ports.get(timeout=30) for _ in range(2)]
     flags = [flag for port in found for flag in ("--engine", f"http://127.0.0.1:{port}")]
@@ -131,7 +131,7 @@ def routed() -> Iterator[tuple[list[int], int, psutil.Process]]:
 
 
 class Figures(msgspec.Struct):
-    """One repetition."""
+    """Results of one repetition."""
 
     direct_p50_ms: float
     direct_p99_ms: float
@@ -147,7 +147,7 @@ class Figures(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """The file."""
+    """Contents of the result file."""
 
     date: str
     commit: str
@@ -155,37 +155,37 @@ class Report(msgspec.Struct):
     repetitions: list[Figures]
 
 
-def firsts(direct: int, through: int) -> tuple[list[float], list[float]]:
-    """Return the milliseconds of short requests, at a server and through the router, asked in turn."""
+def measure_latency(server_port: int, router_port: int) -> tuple[list[float], list[float]]:
+    """Return latencies in milliseconds of short requests, alternately sent to a server and to the router."""
 
-    async def go() -> tuple[list[float], list[float]]:
-        targets = [Target.parse(f"http://127.0.0.1:{port}") for port in (direct, through)]
+    async def run() -> tuple[list[float], list[float]]:
+        targets = [Target.parse(f"http://127.0.0.1:{port}") for port in (server_port, router_port)]
         pools = [ConnectionPool(target) for target in targets]
-        took: tuple[list[float], list[float]] = ([], [])
-        for number in range(WARM + FIRSTS):
-            for pool, target, times in zip(pools, targets, took, strict=True):
+        latencies_ms: tuple[list[float], list[float]] = ([], [])
+        for number in range(NUM_WARMUPS + NUM_SHORT):
+            for pool, target, times in zip(pools, targets, latencies_ms, strict=True):
                 began_s = time.perf_counter()
                 await pool.exchange(target.request("POST", "/v1/chat/completions", BODY))
-                if number >= WARM:
+                if number >= NUM_WARMUPS:
                     times.append(1e3 * (time.perf_counter() - began_s))
         for pool in pools:
             await pool.close()
-        return took
+        return latencies_ms
 
-    return uvloop.run(go())
+    return uvloop.run(run())
 
 
 def waited_ms(pid: int) -> float:
-    """Return how long a process has waited for a processor while it could have run."""
+    """Return the time in which a process was runnable but not running, in milliseconds."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e6
 
 
 def measure() -> Figures:
-    """Measure once."""
-    with routed() as (servers, port, router):
+    """Run one repetition."""
+    with serve_routed() as (servers, port, router):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         waited_before_ms = waited_ms(router.pid)
-        direct, through = firsts(servers[0], port)
+        server_port, router_port = measure_latency(servers[0], port)
         waited = waited_ms(router.pid) - waited_before_ms
         target = Target.parse(f"http://127.0.0.1:{port}")
         before, began_s = router.cpu_times(), time.perf_counter()
@@ -194,13 +194,13 @@ def measure() -> Figures:
         assert all(outcome.failure is None for outcome in run.outcomes), run.outcomes[0].message
         cpu_s = after.user + after.system - before.user - before.system
     events = 2 * STREAMS * (EVENTS + 1)
-    usual = median(through)
-    slow_ms = sum(took - usual for took in through if took > 2 * usual)
-    p99 = [quantiles(times, n=100)[98] for times in (direct, through)]
+    median_ms = median(router_port)
+    slow_ms = sum(latencies_ms - median_ms for latencies_ms in router_port if latencies_ms > 2 * median_ms)
+    p99 = [quantiles(times, n=100)[98] for times in (server_port, router_port)]
     return Figures(
-        round(median(direct), 3),
+        round(median(server_port), 3),
         round(p99[0], 3),
-        round(median(through), 3),
+        round(median(router_port), 3),
         round(p99[1], 3),
         round(p99[1] - p99[0], 3),
         round(slow_ms, 1),
@@ -218,7 +218,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the results as JSON")
     arguments = parser.parse_args()
     affinity, found = os.sched_getaffinity(0), []
     for _ in range(arguments.repetitions):

@@ -1,10 +1,10 @@
-"""The traces of `bench.routing.policies` with long prompts, on simulated engines: an upper bound for each routing policy.
+"""Simulate the long-prompt traces of `bench.routing.policies`, and compare routing policies with an ideal one.
 
     python -m bench.routing.simulated_engines [--step-ms 10] [--seeds 6] [--duration 60]
 
-An engine computes prompts in order of arrival, a fixed number of tokens per step beside its decoding requests, as the core
-does. The policies are the real ones (`quintet.frontend.load_balancing.load_balancer.choose`), with the data of a frontend.
-``exact`` knows the remaining tokens of each engine and takes the minimum: equivalent to one queue for all engines.
+An engine prefills prompts in order of arrival, with a fixed token budget per step that decoding requests share, as the core does.
+The policies are the real ones (`quintet.frontend.load_balancing.load_balancer.choose`), with the data of a frontend. ``exact``
+knows the remaining tokens of each engine and takes the minimum: equivalent to one queue for all engines.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median, quantiles
 
-from bench.routing.policies import NUM_ENGINES, OUTPUT_LEN, SHAPES, sizes
+from bench.routing.policies import NUM_ENGINES, OUTPUT_LEN, SHAPES, draw_lengths
 from quintet.frontend.load_balancing.load_balancer import MEAN_OVER, Candidate, choose
 from quintet.frontend.load_balancing.prefix_affinity import PIECE_TOKENS
 from quintet.wire.config import Routing
 
-BUDGET = 128
+MAX_BATCHED_TOKENS = 128
 TRACES = ("rare", "mixed")
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One of them."""
+    """A request: its prompt length, remaining prompt tokens, and sampled tokens."""
 
     arrival_s: float
     size: int
-    left: int
-    num_drawn: int = 0
+    remaining: int
+    num_sampled: int = 0
 
 
 @dataclass(slots=True)
-class Reckoned:
-    """An engine."""
+class SimulatedEngine:
+    """Queues of a simulated engine."""
 
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
@@ -48,51 +48,51 @@ class Reckoned:
 
     @property
     def work(self) -> int:
-        """Tokens of prompts that are left to compute."""
-        return sum(request.left for request in (*self.waiting, *self.running))
+        """Remaining prompt tokens of all requests."""
+        return sum(request.remaining for request in (*self.waiting, *self.running))
 
     def plan(self) -> list[tuple[Request, int]]:
         """Return the tokens of each request in the next step."""
-        step = [(request, 0) for request in self.running if not request.left]
-        budget = BUDGET - len(step)
+        step = [(request, 0) for request in self.running if not request.remaining]
+        budget = MAX_BATCHED_TOKENS - len(step)
         for request in self.running:
-            if request.left and budget > 0:
-                step.append((request, min(budget, request.left)))
+            if request.remaining and budget > 0:
+                step.append((request, min(budget, request.remaining)))
                 budget -= step[-1][1]
         while self.waiting and budget > 0:
             request = self.waiting.popleft()
             self.running.append(request)
-            step.append((request, min(budget, request.left)))
+            step.append((request, min(budget, request.remaining)))
             budget -= step[-1][1]
         return step
 
 
-Choose = Callable[[list[Reckoned], int, int, float], int]
+Choose = Callable[[list[SimulatedEngine], int, int, float], int]
 
 
-def by_policy(policy: Routing, engines: list[Reckoned], size: int, turn: int, usual: float) -> int:
-    """Choose as a frontend does."""
+def by_policy(policy: Routing, engines: list[SimulatedEngine], size: int, turn: int, mean_size: float) -> int:
+    """Return the engine that a frontend chooses with this policy. mean_size: mean prompt length so far."""
     known = [
         Candidate(index, each.num_queued, len(each.waiting) + len(each.running))
         for index, each in enumerate(engines)
     ]
-    return choose(known, policy, turn, "", size, usual).index
+    return choose(known, policy, turn, "", size, mean_size).index
 
 
-def exactly(engines: list[Reckoned], size: int, turn: int, usual: float) -> int:
-    """Choose by what is really left."""
+def by_remaining_tokens(engines: list[SimulatedEngine], size: int, turn: int, mean_size: float) -> int:
+    """Return the engine with the fewest remaining prompt tokens."""
     return min(range(len(engines)), key=lambda index: (engines[index].work, (index + turn) % len(engines)))
 
 
-def play(counts: list[int], arrivals_s: list[float], choice: Choose, step_s: float) -> list[float]:
-    """Return the seconds to each request's first token."""
-    engines = [Reckoned() for _ in range(NUM_ENGINES)]
+def simulate(counts: list[int], arrivals_s: list[float], choice: Choose, step_s: float) -> list[float]:
+    """Return the time to first token of each request, in seconds."""
+    engines = [SimulatedEngine() for _ in range(NUM_ENGINES)]
     requests = [Request(at, count, count) for at, count in zip(arrivals_s, counts, strict=True)]
     events: list[tuple[float, int, int]] = [(each.arrival_s, 0, at) for at, each in enumerate(requests)]
     heapq.heapify(events)
     plans: dict[int, list[tuple[Request, int]]] = {}
-    firsts: list[float] = []
-    usual, turn = 0.0, 0
+    ttfts_s: list[float] = []
+    mean_size, turn = 0.0, 0
 
     def begin(index: int, now_s: float) -> None:
         plans[index] = engines[index].plan()
@@ -104,9 +104,9 @@ def play(counts: list[int], arrivals_s: list[float], choice: Choose, step_s: flo
         now_s, kind, at = heapq.heappop(events)
         if kind == 0:
             request, turn = requests[at], turn + 1
-            known = max(PIECE_TOKENS, usual) if turn > MEAN_OVER // 4 else 0.0
+            known = max(PIECE_TOKENS, mean_size) if turn > MEAN_OVER // 4 else 0.0
             index = choice(engines, request.size, turn, known)
-            usual += (request.size - usual) / min(turn, MEAN_OVER)
+            mean_size += (request.size - mean_size) / min(turn, MEAN_OVER)
             engines[index].waiting.append(request)
             engines[index].num_queued += request.size
             if not engines[index].is_busy:
@@ -114,28 +114,28 @@ def play(counts: list[int], arrivals_s: list[float], choice: Choose, step_s: flo
             continue
         engine = engines[at]
         for request, count in plans[at]:
-            request.left -= count
-            if request.left:
+            request.remaining -= count
+            if request.remaining:
                 continue
-            if not request.num_drawn:
-                firsts.append(now_s - request.arrival_s)
+            if not request.num_sampled:
+                ttfts_s.append(now_s - request.arrival_s)
                 engine.num_queued -= request.size
-            request.num_drawn += 1
-            if request.num_drawn == OUTPUT_LEN:
+            request.num_sampled += 1
+            if request.num_sampled == OUTPUT_LEN:
                 engine.running.remove(request)
         begin(at, now_s)
-    return firsts
+    return ttfts_s
 
 
 CHOICES: dict[str, Choose] = {
     "round-robin": partial(by_policy, "round-robin"),
     "prefix": partial(by_policy, "prefix"),
-    "exact": exactly,
+    "exact": by_remaining_tokens,
 }
 
 
 def main() -> None:
-    """Reckon and print."""
+    """Simulate and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -144,12 +144,12 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=60.0, metavar="S")
     arguments = parser.parse_args()
     shape = dataclasses.replace(SHAPES["mock"], duration_s=arguments.duration)
-    print("| trace | choice | p50, ms | p99, ms | p99 / round robin's |\n|---|---|---|---|---|")
+    print("| trace | policy | p50, ms | p99, ms | p99 / that of round-robin |\n|---|---|---|---|---|")
     for trace in TRACES:
         p99: dict[str, list[float]] = {}
         for name, choice in CHOICES.items():
             runs = [
-                play(*sizes(shape, trace, seed), choice, arguments.step_ms / 1e3)
+                simulate(*draw_lengths(shape, trace, seed), choice, arguments.step_ms / 1e3)
                 for seed in range(arguments.seeds)
             ]
             p99[name] = [1e3 * quantiles(run, n=100)[98] for run in runs]

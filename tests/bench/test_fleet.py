@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bench.fleet.__main__ import Report, save
 from bench.fleet.engine import H100_8B, SimulatedEngine, prompt_ids
-from bench.fleet.play import Fleet, Troubles
+from bench.fleet.simulation import Failures, Fleet
 from bench.fleet.traces import SHAPES, Trace, draw
 
 
@@ -39,16 +39,16 @@ def test_next_turn_contains_history_and_answer() -> None:
 
 def tail(trace: Trace, policy: str, grain: int = 32, **given: object) -> tuple[float, float, float]:
     """Play to eight engines; return hit ratio, 99th percentile of TTFT, and mean response time."""
-    troubles = given.pop("troubles", Troubles())
-    assert isinstance(troubles, Troubles)
-    outcome = Fleet(trace, H100_8B, 8, policy, grain, troubles=troubles, **given).play()  # type: ignore[arg-type]
-    first_s = np.array(outcome.first_s) - trace.arrival_s
-    assert (first_s > 0).all() and (np.array(outcome.end_s) >= np.array(outcome.first_s)).all()
-    whole_s = float((np.array(outcome.end_s) - trace.arrival_s).mean())
+    failures = given.pop("troubles", Failures())
+    assert isinstance(failures, Failures)
+    outcome = Fleet(trace, H100_8B, 8, policy, grain, failures=failures, **given).run()  # type: ignore[arg-type]
+    ttft_s = np.array(outcome.first_s) - trace.arrival_s
+    assert (ttft_s > 0).all() and (np.array(outcome.end_s) >= np.array(outcome.first_s)).all()
+    latency_s = float((np.array(outcome.end_s) - trace.arrival_s).mean())
     return (
         round(sum(outcome.cached) / int(trace.ideal().sum()), 6),
-        float(np.quantile(first_s, 0.99)),
-        whole_s,
+        float(np.quantile(ttft_s, 0.99)),
+        latency_s,
     )
 
 
@@ -56,45 +56,45 @@ TRACE = draw(SHAPES["mooncake-tool"], 300, 24, 5, grain=32)
 
 
 def test_simulation_is_deterministic_and_prefix_routing_lowers_ttft() -> None:
-    found, p99, _ = tail(TRACE, "prefix")
-    assert tail(TRACE, "prefix")[:2] == (found, p99)
+    hits, p99, _ = tail(TRACE, "prefix")
+    assert tail(TRACE, "prefix")[:2] == (hits, p99)
     unaware, unaware_p99, _ = tail(TRACE, "round-robin")
-    assert found > 1.3 * unaware and p99 < unaware_p99
+    assert hits > 1.3 * unaware and p99 < unaware_p99
 
 
 def test_with_failures_every_request_ends_once_and_later() -> None:
     undisturbed = tail(TRACE, "prefix", num_routers=2)
-    disturbed = tail(TRACE, "prefix", num_routers=2, troubles=Troubles(2, 1, num_routers_lost=1))
+    disturbed = tail(TRACE, "prefix", num_routers=2, failures=Failures(2, 1, num_routers_lost=1))
     assert disturbed[1] > undisturbed[1]
 
 
 def test_random_routing_differs_from_least_loaded() -> None:
-    assert tail(TRACE, "load", num_routers=4) != tail(TRACE, "load", num_routers=4, drawn=False)
-    assert tail(TRACE, "load") == tail(TRACE, "load", drawn=False), "a single router has the full state"
+    assert tail(TRACE, "load", num_routers=4) != tail(TRACE, "load", num_routers=4, is_random=False)
+    assert tail(TRACE, "load") == tail(TRACE, "load", is_random=False), "a single router has the full state"
 
 
 def test_speed_and_memory_aware_routing_is_better() -> None:
     """For equal engines with free memory the results are equal."""
-    for troubles in (Troubles(num_slow=2, slowness=4.0), Troubles(num_scarce=4, scarcity=0.1)):
+    for failures in (Failures(num_slow=2, slowness=4.0), Failures(num_scarce=4, scarcity=0.1)):
         trace = draw(SHAPES["mooncake-tool"], 600, 20, 5, grain=32)
         aware, unaware = (
-            tail(trace, "load", troubles=troubles, blind=unaware)[1] for unaware in (False, True)
+            tail(trace, "load", failures=failures, blind=unaware)[1] for unaware in (False, True)
         )
-        assert aware < unaware, troubles
+        assert aware < unaware, failures
     equal = draw(SHAPES["mooncake-tool"], 300, 8, 5, grain=32)
     assert tail(equal, "prefix")[:2] == tail(equal, "prefix", blind=True)[:2]
 
 
 def test_results_are_saved_with_their_command(tmp_path: Path) -> None:
     """Each of several commands in one file is kept."""
-    words = ["--engines", "2", "--requests", "40", "--grain", "32", "--policies", "load", "--save"]
+    argv = ["--engines", "2", "--requests", "40", "--grain", "32", "--policies", "load", "--save"]
     file = tmp_path / "figures.json"
-    for more in ([], ["--least-loaded", "--routers", "2"]):
-        save([*words, str(file), *more])
+    for flags in ([], ["--least-loaded", "--routers", "2"]):
+        save([*argv, str(file), *flags])
     commands = [each.command for each in msgspec.json.decode(file.read_bytes(), type=Report).figures]
     assert commands == [
-        f"python -m bench.fleet {' '.join(words)} {file}",
-        f"python -m bench.fleet {' '.join(words)} {file} --least-loaded --routers 2",
+        f"python -m bench.fleet {' '.join(argv)} {file}",
+        f"python -m bench.fleet {' '.join(argv)} {file} --least-loaded --routers 2",
     ]
 
 
@@ -106,8 +106,8 @@ def test_coarse_step_takes_as_long_as_its_steps() -> None:
     for grain in (1, 32):
         engine, now_s = SimulatedEngine(H100_8B, grain), 0.0
         engine.admit(0, prompt_ids(trace, 0, grain), int(trace.num_output[0]), 0, 0, now_s)
-        while (end_s := engine.begin(now_s)) is not None:
+        while (end_s := engine.begin_step(now_s)) is not None:
             now_s = end_s
-            engine.end(now_s)
+            engine.end_step(now_s)
         ends.append(now_s)
     assert ends[0] == pytest.approx(ends[1], rel=0.1)
