@@ -1,1 +1,1 @@
-"""Host kernels against the machine's limits."""
+"""Times of CPU kernels compared with the machine's limits."""

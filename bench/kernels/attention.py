@@ -1,12 +1,11 @@
-"""Attention over the paged cache: time, and share of what limits it, for decoding rows and for prompts.
+"""Measure paged attention for decode and prefill: time, and share of the machine's bandwidth and multiply rate.
 
     python -m bench.kernels.attention [--threads 2] [--repeats 9] [--save FILE]
 
-Every case runs over as many layers of scattered blocks as make 1 GiB (of cache, when rows decode or verify drafts), so that
-nothing stays in the processor's caches from one repeat to the next. Between the repeats the machine's limits are measured, with
-the same threads: reading memory, and multiplication in registers (`bench.kernels.limits`): fp32 FMA, for bf16 the dot product
-of pairs or the matrix unit where one of them is faster here. The table says which it was. Medians; shares are of the medians of
-the same case.
+Each case has layers of scattered blocks with 1 GiB in total (of KV, for decode and draft verification), so that the processor's
+caches are cold in each repeat. The limits are measured between repeats with the same threads (`bench.kernels.limits`): read
+bandwidth, and the multiply rate in registers. That is the rate of fp32 FMA; for bf16 also of dot products or the matrix unit, if
+faster. The table names the instructions. Results are medians; shares are ratios of medians of the same case.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Rows of equal length: ``cached`` tokens, then ``new`` ones that attend."""
+    """Rows of equal length, with ``cached`` tokens and ``new`` query tokens."""
 
     rows: int
     cached: int
@@ -58,7 +57,7 @@ class Case:
 
     @property
     def layer(self) -> AttentionLayer:
-        """The same, as a model declares it."""
+        """The attention layer of this case."""
         return AttentionLayer(
             index=0,
             num_heads=self.heads,
@@ -69,7 +68,7 @@ class Case:
 
     @property
     def multiply(self) -> tuple[Multiply, ...]:
-        """Ways to multiply: a limit is the fastest of these."""
+        """Kinds of multiply instructions; the limit is the fastest one."""
         if self.dtype != "bf16":
             return (Multiply.FLOATS,)
         if self.kv_dtype == "bf16":
@@ -78,16 +77,16 @@ class Case:
 
 
 S, M, WIDE = (14, 2, 64), (32, 8, 64), (16, 8, 128)
-"""Heads, KV heads and numbers per head of Qwen2.5-0.5B, of Llama-3.2-1B and of a larger model."""
+"""Heads, KV heads and head dimension of Qwen2.5-0.5B, of Llama-3.2-1B and of a larger model."""
 
-DRAFTED = 9
-"""Tokens of a row that verifies eight drafts."""
+DRAFT_TOKENS = 9
+"""Query tokens of a row that verifies eight drafts."""
 
 CASES = (
     *(Case(16, 1023, 1, *shape) for shape in (S, M, WIDE)),
     *(Case(16, 1023, 1, *shape, kv_dtype=narrow) for narrow in ("int8", "int4") for shape in (S, M, WIDE)),
     *(Case(1, 16_383, 1, *WIDE, kv_dtype=kv_dtype) for kv_dtype in ("bf16", "int8", "int4")),
-    *(Case(1, 8183, DRAFTED, *shape) for shape in (S, M)),
+    *(Case(1, 8183, DRAFT_TOKENS, *shape) for shape in (S, M)),
     Case(1, 1023, 1, *S),
     Case(1, 127, 1, *M),
     Case(32, 300, 1, *S),
@@ -102,7 +101,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One case. Reading counts each row's cache once; multiplications those that a causal mask leaves."""
+    """Result of a case. Reads count each row's KV once; multiplications count pairs that the causal mask allows."""
 
     case: Case
     layer_us: float
@@ -111,21 +110,21 @@ class Timing:
     limit_read_gb_s: float
     limit_gflop_s: float
     limit_of: str
-    """Instructions that multiply at that rate."""
+    """Instructions of the multiply limit."""
 
     @property
     def read_share(self) -> float:
-        """Of what the machine reads."""
+        """Share of the machine's read bandwidth."""
         return self.read_gb_s / self.limit_read_gb_s
 
     @property
     def multiply_share(self) -> float:
-        """Of what the machine multiplies."""
+        """Share of the machine's multiply rate."""
         return self.gflop_s / self.limit_gflop_s
 
 
 class Layers:
-    """A program of as many layers as a case needs, and one step for it."""
+    """A recorded program with the layers of a case, and one step."""
 
     def __init__(self, library: ProgramLibrary, case: Case) -> None:
         self._library = library
@@ -135,11 +134,11 @@ class Layers:
         shape = (kv_dtype, case.kv_heads, case.head_dim, BLOCK_SIZE)
         first = PagedKv.of_blocks(num_blocks, *shape)
         self.cache_bytes = first.memory.numel()
-        self.count = max(1, TOTAL_BYTES // self.cache_bytes) if case.new <= DRAFTED else 2
+        self.count = max(1, TOTAL_BYTES // self.cache_bytes) if case.new <= DRAFT_TOKENS else 2
         table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(case.rows, columns)
         self._fill(first, table, case, dtype)
         memory = [first.memory]
-        for _ in range(1, self.count):  # as a server reserves it: on huge pages where the system has some
+        for _ in range(1, self.count):  # reserved as in a server, on huge pages if available
             memory.append(lazy_zeros(tuple(first.memory.shape), torch.uint8, torch.device("cpu")))
             memory[-1].copy_(first.memory)
         self.step, self._columns = step_of(table, case.cached, case.new)
@@ -173,18 +172,18 @@ class Layers:
         assert columns is not None
 
     def run(self) -> None:
-        """Compute every layer once."""
+        """Compute each layer once."""
         self._library.run(self._program, ctypes.byref(self.step), 0, self._size)
 
     def close(self) -> None:
-        """Give the program back."""
+        """Free the program."""
         self._library.delete(self._program)
 
 
 def step_of(
     table: np.ndarray[tuple[int, ...], np.dtype[np.int32]], start: int, count: int
 ) -> tuple[CStep, object]:
-    """Return a step with ``count`` tokens from position ``start`` on for every row of the table, and what it points to."""
+    """Return a step with ``count`` tokens from position ``start`` for each row, and the arrays that it points to."""
     rows = np.arange(len(table), dtype=np.int64)
     starts, counts = np.full(len(rows), start, np.int64), np.full(len(rows), count, np.int64)
     offsets = rows * count
@@ -202,7 +201,7 @@ def step_of(
 
 
 def measure(library: ProgramLibrary, limits: Limits, case: Case, repeats: int) -> Timing:
-    """Time a case and the machine's limits in turn."""
+    """Measure a case and the machine's limits alternately."""
     layers = Layers(library, case)
     layers.run()
     spent, reading = [], []
@@ -232,13 +231,13 @@ def measure(library: ProgramLibrary, limits: Limits, case: Case, repeats: int) -
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
-        description="Time attention over the paged cache against the machine's limits."
+        description="Measure paged attention compared with the machine's limits."
     )
     parser.add_argument(
         "--threads", type=int, default=2, help="threads of the kernels and of the limits (default: 2)"
     )
     parser.add_argument("--repeats", type=int, default=9, help="timed runs of each case (default: 9)")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON too")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the results as JSON")
     arguments = parser.parse_args()
     library = open_library()
     if library is None:

@@ -1,14 +1,14 @@
-"""A layer of experts at several numbers of tokens, beside what the machine reads at the same time.
+"""Measure a layer of experts with several numbers of tokens, compared with the machine's read bandwidth.
 
     python -m bench.kernels.experts [--threads 2] [--formats bf16 int8 ...] [--tokens 1 4 ...] [--processor-time]
 
-A step cannot take less time than reading, once, the weights of the experts that some token of it chose. The share is
-that time over its own; the limit is measured before and after every repeat, because it drifts, and all figures are
-medians. Every call chooses other experts, by random scores, of so many layers that none is in a cache when its turn
-comes. Of many tokens the multiplications are what limits: see `bench.kernels.linear` for those.
+The lower bound of a step's time is one read of the weights of all chosen experts. The share is this bound divided by the step's
+time. Bandwidth varies, so it is measured before and after each repeat. All figures are medians. Each call chooses experts by
+random scores; there are so many layers that their weights are not in a cache. With many tokens, multiplications are the limit:
+see `bench.kernels.linear`.
 
-Of one token a dense layer of as many bytes as it chooses takes turns with the experts: what is missing from reading
-is theirs only as far as the dense layer's share is larger. "Time over dense" is the median over adjacent pairs.
+For one token, calls alternate with those of a dense layer that has as many bytes as the chosen experts. The difference of both
+shares is the cost of the experts. "time / dense" is the median ratio of adjacent calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quintet.executor.model_config.experts import Routing, Scoring
 
 TOKENS = (1, 2, 4, 16, 64)
 CALLS = 8
-"""Between two measurements of the limit."""
+"""Calls between two measurements of the bandwidth."""
 LAYERS = 2
 LINE_BYTES = 64
 GATE = Gate(activation=GatedActivation.SILU_AND_MUL)
@@ -42,7 +42,7 @@ GATE = Gate(activation=GatedActivation.SILU_AND_MUL)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a layer."""
+    """Dimensions of a layer of experts."""
 
     hidden: int
     width: int
@@ -62,9 +62,9 @@ SHAPES = {
 
 
 def make(library: LinearLibrary, shape: Shape, chosen: Format) -> tuple[HostExperts, int]:
-    """Return a layer of random weights, all experts the same numbers in memory of their own, and an expert's bytes.
+    """Return a layer with random weights, and the bytes of an expert. All experts have copies of the same numbers.
 
-    As a server keeps them: side by side, on huge pages.
+    The memory layout is that of a server: contiguous, on huge pages.
     """
 
     def pack(columns: int, depth: int, paired: bool) -> list[PackedWeight]:
@@ -92,10 +92,10 @@ def make(library: LinearLibrary, shape: Shape, chosen: Format) -> tuple[HostExpe
 
 
 class Dense:
-    """Gated layers as wide as the experts that a token chooses are together: so many that none is in a cache."""
+    """Gated layers as wide as the chosen experts together; there are so many that none is in a cache."""
 
     def __init__(self, library: LinearLibrary, shape: Shape, chosen: Format) -> None:
-        """Fill them with random numbers, the same ones."""
+        """Fill all layers with the same random numbers."""
         self._inputs = chosen.inputs
         width = shape.width * shape.routing.chosen
         self._inner = torch.empty(1, width, dtype=chosen.dtype)
@@ -106,7 +106,7 @@ class Dense:
 
     @property
     def bytes(self) -> int:
-        """Of one layer."""
+        """Bytes of one layer."""
         return sum(weight.memory.numel() for weight in self._layers[0])
 
     def _pack(
@@ -125,7 +125,7 @@ class Dense:
         return weight
 
     def __call__(self, x: torch.Tensor, call: int) -> None:
-        """Compute one layer, another one than the call before."""
+        """Compute a layer, a different one in each call."""
         gate_up, down = self._layers[call % len(self._layers)]
         gate_up.linear(x, out=self._inner, activation=GATE.activation, inputs=self._inputs)
         down.linear(self._inner, inputs=self._inputs)
@@ -141,7 +141,7 @@ def measure(
     tokens: int,
     repeats: int,
 ) -> str:
-    """Return a row of the table."""
+    """Measure one number of tokens; return a table row."""
     scores = [torch.randn(tokens, shape.routing.experts).to(chosen.dtype) for _ in range(CALLS)]
     counts = [len(route(one, shape.routing, None)[0].unique()) for one in scores]
     x = torch.randn(tokens, shape.hidden).to(chosen.dtype)
@@ -149,16 +149,16 @@ def measure(
     reads, rates = [limits.read_gb_s()], []
     denses: list[float] = []
     for _ in range(repeats):
-        begun = limits.clock()
+        begin_s = limits.clock()
         for i, one in enumerate(scores):
             layers[i % len(layers)](x, one)
-        rates.append(gigabytes * CALLS / (limits.clock() - begun))
+        rates.append(gigabytes * CALLS / (limits.clock() - begin_s))
         reads.append(limits.read_gb_s())
         if tokens == 1:
-            begun = limits.clock()
+            begin_s = limits.clock()
             for i in range(CALLS):
                 dense(x, i)
-            denses.append(dense.bytes * CALLS / 1e9 / (limits.clock() - begun))
+            denses.append(dense.bytes * CALLS / 1e9 / (limits.clock() - begin_s))
             reads.append(limits.read_gb_s())
     between = list(pairwise(reads))
     step = 2 if denses else 1
@@ -171,23 +171,23 @@ def measure(
     return f"{row} | {_share(denses, between[1::step]):.0%} | {slower:.3f} |"
 
 
-def _share(rates: list[float], beside: list[tuple[float, float]]) -> float:
-    """Return the median of the rates, each over what was read before and after it."""
-    return median(rate * 2 / sum(reads) for rate, reads in zip(rates, beside, strict=True))
+def _share(rates: list[float], bandwidths: list[tuple[float, float]]) -> float:
+    """Return the median of the rates, each divided by the mean bandwidth before and after it."""
+    return median(rate * 2 / sum(reads) for rate, reads in zip(rates, bandwidths, strict=True))
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Time layers of experts.")
+    parser = argparse.ArgumentParser(description="Measure layers of experts.")
     parser.add_argument("--threads", type=int, default=2, help="threads of the kernels (default: 2)")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["bf16", "int8", "int4"])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["Qwen3-30B-A3B"])
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--repeats", type=int, default=10, help="of each case (default: 10)")
+    parser.add_argument("--repeats", type=int, default=10, help="repeats of each case (default: 10)")
     parser.add_argument(
         "--processor-time",
         action="store_true",
-        help="count what the processor worked, not what passed: on a machine that others use; needs --threads 1",
+        help="measure CPU time instead of wall time, for a machine with other load; needs --threads 1",
     )
     arguments = parser.parse_args()
     opened, library = open_library(), linear_library()
@@ -195,22 +195,32 @@ def main() -> None:
         parser.error("the host kernels are not built")
     if arguments.processor_time and arguments.threads != 1:
         parser.error(
-            f"--processor-time counts one thread's; --threads is {arguments.threads}: give --threads 1"
+            f"--processor-time measures one thread, but --threads is {arguments.threads}; pass --threads 1"
         )
     set_threads(opened, arguments.threads, False)
     limits = Limits(opened, time.thread_time if arguments.processor_time else time.perf_counter)
     print(f"Instruction set {instruction_set(opened)}, {arguments.threads} threads.\n")
     print(
-        "| format | shape | tokens | experts read | µs | GB/s of read | share | a dense layer's | time over dense |"
+        "| format | shape | tokens | experts read | µs | GB/s of bandwidth | share | dense layer | time / dense |"
     )
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
     for name in arguments.formats:
         for shape in arguments.shapes:
-            made = [make(library, SHAPES[shape], FORMATS[name]) for _ in range(LAYERS)]
-            layers, dense = [layer for layer, _ in made], Dense(library, SHAPES[shape], FORMATS[name])
+            layers_and_bytes = [make(library, SHAPES[shape], FORMATS[name]) for _ in range(LAYERS)]
+            layers, dense = (
+                [layer for layer, _ in layers_and_bytes],
+                Dense(library, SHAPES[shape], FORMATS[name]),
+            )
             for tokens in arguments.tokens:
                 row = measure(
-                    limits, layers, made[0][1], dense, SHAPES[shape], FORMATS[name], tokens, arguments.repeats
+                    limits,
+                    layers,
+                    layers_and_bytes[0][1],
+                    dense,
+                    SHAPES[shape],
+                    FORMATS[name],
+                    tokens,
+                    arguments.repeats,
                 )
                 print(f"| {name} | {shape} | {row}", flush=True)
 

@@ -1,4 +1,4 @@
-"""Limits of this machine, measured with the library's own threads: reading memory, multiplying in registers."""
+"""Measure the machine's limits with the kernels' threads: read bandwidth, and multiply rate in registers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ READ_BYTES = 1 << 28
 
 
 class Multiply(StrEnum):
-    """Instructions of a kernel's products."""
+    """Kind of multiply instructions."""
 
     FLOATS = "qt_limit_fma"
     PAIRS = "qt_limit_bf16"
@@ -38,9 +38,9 @@ _WORDS = {
 
 
 class Limits:
-    """Measures a limit whenever asked, so that it can be taken right beside the kernel it is compared with.
+    """Measurement of the limits at any time, close to that of a kernel.
 
-    clock: seconds; ``time.thread_time`` leaves out what others have of the processor, with kernels on one thread, the caller.
+    clock: returns seconds; with one thread, ``time.thread_time`` excludes other load on the processor.
     """
 
     def __init__(self, library: ctypes.CDLL, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -53,15 +53,15 @@ class Limits:
         }
 
     def read_gb_s(self) -> float:
-        """Read 256 MiB once."""
+        """Read 256 MiB once; return the bandwidth in GB/s."""
         begun = self.clock()
         self._read(self._memory.data_ptr(), READ_BYTES)
         return READ_BYTES / (self.clock() - begun) / 1e9
 
     def multiply_gop_s(self, kind: Multiply) -> float:
-        """Multiply and add for some ten milliseconds; 1e9 operations a second, two for a multiplication with its addition.
+        """Run multiply-adds for about ten milliseconds; return 1e9 operations per second, two per multiply-add.
 
-        0 where the instruction set in use cannot multiply so.
+        0 if the instruction set lacks these instructions.
         """
         begun = self.clock()
         operations = self._multiply[kind]()

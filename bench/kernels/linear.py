@@ -1,16 +1,16 @@
-"""Linear layers on packed weights: each format and shape at several numbers of rows, beside the machine's limits.
+"""Measure linear layers with packed weights, in each format and shape and with several numbers of rows.
 
     python -m bench.kernels.linear [--threads 2] [--formats bf16 int8 ...] [--rows 1 4 ...] [--save FILE]
-    python -m bench.kernels.linear --threads 1 --processor-time     # where others use the machine
+    python -m bench.kernels.linear --threads 1 --processor-time     # on a machine with other load
 
-A case cannot take less time than reading its packed weight once at the machine's read bandwidth, nor less than its
-multiplications at the machine's rate. Its share is the larger of these two times over its own. Both limits are measured
-beside every case, in turn with it, because they drift; of each, the best of the repeats counts. Weights of one case
-add up to 256 MiB, so that none is in a cache when its turn comes; x and y are small and are.
+The lower bound of a case's time is the larger of two: one read of its packed weight at the machine's bandwidth, and its
+multiplications at the machine's rate. The share is this bound divided by the measured time. Both limits vary, so they are
+measured alternately with each case; the best repeat of each counts. The weights of a case have 256 MiB in total, so that they are
+not in a cache; x and y are small and stay in one.
 
-Multiply limits: fp32 FMA for fp16 and fp32; for bf16 that, the dot product of pairs or the matrix unit, whichever is fastest
-here; for integers the dot product of bytes or the matrix unit, of which 16-bit activations need two for each weight. The table
-says which it was, and which of the two limits, reading or multiplying, the share is of.
+Multiply limits are rates of fp32 FMA for fp16 and fp32. For bf16 it is the fastest of fp32 FMA, dot products of pairs, and the
+matrix unit. For integers it is dot products of bytes or the matrix unit; 16-bit activations need two products per weight. The
+table names the instructions and the limit of the share.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ SHAPES = {
     "M down": (2048, 8192),
     "M head": (128_256, 2048),
 }
-"""Outputs and inputs of the layers of Qwen2.5-0.5B (S) and Llama-3.2-1B (M)."""
+"""Output and input dimensions of the layers of Qwen2.5-0.5B (S) and Llama-3.2-1B (M)."""
 
 ROWS = (1, 4, 16, 32, 64, 256, 2048)
 WEIGHT_BYTES = 1 << 28
 GATHER_S = 10.0
-"""Limit on moving a weight to huge pages, which a server does while it is idle: prefetchers stop where a page ends."""
+"""Timeout for moving a weight to huge pages, as a server does in its idle time; prefetchers stop at page boundaries."""
 LARGE_HEAD = 100_000
-"""Outputs from which large batches are left out: no step computes so many logits."""
+"""Output dimension from which large batches are left out, since no step computes that many logits."""
 MAX_HEAD_ROWS = 64
 LINE_BYTES = 64
 SECONDS_PER_CALL = 0.05
-"""Limit on the total time of the calls between two measurements of the limits."""
+"""Maximum duration of the calls between two measurements of the limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format and how its activations come."""
+    """Format of weights and activations."""
 
     weight: WeightFormat
     group: int
@@ -69,13 +69,13 @@ class Format:
     inputs: Inputs
     multiply: tuple[Multiply, ...]
     passes: int = 1
-    """Multiplications of the limit's kind that each weight takes."""
+    """Products per weight."""
     outliers: float = 0.0
-    """Share of outliers, next to tables."""
+    """Share of outliers, for formats with tables."""
 
     @property
     def has_blocks(self) -> bool:
-        """True if it is filled from blocks of a GGUF file."""
+        """True if the weight is filled from blocks of a GGUF file."""
         return self.weight.has_own_group
 
 
@@ -106,14 +106,14 @@ FORMATS |= {
     if each.weight.is_integer and each.inputs is WIDE
 }
 """+8: the same with ``--activation-dtype int8``."""
-USUAL = ("bf16", "fp16", "fp32", "int8", "w8a8", "int4")
-"""Formats measured by default. gptq, hqq: 4 bits with zero points, of bytes and of fp32; tables: those of
-outputs, squeezellm: with outliers; nf4: bitsandbytes'; others are GGUF's."""
+DEFAULT_FORMATS = ("bf16", "fp16", "fp32", "int8", "w8a8", "int4")
+"""Formats measured by default. Others: gptq and hqq (4 bits with integer or fp32 zero points), tables (one per output),
+squeezellm (tables and outliers), nf4 (bitsandbytes), and those of GGUF files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One case; the limits are those measured beside it."""
+    """Result of a case, with the limits measured alternately with it."""
 
     format: str
     shape: str
@@ -126,15 +126,15 @@ class Timing:
     gop_s: float
     multiply_limit_gop_s: float
     multiply_limit: str
-    """Instructions that multiply at that rate."""
+    """Instructions of the multiply limit."""
     share: float
     share_of: str
-    """The limit that the share is of: reading, or what multiplies."""
+    """Limit of the share: reading, or the multiply instructions."""
     fill_gb_s: float
 
 
 def source_of(chosen: Format, columns: int, depth: int) -> torch.Tensor:
-    """Return weights to be quantized, or blocks of bytes that are small numbers of fp16 wherever they are scales."""
+    """Return random weights to quantize, or random blocks whose scales are small fp16 numbers."""
     if chosen.weight.has_singles or chosen.weight.is_coded_float:
         return torch.randint(0, chosen.weight.code_levels or TABLE_SIZE, (columns, depth), dtype=torch.uint8)
     if not chosen.has_blocks:
@@ -145,11 +145,11 @@ def source_of(chosen: Format, columns: int, depth: int) -> torch.Tensor:
 
 
 def filler_of(chosen: Format, weight: PackedWeight) -> Callable[[torch.Tensor], None]:
-    """Return what fills a weight from `source_of`."""
+    """Return the method that fills a weight from `source_of`."""
     if chosen.weight.has_tables:
         tables, outliers = (
             torch.randn(weight.columns, TABLE_SIZE),
-            evenly(weight) if weight.outliers else None,
+            even_outliers(weight) if weight.outliers else None,
         )
         return partial(fill_tables, weight, tables=tables, outliers=outliers)
     if not chosen.weight.has_singles and not chosen.weight.is_coded_float:
@@ -158,15 +158,15 @@ def filler_of(chosen: Format, weight: PackedWeight) -> Callable[[torch.Tensor], 
     return partial(weight.fill_codes, scales=scales, zeros=scales * 1600 if chosen.weight.has_zeros else None)
 
 
-def evenly(weight: PackedWeight) -> Outliers:
-    """Return as many outliers as a weight has room for, as far apart in each row as in any other."""
+def even_outliers(weight: PackedWeight) -> Outliers:
+    """Return the maximum number of outliers of a weight, evenly distributed over rows and columns."""
     places = torch.arange(weight.outliers) * (weight.columns * weight.depth // weight.outliers)
     begins = torch.searchsorted(places, torch.arange(weight.columns + 1) * weight.depth)
     return Outliers(begins, places % weight.depth, torch.ones(weight.outliers))
 
 
 def activations_of(rows: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return random activations, their rows an odd number of cache lines apart where a server's are."""
+    """Return random activations with a row stride of an odd number of cache lines, as in a server."""
     between = LINE_BYTES // dtype.itemsize if depth * dtype.itemsize % (2 * LINE_BYTES) == 0 else 0
     return torch.randn(rows, depth + between).to(dtype)[:, :depth]
 
@@ -174,7 +174,7 @@ def activations_of(rows: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
 def measure(
     library: LinearLibrary, limits: Limits, name: str, shape: str, all_rows: list[int], repeats: int
 ) -> list[Timing]:
-    """Time one format and shape at every number of rows."""
+    """Measure one format and shape with each number of rows."""
     chosen, (columns, depth) = FORMATS[name], SHAPES[shape]
     source = source_of(chosen, columns, depth)
     weights, fill_s, size = list[PackedWeight](), list[float](), 0
@@ -186,7 +186,7 @@ def measure(
         pages = HugePages(each)
         weight = described(memory=pages.memory, outliers=outliers)
         fill = filler_of(chosen, weight)
-        fill(source)  # the first time its pages are new
+        fill(source)  # a first fill maps the pages
         begun = time.perf_counter()
         if len(weights) < repeats:
             fill(source)
@@ -213,7 +213,7 @@ def measure(
                 weight.linear(x, out=y, inputs=chosen.inputs)
             mine = (limits.clock() - begun) / count
             seconds = min(seconds, mine)
-            if rows > 32:  # limited by multiplying: the weights need not be new
+            if rows > 32:  # limited by multiplications: cold caches are not needed
                 count = max(1, min(count, int(SECONDS_PER_CALL / mine)))
         fastest = max(rates, key=rates.__getitem__)
         multiply = rates[fastest]
@@ -241,20 +241,26 @@ def measure(
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Time linear layers on packed weights.")
+    parser = argparse.ArgumentParser(description="Measure linear layers with packed weights.")
     parser.add_argument("--threads", type=int, default=2, help="threads of the kernels (default: 2)")
     parser.add_argument(
-        "--formats", nargs="+", choices=FORMATS, default=list(USUAL), help="default: " + " ".join(USUAL)
+        "--formats",
+        nargs="+",
+        choices=FORMATS,
+        default=list(DEFAULT_FORMATS),
+        help="default: " + " ".join(DEFAULT_FORMATS),
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="default: all")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="default: 1 to 2048")
     parser.add_argument(
         "--processor-time",
         action="store_true",
-        help="count what the processor worked, not what passed: on a machine that others use; needs --threads 1",
+        help="measure CPU time instead of wall time, for a machine with other load; needs --threads 1",
     )
-    parser.add_argument("--repeats", type=int, default=5, help="of each case, the best counts (default: 5)")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON too")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="repeats of each case; the best counts (default: 5)"
+    )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the results as JSON")
     arguments = parser.parse_args()
     opened, library = open_library(), linear_library()
     if opened is None or library is None:
@@ -264,19 +270,19 @@ def main() -> None:
     set_threads(opened, arguments.threads, False)
     if arguments.processor_time and arguments.threads != 1:
         parser.error(
-            f"--processor-time counts one thread's; --threads is {arguments.threads}: give --threads 1"
+            f"--processor-time measures one thread, but --threads is {arguments.threads}; pass --threads 1"
         )
     limits = Limits(opened, time.thread_time if arguments.processor_time else time.perf_counter)
     print(f"Instruction set {instruction_set(opened)}, {arguments.threads} threads.\n")
     print(
-        "| format | shape | rows | µs | GB/s of read | GOP/s of multiply | share of what limits | which is |"
+        "| format | shape | rows | µs | GB/s of bandwidth | GOP/s of multiply rate | share of limit | limit |"
     )
     print("|---|---|---|---|---|---|---|---|")
     timings = []
     for name in arguments.formats:
         for shape in arguments.shapes:
             if SHAPES[shape][1] % 256 and FORMATS[name].has_blocks:
-                continue  # not whole blocks
+                continue  # the row is not a multiple of the block size
             for t in measure(library, limits, name, shape, arguments.rows, arguments.repeats):
                 timings.append(t)
                 print(

@@ -30,13 +30,13 @@ Reference = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One load of a model over a text, beside the reference."""
+    """Results of one load of a model over a text, compared with the reference."""
 
     name: str
     memory_mb: float
-    """Of the weights, as loaded."""
+    """Bytes of the weights in memory."""
     kv_bytes: int
-    """Of one token."""
+    """KV bytes per token."""
     perplexity: float
     divergence: float
     """Mean KL divergence from the reference, in nats."""
@@ -44,7 +44,7 @@ class Score:
     """Share of positions with the same most likely token as the reference."""
     num_tokens: int
     file_mb: float | None = None
-    """Of the weights on disk; None where they are the reference's."""
+    """Bytes of the weights on disk; None for those of the reference."""
 
 
 @dataclass(slots=True)
@@ -56,9 +56,9 @@ class _Sums:
 
 
 def score(name: str, options: Mapping[str, Any], windows: Sequence[list[int]], reference: Reference) -> Score:
-    """Score a load by its options. An empty reference is filled with the log-probabilities of this load.
+    """Load a model with ``options`` and score it. An empty reference is filled with the log-probabilities of this load.
 
-    Raises `ConfigError` where the options do not fit the model.
+    Raises `ConfigError` if the options do not fit the model.
     """
     is_reference = not reference
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +104,7 @@ def _options(options: Mapping[str, Any], windows: Sequence[list[int]]) -> Option
 
 @torch.inference_mode()
 def _logprobs(worker: Worker, windows: Sequence[list[int]]) -> Iterator[torch.Tensor]:
-    """Yield the log-probabilities behind all tokens of each window but the last."""
+    """Yield the log-probabilities of each window, after all tokens but the last."""
     runner, width = worker.runner, worker.num_blocks // len(worker.tables.block_table)
     width = min(width, worker.tables.block_table.shape[-1])
     for tokens in windows:
@@ -119,7 +119,7 @@ def _logprobs(worker: Worker, windows: Sequence[list[int]]) -> Iterator[torch.Te
 
 
 def table(scores: Sequence[Score]) -> str:
-    """Return scores in Markdown."""
+    """Return the scores as a Markdown table."""
     lines = [
         "| weights, KV | file, MB | in memory, MB | KV, bytes a token | perplexity | KL divergence | same top token |",
         "|---|---|---|---|---|---|---|",

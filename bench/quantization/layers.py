@@ -1,6 +1,6 @@
-"""Layers in the formats of quantized checkpoints, made by simple rounding, with the numbers that they then stand for.
+"""Write layers in the formats of quantized checkpoints by round-to-nearest, and return their dequantized values.
 
-Everything here is written from the formats, bit by bit, and knows nothing of how Quintet reads them.
+The writers follow the formats' definitions, and share no code with Quintet's readers.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ NF4 = [
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ]  # fmt: skip
-"""Of the paper's appendix E."""
+"""Table of appendix E of the paper."""
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight ``[rows, depth]`` in codes: its numbers are ``(code - zero) * scale``."""
+    """A weight ``[rows, depth]`` as codes; its values are ``(code - zero) * scale``."""
 
     codes: Array
     """``[rows, depth]``."""
     scales: Array
-    """fp32 of fp16 numbers ``[rows, groups]``."""
+    """fp16 values as float32 ``[rows, groups]``."""
     zeros: Array
     """``[rows, groups]``."""
     groups: Array
-    """``[depth]``: the group of each input."""
+    """``[depth]``: group of each input."""
 
     @property
     def numbers(self) -> Array:
-        """fp32 ``[rows, depth]``."""
+        """Dequantized values, float32 ``[rows, depth]``."""
         zeros, scales = self.zeros[:, self.groups], self.scales[:, self.groups]
         return ((self.codes - zeros).astype(np.float32) * scales).astype(np.float32)
 
 
 def rounded(weight: Array, bits: int, group: int, symmetric: bool, order: Array | None = None) -> Rounded:
-    """Round to equal steps. group: 0 for a row; order: which input is the first, the second … of the groups."""
+    """Quantize uniformly by round-to-nearest. group: inputs per scale, 0 for a whole row; order: permutation of the inputs."""
     rows, depth = weight.shape
     group = group or depth
     count = -(-depth // group)
@@ -71,7 +71,7 @@ def rounded(weight: Array, bits: int, group: int, symmetric: bool, order: Array 
 
 
 def words(codes: Array, bits: int) -> torch.Tensor:
-    """Pack ``[count, n]`` along the first dimension: a stream of bits for each column, in words of 32, the lowest bit first."""
+    """Pack ``[count, n]`` along the first dimension: each column is a stream of bits in 32-bit words, lowest bit first."""
     count, n = codes.shape
     stream = (codes[:, None, :] >> np.arange(bits)[None, :, None] & 1).reshape(count * bits, n)
     stream = np.concatenate([stream, np.zeros((-len(stream) % 32, n), stream.dtype)])
@@ -82,20 +82,20 @@ def words(codes: Array, bits: int) -> torch.Tensor:
 
 
 def half(array: Array) -> torch.Tensor:
-    """Return numbers as fp16, which they are."""
+    """Return values, which are exact in fp16, as fp16."""
     return torch.from_numpy(array.astype(np.float16))
 
 
 @dataclass(frozen=True)
 class Written:
-    """Quantized layers of a format."""
+    """Writer of a format's layers."""
 
     section: Mapping[str, Any]
     """``quantization_config``."""
     tensors: Callable[[str, Array], tuple[Tensors, Array]]
-    """From a layer's name and weight to its tensors, by ending, and the numbers that they stand for."""
+    """Function from a layer's name and weight to its tensors, by suffix, and the dequantized values."""
     output_layer: bool = False
-    """True if it is quantized too."""
+    """True if the output layer is quantized too."""
 
 
 def gptq(
@@ -106,7 +106,7 @@ def gptq(
     version: int = 1,
     output_layer: bool = False,
 ) -> Written:
-    """GPTQ; see the paper's code for the layout. Version 1 stores zeros less one."""
+    """GPTQ; the layout is that of the paper's code. Version 1 stores zero points minus one."""
 
     def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
         depth = weight.shape[1]
@@ -133,12 +133,12 @@ def gptq(
 
 
 def awq(group: int, version: str = "gemm") -> Written:
-    """AWQ, for its kernel of many rows or of one."""
+    """AWQ, in the layout of its gemm or gemv kernel."""
 
     def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
         its = rounded(weight, 4, group, symmetric=False)
         if version == "gemm":
-            turned = [0, 2, 4, 6, 1, 3, 5, 7]  # row of each place in a word
+            turned = [0, 2, 4, 6, 1, 3, 5, 7]  # row of each position in a word
 
             def in_words(codes: Array) -> torch.Tensor:
                 placed = codes.reshape(-1, 8, codes.shape[1])[:, turned].reshape(codes.shape)
@@ -176,7 +176,7 @@ def compressed(
     tensors: Callable[[str, Array], tuple[Tensors, Array]] | None = None,
     **more: Any,
 ) -> Written:
-    """compressed-tensors with one group of layers; tensors: their writer, where these are no integers in words."""
+    """compressed-tensors with one group of layers; tensors: writer of formats other than packed integers."""
     bits, group, symmetric = (
         weights["num_bits"],
         weights.get("group_size") or 0,
@@ -223,7 +223,7 @@ def compressed(
 def eight_bit_floats(
     name_of_scale: str, block: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn, as_list: bool = True
 ) -> Callable[[str, Array], tuple[Tensors, Array]]:
-    """Return what makes fp8 weights with a scale for each block; 0 of rows or inputs: all of them."""
+    """Return a writer of fp8 weights with one scale per block; 0 rows or inputs: all of them."""
 
     def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
         rows, depth = weight.shape
@@ -243,7 +243,7 @@ def eight_bit_floats(
 
 
 def eight_bit_floats_of_powers(name: str, weight: Array) -> tuple[Tensors, Array]:
-    """Make MXFP8: fp8 weights with an exponent for each 32, the least that keeps them in range."""
+    """Write MXFP8: fp8 weights with one exponent per 32, the smallest one without overflow."""
     most = np.abs(weight.reshape(len(weight), -1, 32)).max(2)
     exponents = np.ceil(np.log2(np.maximum(most, 1e-30) / 448)).astype(np.int64)
     each = np.repeat((2.0**exponents).astype(np.float32), 32, axis=1)
@@ -255,7 +255,7 @@ def eight_bit_floats_of_powers(name: str, weight: Array) -> tuple[Tensors, Array
 def four_bit_floats(
     group: int, weight_name: str = "weight_packed", global_scale: str | None = None, divides: bool = True
 ) -> Callable[[str, Array], tuple[Tensors, Array]]:
-    """Return what makes two fp4 numbers a byte, with exponents for scales, or fp8 with one more for all."""
+    """Return a writer of fp4 weights, two per byte, with exponents as scales, or with fp8 scales and a global scale."""
 
     def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
         most = np.abs(weight.reshape(len(weight), -1, group)).max(2)
@@ -281,7 +281,7 @@ def four_bit_floats(
 
 
 def fp8_of_transformers() -> Written:
-    """One scale for each tensor, as transformers writes it (Ministral 3, Devstral 2)."""
+    """fp8 with one scale per tensor, as transformers writes it (Ministral 3, Devstral 2)."""
     section = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
     make = eight_bit_floats("weight_scale_inv", (0, 0), as_list=False)
 
@@ -293,7 +293,7 @@ def fp8_of_transformers() -> Written:
 
 
 def fp8(block: bool, method: str = "fp8") -> Written:
-    """DeepSeek's blocks, or one scale for each tensor; of fbgemm for each row."""
+    """fp8 with DeepSeek's blocks, with one scale per tensor, or with one per row (fbgemm)."""
     if method == "fbgemm_fp8":
         return Written({"quant_method": method}, eight_bit_floats("weight_scale", (1, 0)))
     if block:
@@ -304,7 +304,7 @@ def fp8(block: bool, method: str = "fp8") -> Written:
 
 
 def nested_scales(absmax: Array) -> tuple[Array, Tensors, dict[str, Any]]:
-    """Quantize bitsandbytes' scales once more; return them, their tensors, and what the layer's state says of it."""
+    """Quantize bitsandbytes' scales (double quantization); return them, their tensors, and fields of the layer's state."""
     offset = float(absmax.mean())
     table = np.linspace(-1, 1, 256).astype(np.float32)
     outer = np.arange(len(absmax)) // 256
@@ -320,7 +320,7 @@ def nested_scales(absmax: Array) -> tuple[Array, Tensors, dict[str, Any]]:
 
 
 def bitsandbytes(kind: str, nested: bool = False) -> Written:
-    """bitsandbytes: 4 bits by a table in blocks of 64, row after row, or 8 bits a row."""
+    """bitsandbytes: 4 bits by a table with one scale per 64 weights, or 8 bits with one scale per row."""
     section = {
         "quant_method": "bitsandbytes",
         "load_in_8bit": kind == "int8",
@@ -373,14 +373,14 @@ def bitsandbytes(kind: str, nested: bool = False) -> Written:
 
 
 def is_quantized(name: str, written: Written) -> bool:
-    """True if a tensor of a Llama is the weight of a linear layer that the format quantizes."""
+    """Return True if a tensor of a Llama is a linear weight that the format quantizes."""
     if name == "lm_head.weight":
         return written.output_layer
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and ".layers." in name
 
 
 def in_format(written: Written, tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
-    """Return a checkpoint's tensors in a format, and the ones that have its numbers."""
+    """Return a checkpoint's tensors in a format, and the tensors with the dequantized values."""
     kept, numbers = dict(tensors), dict(tensors)
     for name in [name for name in tensors if is_quantized(name, written)]:
         layer = name.removesuffix(".weight")

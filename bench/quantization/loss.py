@@ -1,19 +1,18 @@
-"""Measure what number formats lose: perplexity, KL divergence and top token beside the model in float32.
+"""Measure the loss of number formats relative to float32: perplexity, KL divergence, top token.
 
     python -m bench.quantization.loss [--made | --formats] [--model MODEL] [--only NAME]... [--int8-activations]
         [--windows N] [--json FILE]
 
 The rows are formats that a server converts to at load time (``--quantization``, ``--kv-cache-dtype``). With
 ``--made`` they are formats that `quintet quantize` writes. With ``--formats`` they are formats of quantized
-checkpoints, made by rounding each number to the nearest: calibration, which their publishers use, is not in them.
-With ``--int8-activations`` each row of integer weights comes a second time, with ``--activation-dtype int8``.
+checkpoints, written by round-to-nearest without the calibration that publishers use. With ``--int8-activations``, each row with
+integer weights is measured again with ``--activation-dtype int8``.
 
 MODEL is a packaged model (default: ``smollm2``), a GGUF file or a folder; a file is first dequantized to float32. The
-text is the standard library's documentation (`bench.quantization.texts`). ``--model embedded`` is the model that ships
-with Quintet, measured on library files that its training data lacks (`bench.embedded.corpus`). Compare rows of one
-model and text only.
+text is the standard library's documentation (`bench.quantization.texts`). ``--model embedded`` is the embedded model, measured on
+library files outside its training data (`bench.embedded.corpus`). Compare only rows with the same model and text.
 
-Rows that FILE holds are not measured again.
+Rows with results in FILE are not measured again.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf
 
 END_OF_TEXT = 0
-"""The embedded model's documents begin with it, as in training."""
+"""First token of the embedded model's documents, as in training."""
 SEED = 5
-"""The seed of the embedded model's training run; it only picks the wording of chats, which are not read here."""
+"""Seed of the embedded model's training run; it affects only chats, which are not used here."""
 NUM_WINDOWS = 12
 EMBEDDED = "embedded"
 REFERENCE = "float32"
@@ -128,12 +127,12 @@ FLOATS = {
     for name in FORMATS
     if name.startswith(("FP8", "MXFP8", "SqueezeLLM", "bitsandbytes nf4", "bitsandbytes fp4"))
 }
-"""Of these weights are multiplied as floating-point numbers, and so are inputs."""
+"""Formats whose weights and activations are multiplied as floating-point numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model in float numbers, and what it reads."""
+    """An unquantized model and the text windows."""
 
     folder: Path
     windows: Sequence[list[int]]
@@ -142,18 +141,18 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One load."""
+    """A row of the table: one load of the model."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     write: Callable[[Source, Path], Path] | None = None
-    """Writes what is loaded into a folder; returns it. None: the source itself is loaded."""
+    """Function that writes the loaded checkpoint and returns its path. None: the source is loaded."""
     is_integer: bool = True
     """True if weights are multiplied as integers."""
 
 
 def open_source(model: str, max_windows: int, scratch: Path) -> Source:
-    """Return a model as a folder. A GGUF file becomes one in float32, in ``scratch``."""
+    """Return a model as a folder; a GGUF file is dequantized to float32 in ``scratch``."""
     if model == EMBEDDED:
         return _embedded(max_windows)
     located = locate_model(model, with_weights=True)
@@ -178,7 +177,7 @@ def _embedded(max_windows: int) -> Source:
 
 
 def _in_format(written: Written, source: Source, scratch: Path) -> Path:
-    """Write the model in a format of quantized checkpoints."""
+    """Write the model in a format of quantized checkpoints; return its folder."""
     out = scratch / "rounded"
     shutil.copytree(source.folder, out)
     kept, _ = in_format(written, load_file(source.folder / "model.safetensors"))
@@ -189,7 +188,7 @@ def _in_format(written: Written, source: Source, scratch: Path) -> Path:
 
 
 def _quantized(name: str, source: Source, scratch: Path) -> Path:
-    """Have `quintet quantize` write the model. Raises `ConfigError` after that command has printed the cause."""
+    """Run `quintet quantize`; return the file. Raises `ConfigError` if it fails; the command prints the cause."""
     out = scratch / (f"{name}.gguf" if name in MIXES else name)
     flags = ["--format", name]
     if name in TARGETS and TARGETS[name].is_calibrated:
@@ -197,18 +196,18 @@ def _quantized(name: str, source: Source, scratch: Path) -> Path:
         text.write_text(source.calibration)
         flags += ["--calibration", str(text)]
     if cli(["quantize", str(source.folder), str(out), *flags]):
-        raise ConfigError(f"`quintet quantize` does not write the model as {name}")
+        raise ConfigError(f"`quintet quantize` cannot write the model as {name}")
     return out
 
 
 def rows_of(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows that the command line asks for, behind the reference."""
+    """Yield the reference, then the rows of the command line."""
     if arguments.formats:
         for name, written in FORMATS.items():
             yield Row(name, {}, lambda *to, written=written: _in_format(written, *to), name not in FLOATS)
     elif arguments.made:
         for name in (*MIXES, *TARGETS):
-            # The file decides where it is not quantized: computed in bf16, it would be the row of bf16.
+            # An unquantized file keeps its dtype; computed in bf16, it would equal the row of bf16.
             own = {"dtype": "auto"} if name in ("f32", "f16") else {}
             is_integer = name not in ("f32", "f16", "bf16")
             yield Row(name, own, lambda *to, name=name: _quantized(name, *to), is_integer)
@@ -218,7 +217,7 @@ def rows_of(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def with_int8_activations(rows: Iterator[Row]) -> Iterator[Row]:
-    """Yield the rows, and each of integer weights once more, with inputs in 8 bits."""
+    """Yield the rows, and each row with integer weights again with 8-bit activations."""
     for row in rows:
         yield row
         if row.is_integer:
@@ -227,7 +226,7 @@ def with_int8_activations(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 def measured(row: Row, source: Source, reference: Reference) -> Score:
-    """Write what a row loads, load it, and score it. Raises `ConfigError`."""
+    """Write the checkpoint of a row, load it, and score it. Raises `ConfigError`."""
     base = {"model": str(source.folder), "tokenizer": str(source.folder), "dtype": "bfloat16"}
     if row.write is None:
         return score(row.name, {**base, **row.options}, source.windows, reference)
@@ -239,14 +238,14 @@ def measured(row: Row, source: Source, reference: Reference) -> Score:
 
 
 def read_scores(path: Path | None) -> dict[str, Score]:
-    """Return what an earlier run left, by row."""
+    """Return the scores of an earlier run, by row."""
     if path is None or not path.exists():
         return {}
     return {each["name"]: Score(**each) for each in json.loads(path.read_bytes())["scores"]}
 
 
 def write_scores(path: Path, arguments: argparse.Namespace, scores: Sequence[Score]) -> None:
-    """Write the scores, and what they were measured with."""
+    """Write the scores with the settings of the measurement."""
     machine = this_machine()
     head = {
         "command": " ".join(["python -m bench.quantization.loss", *sys.argv[1:]]),
@@ -263,19 +262,22 @@ def write_scores(path: Path, arguments: argparse.Namespace, scores: Sequence[Sco
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = command_parser(__doc__)
-    parser.add_argument("--formats", action="store_true", help="formats of checkpoints instead")
-    parser.add_argument("--made", action="store_true", help="what `quintet quantize` writes instead")
+    parser.add_argument("--formats", action="store_true", help="measure formats of quantized checkpoints")
+    parser.add_argument("--made", action="store_true", help="measure formats that `quintet quantize` writes")
     parser.add_argument("--model", default="smollm2", help="packaged model, GGUF file, folder, or embedded")
-    parser.add_argument("--only", action="append", default=[], help="this row; may be repeated")
+    parser.add_argument("--only", action="append", default=[], help="measure only this row; may be repeated")
     parser.add_argument(
         "--int8-activations",
         action="store_true",
-        help="each row of integers once more, with inputs in 8 bits",
+        help="measure rows with integer weights again with 8-bit activations",
     )
     parser.add_argument(
-        "--windows", type=int, default=NUM_WINDOWS, help=f"read so many of {WINDOW} tokens (%(default)s)"
+        "--windows",
+        type=int,
+        default=NUM_WINDOWS,
+        help=f"number of windows of {WINDOW} tokens (default: %(default)s)",
     )
-    parser.add_argument("--json", type=Path, help="keep the scores here, row by row")
+    parser.add_argument("--json", type=Path, help="file of the scores, written after each row")
     return parser.parse_args()
 
 

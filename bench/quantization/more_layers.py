@@ -1,4 +1,4 @@
-"""Layers in the formats of HQQ, SqueezeLLM, torchao, ModelOpt, AutoRound and Quark, as `quantized` makes those of others."""
+"""Write layers in further formats, like `layers`: HQQ, SqueezeLLM, torchao, ModelOpt, AutoRound, Quark, BitNet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.quantization.layers import Array, Tensors, Written, eight_bit_floats,
 
 
 def hqq(bits: int, group: int, axis: int = 1, as_floats: bool = False) -> Written:
-    """HQQ without its fit: zeros that are no integers, codes of lines that lie far apart in one number."""
+    """HQQ without its optimization: fractional zero points; a packed number has codes of distant rows."""
 
     def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
         size = group or weight.shape[1]
@@ -41,10 +41,10 @@ def hqq(bits: int, group: int, axis: int = 1, as_floats: bool = False) -> Writte
 
 
 def squeezellm(bits: int, outliers: bool = True, rounds: int = 0) -> Written:
-    """SqueezeLLM: tables of each row's own quantiles, what they miss most beside them, and two whole rows.
+    """SqueezeLLM: a table of quantiles for each row, the largest errors as outliers, and two full rows.
 
-    rounds: of Lloyd's k-means, all weights alike: its authors' count by how much the loss feels them. It begins with quantiles as
-    dense as the cube root of a normal distribution, near which the best tables lie (Panter and Dite, "Quantization distortion in
+    rounds: iterations of Lloyd's k-means with equal weights; the authors weight by sensitivity of the loss. It begins with
+    quantiles of the cube root of a normal density, which is near the optimum (Panter and Dite, "Quantization distortion in
     pulse-count modulation with nonuniform spacing of levels", 1951).
     """
     normal, levels = NormalDist(), [(code + 0.5) / (1 << bits) for code in range(1 << bits)]
@@ -90,7 +90,7 @@ def squeezellm(bits: int, outliers: bool = True, rounds: int = 0) -> Written:
 
 
 def torchao(kind: str, group: int = 0, symmetric: bool = True, activations: bool = False) -> Written:
-    """torchao's Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor and Int4Tensor, by the class of their configuration."""
+    """torchao's Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor and Int4Tensor, selected by configuration class."""
 
     def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
         if kind.startswith("Float8"):
@@ -129,7 +129,7 @@ def torchao(kind: str, group: int = 0, symmetric: bool = True, activations: bool
 
 
 def modelopt_integers(algorithm: str, group: int = 0, factors: bool = False) -> Written:
-    """ModelOpt's integers: of 8 bits for each row, or two rows' of 4 bits in a byte; factors: inputs are multiplied before."""
+    """ModelOpt's integers: 8 bits with one scale per row, or 4 bits of two rows per byte; factors: with scales of inputs."""
     bits = 4 if group else 8
 
     def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
@@ -152,7 +152,7 @@ def modelopt_integers(algorithm: str, group: int = 0, factors: bool = False) -> 
 
 
 def autoround(packing: str, bits: int = 4, group: int = 64, symmetric: bool = False) -> Written:
-    """AutoRound's integers, as GPTQ has them; zeros are less one where the packing is auto_gptq's."""
+    """AutoRound's integers in GPTQ's layout; zero points are minus one with the packing of auto_gptq."""
     plain = gptq(bits, group, symmetric, version=1 if packing.endswith("auto_gptq") else 2)
     section = {
         "quant_method": "auto-round",
@@ -167,15 +167,15 @@ def autoround(packing: str, bits: int = 4, group: int = 64, symmetric: bool = Fa
 
 
 def autoround_floats(kind: str, bits: int, tensors: Callable[[str, Array], tuple[Tensors, Array]]) -> Written:
-    """AutoRound's floats, which are those of compressed-tensors."""
+    """AutoRound's floats, in the format of compressed-tensors."""
     section = {"quant_method": "auto-round", "data_type": kind, "bits": bits, "act_bits": bits}
     return Written(section | {"packing_format": "auto_round:llm_compressor"}, tensors)
 
 
 def quark_integers(dtype: str, group: int = 0, symmetric: bool = True, activations: bool = False) -> Written:
-    """Quark's integers: of 8 bits for each row, or of 4 in the words of AWQ, signed ones with zeros of zero."""
+    """Quark's integers: 8 bits with one scale per row, or 4 bits in AWQ's layout; signed codes have zero points of 0."""
     bits, signed = (8 if dtype == "int8" else 4), dtype.startswith("int")
-    turned = [0, 2, 4, 6, 1, 3, 5, 7]  # row of each place in a word
+    turned = [0, 2, 4, 6, 1, 3, 5, 7]  # row of each position in a word
 
     def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
         its = rounded(weight, bits, group, symmetric)
@@ -213,7 +213,7 @@ def quark_integers(dtype: str, group: int = 0, symmetric: bool = True, activatio
 
 
 def bitnet(divides: bool = True) -> Written:
-    """BitNet b1.58: -1, 0 and 1 in two bits, rows that lie far apart in one byte, a scale for all."""
+    """BitNet b1.58: values -1, 0 and 1 in two bits, distant rows in one byte, one scale per tensor."""
 
     def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
         mean = np.float32(np.abs(weight).mean())

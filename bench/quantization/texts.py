@@ -1,6 +1,6 @@
-"""Texts of the standard library's documentation: one to measure a model on, another to calibrate GPTQ and AWQ with.
+"""Texts from the standard library's docstrings: one for evaluation, another for calibration of GPTQ and AWQ.
 
-They depend on the installed Python version.
+They depend on the Python version.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ CALIBRATION = (
     unittest,
 )
 MEMBERS = 12
-"""Of each module of the held-out text: the first by name."""
+"""Number of members of each module in the held-out text, the first by name."""
 
 
 def held_text() -> str:
-    """Return the text that models are measured on."""
+    """Return the text for evaluation."""
     return _documentation(HELD_OUT, MEMBERS)
 
 
 def calibration_text() -> str:
-    """Return a text of other modules."""
+    """Return the text for calibration, from other modules."""
     return _documentation(CALIBRATION, None)
 
 

@@ -1,7 +1,8 @@
-"""One checkout's linear layers, timed on request: `bench.kernels.pairs` runs two of these.
+"""Measure the linear layers of one checkout on request; `bench.kernels.pairs` runs one such process for each of two checkouts.
 
-Imports nothing of `bench`, and of quintet what every checkout since 43aa0b4 has: it runs with another one's. A line of standard
-input is a `Case` as JSON, which is answered by a line once its weights lie there, or a number of rows, answered by an `Answer`.
+The module also runs with the code of other checkouts. So it imports nothing of `bench`, and from quintet only what all checkouts
+since 43aa0b4 have. A line of stdin is a `Case` as JSON, whose weights it loads, or a number of rows. It prints an `Answer` for
+each.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MADV_COLLAPSE = 25
 
 
 class Case(msgspec.Struct):
-    """Weights of one shape, as many as there are `bytes`, at least one."""
+    """Weights of one shape, with at least `bytes` in total."""
 
     format: str
     columns: int
@@ -35,18 +36,18 @@ class Case(msgspec.Struct):
     bytes: int
     threads: int
     row_bytes: int = 0
-    """Of rows of a GGUF file's blocks, where the format takes nothing else."""
+    """Bytes of a row of GGUF blocks, for formats that are filled from blocks; else 0."""
 
 
 class Answer(msgspec.Struct):
-    """Time of one pass over all weights, for each; and a checksum of the results."""
+    """Mean time of a weight's product in seconds, and a checksum of the results."""
 
     seconds: float
     bits: int
 
 
-def huge(size: int) -> torch.Tensor:
-    """Return ``uint8[size]`` on huge pages, which not every checkout's weights are by themselves."""
+def allocate_on_huge_pages(size: int) -> torch.Tensor:
+    """Return ``uint8[size]`` on huge pages, which some checkouts do not use for weights."""
     length = -(-size // PAGE_BYTES) * PAGE_BYTES
     mapped = mmap.mmap(-1, length + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
@@ -59,21 +60,23 @@ def huge(size: int) -> torch.Tensor:
 
 
 def load(case: Case) -> list[PackedWeight]:
-    """Return the case's weights, all the same numbers."""
+    """Return the weights of a case, which all have the same numbers."""
     library = linear_library()
-    assert library is not None, "the host kernels are built"
+    assert library is not None, "the host kernels are not built"
     torch.manual_seed(0)
-    if case.row_bytes:  # small numbers wherever they are scales
+    if case.row_bytes:  # small bytes, so that scales are small numbers
         source = torch.randint(0, 0x3C, (case.columns, case.row_bytes), dtype=torch.uint8)
         if case.format == "MXFP4":
-            source[:, ::17] += 64  # exponents of scales: denormal numbers are slow
+            source[:, ::17] += 64  # exponents of scales; denormal numbers would be slow
     else:
         source = torch.randn(case.columns, case.depth).to(torch.bfloat16)
     kind = WeightFormat[case.format]
     size = library.weight_bytes(int(kind), case.columns, case.depth, case.group, 0)
     weights: list[PackedWeight] = []
     while not weights or len(weights) * size < case.bytes:
-        weight = PackedWeight(library, kind, case.columns, case.depth, group=case.group, memory=huge(size))
+        weight = PackedWeight(
+            library, kind, case.columns, case.depth, group=case.group, memory=allocate_on_huge_pages(size)
+        )
         if weights:
             weight.memory.copy_(weights[0].memory)
         else:
@@ -83,32 +86,32 @@ def load(case: Case) -> list[PackedWeight]:
 
 
 def run(case: Case, weights: list[PackedWeight], rows: int) -> Answer:
-    """Multiply by each weight once, and if there is one by it thirty times."""
+    """Multiply by each weight once, or by a single weight thirty times."""
     torch.manual_seed(rows)
     x = torch.randn(rows, case.depth).to(torch.bfloat16)
     y = torch.empty(rows, case.columns, dtype=torch.bfloat16)
     clock = time.thread_time if case.threads == 1 else time.perf_counter
-    turns = weights if len(weights) > 1 else weights * 30
-    given: tuple[Any, ...] = (
+    passes = weights if len(weights) > 1 else weights * 30
+    arguments: tuple[Any, ...] = (
         x,
         None,
         None,
         y,
         GatedActivation.NONE,
         case.inputs,
-    )  # as older checkouts take it, too
-    weights[-1].linear(*given)
-    begun = clock()
-    for weight in turns:
-        weight.linear(*given)
-    seconds = (clock() - begun) / len(turns)
+    )  # arguments of older checkouts too
+    weights[-1].linear(*arguments)
+    begin_s = clock()
+    for weight in passes:
+        weight.linear(*arguments)
+    seconds = (clock() - begin_s) / len(passes)
     return Answer(seconds, zlib.crc32(y.view(torch.uint8).numpy().tobytes()))
 
 
 def main() -> None:
-    """Run commands until the input ends."""
+    """Handle lines of stdin until it ends."""
     opened = open_library()
-    assert opened is not None, "the host kernels are built"
+    assert opened is not None, "the host kernels are not built"
     case: Case | None = None
     weights: list[PackedWeight] = []
     for line in sys.stdin:
@@ -119,7 +122,7 @@ def main() -> None:
             weights = load(case)
             answer = Answer(0.0, 0)
         else:
-            assert case is not None, "a case comes first"
+            assert case is not None, "the first line must be a case"
             answer = run(case, weights, int(line))
         print(msgspec.json.encode(answer).decode(), flush=True)
 
