@@ -1,16 +1,16 @@
-"""Run the GPU checklist of docs/gpu.md, row by row, and keep what it finds.
+"""Run the GPU checklist of docs/gpu.md, row by row, and record the results.
 
-    make gpu-check                                      # every row not yet run today on this GPU
-    python bench/gpu/check.py --list                    # the rows, and what is known of them
-    python bench/gpu/check.py --only decode prefill     # these
-    python bench/gpu/check.py --again --only decode     # this one, although it has an outcome
-    python bench/gpu/check.py --budget-minutes 9        # as many as fit; the next call resumes
-    python bench/gpu/check.py --device cpu --only decode   # toy shapes on the CPU: debugs the rows, measures nothing
+    make gpu-check                                      # all rows without a result of today on this GPU
+    python bench/gpu/check.py --list                    # list the rows and their results
+    python bench/gpu/check.py --only decode prefill     # run these rows
+    python bench/gpu/check.py --again --only decode     # run this row again
+    python bench/gpu/check.py --budget-minutes 9        # run as many rows as fit; the next call resumes
+    python bench/gpu/check.py --device cpu --only decode   # toy shapes on the CPU, to debug the rows
 
-Works with any Python that has the packages (torch, cupy, transformers, pytest ...): rows with missing packages are
-skipped, and the line says which. Each row runs in processes of its own with a time limit; whatever becomes of it is written
-at once to ``bench/results/gpu-<date>-<gpu>.json``, and its output to ``build/gpu-check/<row>.log``. Exit status 0: every row
-asked for has passed; 1: some have not; 2: no GPU.
+Works with any Python that has the packages (torch, cupy, transformers, pytest and others). Rows with missing packages are
+skipped; the output names the packages. Each row runs in separate processes with a time limit. Its result is written at once to
+``bench/results/gpu-<date>-<gpu>.json``, and its output to ``build/gpu-check/<row>.log``. Exit status 0: all selected rows passed;
+1: some did not; 2: no GPU.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [
     str(ROOT),
     str(ROOT / "src"),
-]  # run as a file, by a Python that has not installed this package
+]  # for a run as a script, without an installed package
 
 from bench.arguments import command_parser  # noqa: E402
 from bench.gpu import machine  # noqa: E402
-from bench.gpu.child import Ended, run  # noqa: E402
+from bench.gpu.child_process import ProcessResult, run  # noqa: E402
 from bench.gpu.figures import Figure, read_lines  # noqa: E402
-from bench.gpu.journal import Entry, Journal, Outcome, file_name  # noqa: E402
+from bench.gpu.results_file import Entry, ResultsFile, Outcome, file_name  # noqa: E402
 from bench.gpu.rows import ROWS, Row, rows_of  # noqa: E402
 
 NUM_TAIL_LINES = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Folders of rows and of their outputs."""
+class CheckRun:
+    """Device, folders and versions of a checklist run."""
 
     device: str
     logs: Path
@@ -53,17 +53,17 @@ class Place:
 
     @property
     def num_gpus(self) -> int:
-        """Of a CPU, which debugs rows, as many as anybody wants."""
+        """Number of GPUs; unlimited on a CPU, which only debugs the rows."""
         return int(str(self.facts.get("gpus", 1))) if self.device == "cuda" else 1 << 30
 
-    def skipped(self, why: str) -> Entry:
-        """Return what the journal keeps of a row that cannot run here."""
-        return Entry(Outcome.SKIPPED, 0.0, "", self.commit, self.versions, remarks=[why])
+    def skipped(self, reason: str) -> Entry:
+        """Return the result of a row that cannot run here."""
+        return Entry(Outcome.SKIPPED, 0.0, "", self.commit, self.versions, remarks=[reason])
 
     def entry(
         self, outcome: Outcome, seconds: float, output: RowOutput | None = None, tail: Sequence[str] = ()
     ) -> Entry:
-        """Return what the journal keeps of a row that has just ended."""
+        """Return the result of a row that has just ended."""
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         figures, remarks = (output.figures, output.remarks) if output else ([], [])
         return Entry(
@@ -80,8 +80,8 @@ class RowOutput:
         self.figures: list[Figure] = []
         self.remarks: list[str] = []
 
-    def print_news(self) -> None:
-        """Print what has come since the last call."""
+    def print_new(self) -> None:
+        """Print the figures and remarks since the last call."""
         if not self._path.exists():
             return
         whole = self._path.read_text().rpartition("\n")[0]
@@ -94,42 +94,46 @@ class RowOutput:
 
 
 TOY_TESTS = ("--share", "0.25", "--seed", "1")
-"""Options of pytest for toys: a drawn share of each file's tests, the same in each rehearsal."""
+"""Options of pytest on a CPU: a random sample of each file's tests, the same in each rehearsal."""
 
 
-def run_row(row: Row, place: Place, limit_s: float, is_last_call: bool = False) -> Entry | None:
-    """Run one row; return None when ``limit_s`` ended it before its own time limit did, unless there is no other call."""
-    if lacking := machine.lacking(
-        module for module in row.needs if place.device != "cpu" or module != "cupy"
+def run_row(row: Row, check_run: CheckRun, limit_s: float, is_last_call: bool = False) -> Entry | None:
+    """Run one row. Return None if ``limit_s`` ended it before its own time limit, unless this is the last call."""
+    if missing_packages := machine.missing_packages(
+        module for module in row.needs if check_run.device != "cpu" or module != "cupy"
     ):
-        print(f"      skipped: this Python has no {', '.join(lacking)}", flush=True)
-        return place.skipped(f"missing: {', '.join(lacking)}")
-    if place.num_gpus < row.gpus:
-        print(f"      skipped: it takes {row.gpus} GPUs, and there are {place.num_gpus}", flush=True)
-        return place.skipped(f"takes {row.gpus} GPUs")
-    place.logs.mkdir(parents=True, exist_ok=True)
-    log, output = place.logs / f"{row.name}.log", RowOutput(place.logs / f"{row.name}.figures")
+        print(f"      skipped: missing packages: {', '.join(missing_packages)}", flush=True)
+        return check_run.skipped(f"missing: {', '.join(missing_packages)}")
+    if check_run.num_gpus < row.gpus:
+        print(f"      skipped: needs {row.gpus} GPUs, found {check_run.num_gpus}", flush=True)
+        return check_run.skipped(f"needs {row.gpus} GPUs")
+    check_run.logs.mkdir(parents=True, exist_ok=True)
+    log, output = check_run.logs / f"{row.name}.log", RowOutput(check_run.logs / f"{row.name}.figures")
     words = list(row.command)
-    if place.device == "cpu" and "--whole" in words:  # an emulated kernel is slow: `make test` runs the rest
-        at = words.index("--whole")
-        words[at : at + 1] = TOY_TESTS
-    command = [sys.executable, *words, "--device", place.device]
-    command += ["--figures", str(place.logs / f"{row.name}.figures")]
-    ended = run(command, ROOT, machine.environment(), log, min(row.limit_s, limit_s), output.print_news)
-    outcome = outcome_of(ended, output.figures, place.device)
+    if (
+        check_run.device == "cpu" and "--whole" in words
+    ):  # an emulated kernel is slow: `make test` runs the rest
+        index = words.index("--whole")
+        words[index : index + 1] = TOY_TESTS
+    command = [sys.executable, *words, "--device", check_run.device]
+    command += ["--figures", str(check_run.logs / f"{row.name}.figures")]
+    process_result = run(
+        command, ROOT, machine.environment(), log, min(row.limit_s, limit_s), output.print_new
+    )
+    outcome = outcome_of(process_result, output.figures, check_run.device)
     if outcome is Outcome.TIMED_OUT and limit_s < row.limit_s and not is_last_call:
         return None
     tail = [] if outcome is Outcome.PASSED else log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:]
     if outcome in (Outcome.FAILED, Outcome.TIMED_OUT):
         print("\n".join(f"      | {line}" for line in tail))
-    return place.entry(outcome, ended.seconds, output, tail)
+    return check_run.entry(outcome, process_result.seconds, output, tail)
 
 
-def outcome_of(ended: Ended, figures: Sequence[Figure], device: str) -> Outcome:
-    """Say what a row's end means. Targets are the GPU's: on a CPU they say nothing."""
-    if ended.status is None:
+def outcome_of(process_result: ProcessResult, figures: Sequence[Figure], device: str) -> Outcome:
+    """Return the outcome of a row's process. Targets apply to GPUs only."""
+    if process_result.status is None:
         return Outcome.TIMED_OUT
-    if ended.status:
+    if process_result.status:
         return Outcome.FAILED
     missed = device == "cuda" and any(figure.is_met is False for figure in figures)
     return Outcome.MISSED if missed else Outcome.PASSED
@@ -137,51 +141,51 @@ def outcome_of(ended: Ended, figures: Sequence[Figure], device: str) -> Outcome:
 
 def run_rows(
     rows: Sequence[Row],
-    journal: Journal,
-    place: Place,
+    results: ResultsFile,
+    check_run: CheckRun,
     again: bool,
     budget_s: float,
     is_last_call: bool = False,
 ) -> None:
-    """Run those of ``rows`` that have no outcome yet, or all of them, until the budget is spent.
+    """Run the rows without a result, or all with ``again``, until the time budget is spent.
 
-    is_last_call: begin rows whatever they take, and record one that the budget ends as timed out.
+    is_last_call: begin rows regardless of their duration, and record a row that the budget ends as timed out.
     """
     deadline = time.monotonic() + budget_s
     for number, row in enumerate(rows, 1):
-        known = journal.entries.get(row.name)
+        known = results.entries.get(row.name)
         head = f"[{number:2}/{len(rows)}] {row.name}"
         if known is not None and known.outcome.was_run and not again:
-            print(f"{head}: {known.outcome} before (--again runs it again)", flush=True)
+            print(f"{head}: {known.outcome} earlier (--again runs it again)", flush=True)
             continue
         left_s = deadline - time.monotonic()
         takes_s = max(known.seconds, 5) if known and known.outcome.was_run else row.takes_s
         if left_s < (0 if is_last_call else takes_s):
-            print(f"{head}: not begun, {left_s:.0f} s are left and it takes about {takes_s:.0f}", flush=True)
+            print(f"{head}: not run: needs about {takes_s:.0f} s, {left_s:.0f} s remain", flush=True)
             continue
         print(f"{head}: {row.shows}", flush=True)
-        entry = run_row(row, place, left_s, is_last_call)
+        entry = run_row(row, check_run, left_s, is_last_call)
         if entry is None:
-            print("      broken off: the budget is spent", flush=True)
+            print("      aborted: the time budget is spent", flush=True)
             continue
         if not entry.outcome.was_run and known is not None and known.outcome.was_run:
-            continue  # another Python could run it: that stays
-        journal.put(row.name, entry, place.facts)
+            continue  # keep the result of another Python
+        results.put(row.name, entry, check_run.facts)
         if entry.outcome.was_run:
             print(f"      {entry.outcome} in {entry.seconds:.0f} s", flush=True)
 
 
-def list_rows(rows: Sequence[Row], journal: Journal) -> None:
-    """Print the rows with what is known of them, as docs/gpu.md has them."""
+def list_rows(rows: Sequence[Row], results: ResultsFile) -> None:
+    """Print the rows and their results as the table of docs/gpu.md."""
     print("| Row | Shows | Target | Command | Result |\n|---|---|---|---|---|")
     for row in rows:
-        entry = journal.entries.get(row.name)
+        entry = results.entries.get(row.name)
         result = "not yet run on a GPU" if entry is None else entry.text()
         print(f"| `{row.name}` | {row.shows} | {row.target} | `{row.words}` | {result} |")
 
 
 def exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
-    """Leave through every ``finally``: a row's processes are killed there."""
+    """Handle SIGTERM: raise SystemExit, so that ``finally`` blocks kill the row's processes."""
     raise SystemExit(128 + number)
 
 
@@ -189,22 +193,28 @@ def main() -> int:
     """Parse the command line and run."""
     signal.signal(signal.SIGTERM, exit_on_signal)
     parser = command_parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="these rows")
-    parser.add_argument("--again", action="store_true", help="also rows that have an outcome already")
-    parser.add_argument("--list", action="store_true", help="show the rows and their outcomes; run nothing")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="run only these rows")
+    parser.add_argument("--again", action="store_true", help="also run rows that have a result")
+    parser.add_argument("--list", action="store_true", help="list the rows and their results; run nothing")
     parser.add_argument(
-        "--budget-minutes", type=float, default=float("inf"), help="begin no row that takes longer"
+        "--budget-minutes",
+        type=float,
+        default=float("inf"),
+        help="time budget; rows that need more than the rest are not begun",
     )
     parser.add_argument(
-        "--seconds", type=float, help="end after so long; a row that is running then counts as timed out"
+        "--seconds", type=float, help="time limit of the call; a row that it ends counts as timed out"
     )
     parser.add_argument(
-        "--results", type=Path, metavar="FILE", help="file to resume (default: of today and this GPU)"
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="result file to resume (default: that of today and this GPU)",
     )
     parser.add_argument(
         "--logs", type=Path, default=ROOT / "build" / "gpu-check", help="folder of the rows' output"
     )
-    parser.add_argument("--commit", help="what the results say (default: what git says)")
+    parser.add_argument("--commit", help="commit in the results (default: that of the checkout)")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy shapes, to debug the rows"
     )
@@ -218,23 +228,23 @@ def main() -> int:
         facts |= {"gpu": "none: cpu"}
     elif not facts["available"] and not arguments.list:
         print(
-            f"No GPU: {facts.get('error', 'torch sees no CUDA device')}. The checklist needs one; the CPU's tests are"
-            " `make test`, and --device cpu debugs the rows on toy shapes."
+            f"No GPU: {facts.get('error', 'torch finds no CUDA device')}. The checklist needs a GPU; `make test` runs the tests"
+            " of the CPU, and --device cpu debugs the rows on toy shapes."
         )
         return 2
     today, gpu = datetime.date.today().isoformat(), str(facts.get("gpu", "none"))
-    results = arguments.logs if arguments.device == "cpu" else ROOT / "bench" / "results"
-    journal = Journal(arguments.results or results / file_name(today, gpu))
+    folder = arguments.logs if arguments.device == "cpu" else ROOT / "bench" / "results"
+    results = ResultsFile(arguments.results or folder / file_name(today, gpu))
     if arguments.list:
-        list_rows(rows, journal)
+        list_rows(rows, results)
         return 0
-    place = Place(
+    check_run = CheckRun(
         arguments.device, arguments.logs, facts, machine.versions(), arguments.commit or machine.commit()
     )
-    print(f"{gpu}, {len(rows)} of {len(ROWS)} rows; results: {journal.path}", flush=True)
+    print(f"{gpu}, {len(rows)} of {len(ROWS)} rows; results: {results.path}", flush=True)
     budget_s = arguments.budget_minutes * 60 if arguments.seconds is None else arguments.seconds
-    run_rows(rows, journal, place, arguments.again, budget_s, arguments.seconds is not None)
-    outcomes = [journal.entries[row.name].outcome if row.name in journal.entries else None for row in rows]
+    run_rows(rows, results, check_run, arguments.again, budget_s, arguments.seconds is not None)
+    outcomes = [results.entries[row.name].outcome if row.name in results.entries else None for row in rows]
     counts = {str(each or "not run"): outcomes.count(each) for each in dict.fromkeys(outcomes)}
     print(", ".join(f"{count} {words}" for words, count in counts.items()))
     return 0 if set(outcomes) == {Outcome.PASSED} else 1

@@ -1,4 +1,4 @@
-"""Times calls on a device: by its own events on a GPU, by the processor's clock on a CPU."""
+"""Time calls on a device: with CUDA events on a GPU, with `time.perf_counter` on a CPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 
 
 def seconds(device: torch.device, call: Callable[[], object], repeats: int, warm_up: int = 3) -> list[float]:
-    """Return the time of each of ``repeats`` calls, after ``warm_up`` that do not count.
+    """Return the seconds of each of ``repeats`` calls, after ``warm_up`` calls.
 
-    On a GPU nothing waits between the calls, so that the device never idles for the host where a call takes it longer than
-    the host takes to launch it.
+    On a GPU there is no synchronization between calls, so that the device is never idle if a call takes longer than its launch.
     """
     for _ in range(warm_up):
         call()

@@ -1,8 +1,8 @@
-"""Diagnose the first failure of a stage: a kernel's core dump, then the failing test alone, then under memcheck.
+"""Diagnose the first failure of a stage: print a kernel's core dump, then run the failing test alone, and under memcheck.
 
     python -m bench.gpu.diagnosis LOGS
 
-LOGS: the stage's folder of logs. Each part has a time limit of its own and is skipped where its tool is not installed.
+LOGS: the stage's folder of logs. Each part has a time limit, and is skipped if its tool is not installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.gpu.journal import Outcome
+from bench.gpu.results_file import Outcome
 from bench.gpu.machine import ROOT, environment
 from bench.gpu.rows import PYTEST
 from bench.gpu.summary import entries_of
@@ -23,7 +23,7 @@ _FAILED = re.compile(r"^(tests/\S+?::.+?): (?:setup|call|teardown) failed")
 
 
 def first_failing_test(logs: Path) -> str | None:
-    """Return the pytest id of the first test that a row reports as failed, or in which a row's process ended."""
+    """Return the pytest id of the first failed test, or of the test during which a row's process ended."""
     entries = entries_of(logs)
     for entry in entries.values():
         for remark in entry.remarks:
@@ -37,18 +37,18 @@ def first_failing_test(logs: Path) -> str | None:
 
 
 def pytest_arguments(test: str) -> list[str]:
-    """Return what runs one test of a GPU; kernels' tests are collected through ``tests/gpu/test_kernels.py``."""
+    """Return the arguments that run one GPU test; kernel tests are collected through ``tests/gpu/test_kernels.py``."""
     path = "tests/gpu/test_kernels.py" if test.startswith("tests/cuda/") else test.partition("::")[0]
     return [*PYTEST, path, "--only-id", test]
 
 
 def without_core_dumps() -> dict[str, str]:
-    """Return the environment without core dumps, since memcheck uses their debugger interface itself."""
+    """Return the environment without core dumps, since memcheck uses the same debugger interface."""
     return {name: value for name, value in environment().items() if "COREDUMP" not in name}
 
 
-def attempt(title: str, command: list[str], limit_s: float, **variables: str) -> None:
-    """Run a command with its output here; say what it was and how it ended."""
+def run_part(title: str, command: list[str], limit_s: float, **variables: str) -> None:
+    """Run a command with its output on stdout; print the command and its exit status."""
     print(f"== {title}: {' '.join(command)}", flush=True)
     if shutil.which(command[0]) is None:
         print(f"{command[0]} is not installed", flush=True)
@@ -68,7 +68,7 @@ def attempt(title: str, command: list[str], limit_s: float, **variables: str) ->
 
 
 def main() -> int:
-    """Run the parts that apply."""
+    """Run all parts."""
     logs = Path(sys.argv[1])
     for core in sorted(logs.glob("*.cudacore"))[:1]:
         script = [
@@ -81,14 +81,14 @@ def main() -> int:
             "-ex",
             "info registers pc",
         ]
-        attempt("core dump", ["cuda-gdb", "--batch", *script], DEBUGGER_S)
+        run_part("core dump", ["cuda-gdb", "--batch", *script], DEBUGGER_S)
     test = first_failing_test(logs)
     if test is None:
-        print("no failing test is reported: the smoke test instead", flush=True)
+        print("no failed test is reported; running the smoke test instead", flush=True)
     command = [sys.executable, *(("-m", "bench.gpu.smoke") if test is None else pytest_arguments(test))]
-    attempt("alone, launches blocking", command, BLOCKING_S, CUDA_LAUNCH_BLOCKING="1")
+    run_part("alone, with blocking launches", command, BLOCKING_S, CUDA_LAUNCH_BLOCKING="1")
     sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--print-limit", "5"]
-    attempt("memcheck", [*sanitizer, *command], MEMCHECK_S)
+    run_part("memcheck", [*sanitizer, *command], MEMCHECK_S)
     return 0
 
 

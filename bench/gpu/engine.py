@@ -1,6 +1,6 @@
-"""The executor's worker in this process, with as many steps in flight as the server would have; and the core beside it.
+"""Run an executor's worker in this process with the server's number of steps in flight, alone or with a real core.
 
-Measures wall time from result to result, and what the device says of itself: its time and its idle time of each step.
+Measures the wall time between results, and the device's busy and idle time of each step, by its own events.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from quintet.wire.request import RequestSpec
 from quintet.wire.step import Capacity, PromptLogprobs, StepPlan, TokenLogprobs
 
 MAX_IN_FLIGHT = 2
-"""As the server's default (`SchedulerConfig.max_steps_in_flight`)."""
+"""The server's default of `SchedulerConfig.max_steps_in_flight`."""
 
 
 @dataclass(slots=True)
 class Timing:
-    """Results and times of the steps of one run, in order."""
+    """Times of the steps of a run, in order."""
 
     begun_s: float
     ends_s: list[float] = field(default_factory=list)
-    """Arrival of each result, by `time.perf_counter`."""
+    """Time of each result, by `time.perf_counter`."""
     host_s: list[float] = field(default_factory=list)
-    """Host time to begin each step, hidden by the step before it."""
+    """Host time of each `StepWorker.begin`, which overlaps with the previous step."""
     device_ms: list[float] = field(default_factory=list)
-    """Of the steps that the device timed."""
+    """Device time of each step that the device measured."""
     gap_ms: list[float] = field(default_factory=list)
-    """Idle time of the device before those steps."""
+    """Idle time of the device before each of these steps."""
 
     def step_s(self, skipped: int) -> float:
-        """Return the mean time of a step, from result to result, the first ``skipped`` left out."""
+        """Return the mean time between results, without the first ``skipped`` steps."""
         ends = self.ends_s[skipped:]
         return (ends[-1] - ends[0]) / (len(ends) - 1)
 
     def gap_share(self, skipped: int) -> float | None:
-        """Return the device's idle time as a share of all its time, the first ``skipped`` steps left out; None if unknown."""
+        """Return the device's share of idle time, without the first ``skipped`` steps; None if it was not measured."""
         busy, idle = sum(self.device_ms[skipped:]), sum(self.gap_ms[skipped:])
         return idle / (busy + idle) if busy else None
 
 
 def drive(worker: StepWorker, plans: Iterable[StepPlan], max_in_flight: int = MAX_IN_FLIGHT) -> Timing:
-    """Run the plans, each begun when fewer than ``max_in_flight`` are unfinished."""
+    """Run the plans with at most ``max_in_flight`` unfinished steps."""
     timing = Timing(time.perf_counter())
     pending: deque[Pending] = deque()
 
@@ -65,9 +65,9 @@ def drive(worker: StepWorker, plans: Iterable[StepPlan], max_in_flight: int = MA
             timing.gap_ms.append(step.gap_ms or 0.0)
 
     for plan in plans:
-        begun = time.perf_counter()
+        begin_s = time.perf_counter()
         pending.append(worker.begin(plan))
-        timing.host_s.append(time.perf_counter() - begun)
+        timing.host_s.append(time.perf_counter() - begin_s)
         if len(pending) == max_in_flight:
             finish()
     while pending:
@@ -75,14 +75,14 @@ def drive(worker: StepWorker, plans: Iterable[StepPlan], max_in_flight: int = MA
     return timing
 
 
-def finish_chores(worker: StepWorker) -> None:
+def run_idle_tasks(worker: StepWorker) -> None:
     """Run the worker's idle tasks, such as capturing graphs."""
     while worker.has_idle_tasks:
         worker.run_idle_task()
 
 
-class EngineAlone:
-    """The real core over a worker, in one process: what the engine does without HTTP, text, and sockets."""
+class InProcessEngine:
+    """A real core and a worker in one process: the engine without HTTP, tokenization and sockets."""
 
     def __init__(self, config: EngineConfig, worker: StepWorker) -> None:
         self.worker = worker
@@ -90,19 +90,21 @@ class EngineAlone:
         self.engine = Engine(config.model, config.cache, config.scheduler)
         self.outputs: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
-        """Log probabilities of each output token, of the requests that ask for them."""
+        """Log-probabilities of each output token, by request."""
         self.prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
         self.num_steps = 0
         limits = (config.scheduler.max_num_seqs, config.model.max_model_len)
         self._pending: deque[Pending] = deque()
         capacity = Capacity(1, worker.num_blocks, config.model.kv.block_size, *limits)
-        capacity.num_host_blocks = worker.num_host_blocks  # without a copy rate it always copies
+        capacity.num_host_blocks = (
+            worker.num_host_blocks
+        )  # without a measured copy rate the core always swaps
         self._apply(self.engine.capacity(capacity, 0))
 
     @property
     def counters(self) -> Counters:
         """Counters of the core."""
-        assert self.engine.state is not None, "the core has its capacity"
+        assert self.engine.state is not None, "the core has no capacity"
         return self.engine.state.counters
 
     def admit(self, request_id: int, prompt: list[int], params: SamplingParams) -> None:
@@ -111,15 +113,15 @@ class EngineAlone:
         self._apply(self.engine.admit(admit, 0))
 
     def run(self) -> None:
-        """Run until no request is left, planning ahead as far as the depth allows."""
+        """Run until all requests have ended, with the configured number of steps in flight."""
         while self.engine.num_live or self._pending:
             self.advance()
 
     def advance(self) -> None:
-        """Begin what can be begun, and wait for one result."""
+        """Begin all steps that the core plans, and wait for one result."""
         while (plan := self.engine.plan(0)) is not None:
             self._pending.append(self.worker.begin(plan))
-        assert self._pending, "requests are left and nothing is planned"
+        assert self._pending, "live requests, but no planned step"
         step = self._pending.popleft()
         step.wait()
         self.num_steps += 1
@@ -129,11 +131,11 @@ class EngineAlone:
         assert not effects.failed, effects.failed
         for _, tokens in effects.tokens:
             requests = unpack_i64(tokens.request_ids)
-            at = 0
+            offset = 0
             for request_id, count in zip(requests, tokens.num_tokens, strict=True):
-                ids = unpack_i32(tokens.token_ids[4 * at : 4 * (at + count)])
+                ids = unpack_i32(tokens.token_ids[4 * offset : 4 * (offset + count)])
                 self.outputs.setdefault(request_id, []).extend(ids)
-                at += count
+                offset += count
             for logprobs in tokens.logprobs:
                 self.logprobs.setdefault(requests[logprobs.row], []).append(logprobs)
             for part in tokens.prompt_logprobs:

@@ -1,9 +1,10 @@
-"""Host time of a step that is launched kernel by kernel: one prompt of 64 tokens beside 32 decode rows.
+"""Measure the host time of a step without graphs: a prompt of 64 tokens and 32 decode rows.
 
     python -m bench.gpu.host [--device cpu] [--profile FILE]
 
-On a GPU: `StepWorker.begin` of the 8 B shape. With ``--device cpu``: the same Python over a device with launches that only fill
-argument buffers, so that the figure is of this project's Python and comparable between commits; 32 layers of small matrices.
+On a GPU: `StepWorker.begin` with the 8 B shape. With ``--device cpu``: the same Python code with a fake device, whose launches
+only fill argument buffers, and 32 layers of small matrices. That measures the Python code alone and is comparable between
+commits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from bench.arguments import command_parser
 from bench.gpu.engine import drive
 from bench.gpu.figures import Figure, Report, add_report_argument
-from bench.gpu.plans import Batch, Plans
+from bench.gpu.synthetic_plans import Batch, Plans
 from bench.gpu.shapes import BLOCK_SIZE, LLAMA_3_8B, Shape, engine_config
 from quintet.executor.backends.cuda.boot import make_device_worker
 from quintet.executor.backends.cuda.device import Argument, Event, Kernel, Size
@@ -45,22 +46,22 @@ WARM_UP, MEASURED = 5, 60
 
 
 class DoneEvent:
-    """An event that has passed."""
+    """A completed event."""
 
     def is_done(self) -> bool:
-        """See `Event`."""
+        """As in `Event`."""
         return True
 
     def wait(self, expected_end_s: float | None = None) -> None:
-        """See `Event`."""
+        """As in `Event`."""
 
     def elapsed_ms(self, since: Event) -> float:
-        """See `Event`."""
+        """As in `Event`."""
         return 0.0
 
 
 class HostOnlyDevice:
-    """A `Device` with the launches of `CupyDevice`, except for the driver's call. Computes nothing."""
+    """A `Device` that prepares launches like `CupyDevice`, but does not call the driver. It computes nothing."""
 
     torch_device = torch.device("cpu")
     num_multiprocessors = 132
@@ -83,7 +84,7 @@ class HostOnlyDevice:
         self.num_launches += 1
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See `Device`."""
+        """As in `Device`."""
         return torch.zeros(shape, dtype=dtype)
 
     def share_memory(self, num_bytes: int) -> tuple[int, bytes]:
@@ -95,31 +96,31 @@ class HostOnlyDevice:
         raise NotImplementedError("one rank opens no memory")
 
     def record(self) -> DoneEvent:
-        """See `Device`."""
+        """As in `Device`."""
         return DoneEvent()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Device`."""
+        """As in `Device`."""
         return run
 
     def capture_timing(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Device`."""
+        """As in `Device`."""
         return run
 
     def free_bytes(self) -> int:
-        """See `Device`."""
+        """As in `Device`."""
         return 1 << 30
 
     def total_bytes(self) -> int:
-        """See `Device`."""
+        """As in `Device`."""
         return 2 << 30
 
     def synchronize(self) -> None:
-        """See `Device`."""
+        """As in `Device`."""
 
 
 def open_worker(shape: Shape, device: str, folder: Path) -> tuple[StepWorker, HostOnlyDevice | None]:
-    """Return a worker without graphs, and the device where it is not a GPU."""
+    """Return a worker without graphs, and the fake device if there is no GPU."""
     config: EngineConfig = engine_config(
         shape,
         folder,
@@ -128,7 +129,8 @@ def open_worker(shape: Shape, device: str, folder: Path) -> tuple[StepWorker, Ho
         max_model_len=1024,
         max_num_batched_tokens=2048,
         enforce_eager=True,
-        batch_invariant=device == "cpu",  # our kernels compute all products: no time of torch's on the CPU
+        batch_invariant=device
+        == "cpu",  # our kernels compute all products, so that torch computes nothing on the CPU
     )
     if device == "cuda":
         return make_worker(config), None
@@ -146,7 +148,7 @@ def open_worker(shape: Shape, device: str, folder: Path) -> tuple[StepWorker, Ho
 
 
 def mixed_steps(plans: Plans, count: int) -> tuple[list[StepPlan], list[StepPlan]]:
-    """Return admissions, and steps of ``NUM_DECODES`` rows with one token and one row that computes ``PROMPT`` again."""
+    """Return admissions, and steps with ``NUM_DECODES`` decode rows and one row that prefills ``PROMPT`` tokens each time."""
     batch = Batch(plans, NUM_DECODES, CONTEXT, count)
     blocks = [int(block) for block in plans.order[-(CONTEXT // BLOCK_SIZE) :]]
     admissions = [*batch.admissions, plans.admission(NUM_DECODES, blocks, CONTEXT)]
@@ -163,7 +165,7 @@ def mixed_steps(plans: Plans, count: int) -> tuple[list[StepPlan], list[StepPlan
 
 
 def measure(device: str, report: Report, profile: Path | None) -> None:
-    """Report the host's time of a mixed step, and of a launch."""
+    """Report the host time of a mixed step, and of a launch."""
     shape = LLAMA_3_8B if device == "cuda" else SMALL
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -178,30 +180,30 @@ def measure(device: str, report: Report, profile: Path | None) -> None:
         profiler.enable()
     clock = (
         time.perf_counter if host is None else time.thread_time
-    )  # of this thread: other work does not count
+    )  # CPU time of this thread, without other load
     times = []
     for plan in steps[WARM_UP:]:
-        begun = clock()
+        begin_s = clock()
         pending = worker.begin(plan)
-        times.append(clock() - begun)
+        times.append(clock() - begin_s)
         pending.wait()
         pending.result()
     if profile is not None:
         profiler.disable()
         profiler.dump_stats(profile)
-    name = f"host, a step of a prompt of {PROMPT} beside {NUM_DECODES} decode rows"
+    name = f"host time, step with a prompt of {PROMPT} tokens and {NUM_DECODES} decode rows"
     report.figure(Figure(name, 1e6 * median(times), "µs"))
     if host is not None:
         launches = (host.num_launches - before) / MEASURED
         report.figure(Figure(f"{name}: launches", launches, ""))
-        report.figure(Figure(f"{name}: of a launch", 1e6 * median(times) / launches, "µs"))
+        report.figure(Figure(f"{name}: per launch", 1e6 * median(times) / launches, "µs"))
 
 
 def main() -> None:
     """Parse the command line and measure."""
     parser = command_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="write cProfile's statistics here")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="file for the statistics of cProfile")
     add_report_argument(parser)
     arguments = parser.parse_args()
     with torch.inference_mode():

@@ -1,7 +1,7 @@
-"""Cases of `bench.gpu.kernels` for attention over the paged cache: decode against bandwidth, prompts against multiply rate.
+"""Cases of `bench.gpu.kernels` for paged attention: decode compared with bandwidth, prefill with the multiply rate.
 
-Heads are those of Llama-3-8B: 32 for queries, 8 for keys and values, of 128 numbers. Decode reads each row's keys and values
-once; a prompt multiplies what its causal mask leaves.
+Heads are those of Llama-3-8B: 32 query heads and 8 KV heads of 128. Decode reads each row's keys and values once. Prefill
+multiplies the pairs that the causal mask allows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Rows that have ``start`` tokens in the cache and compute ``count`` more."""
+    """Rows with ``start`` tokens in the cache and ``count`` new tokens."""
 
     rows: int
     start: int
@@ -47,13 +47,13 @@ class Size:
 
     @property
     def num_bytes(self) -> float:
-        """Keys and values of all rows."""
+        """Bytes of keys and values of all rows."""
         tokens = self.rows * (self.start + self.count)
         return 2.0 * tokens * self.kv_heads * self.head_dim * self.kv_dtype.itemsize
 
     @property
     def flops(self) -> float:
-        """Scores and weighted sums that a causal mask leaves."""
+        """FLOPs of scores and weighted sums under the causal mask."""
         pairs = self.rows * (self.count * self.start + self.count * (self.count + 1) / 2)
         return 4.0 * pairs * self.heads * self.head_dim
 
@@ -85,11 +85,11 @@ def cases(device: Device, toy: bool) -> Iterator[Case]:
         plan, rows = plan_for(device, size)
         yield layers_case(device, size, plan, rows, toy)
         if size.rows > 1:
-            yield Case(f"{size.name}: the step's plan", [partial(plan.prepare, rows)])
+            yield Case(f"{size.name}: plan of the step", [partial(plan.prepare, rows)])
 
 
 def plan_for(device: Device, size: Size) -> tuple[AttentionPlan, StepRows]:
-    """Return rows, and the plan that is prepared for them."""
+    """Return an attention plan, and the rows for which it is prepared."""
     length, tokens = size.start + size.count, size.rows * size.count
     plan = AttentionPlan(
         device,
@@ -109,7 +109,7 @@ def plan_for(device: Device, size: Size) -> tuple[AttentionPlan, StepRows]:
 
 
 def layers_case(device: Device, size: Size, plan: AttentionPlan, rows: StepRows, toy: bool) -> Case:
-    """Return a case: layers of a model, one after the other, with one plan."""
+    """Return a case with successive layers that use one plan."""
     where = device.torch_device
     length, tokens = size.start + size.count, size.rows * size.count
     shape = (2, blocks_for(size.rows, length), size.kv_heads, BLOCK_SIZE, size.head_dim)

@@ -1,6 +1,6 @@
-"""Cases of `bench.gpu.kernels` for linear layers with weights in codes: two of a Llama-3-8B, in the formats that files have.
+"""Cases of `bench.gpu.kernels` for quantized linear layers: two layers of Llama-3-8B in the formats of checkpoints.
 
-Up to 32 rows, reading the codes is all there is to it: bandwidth, of fewer bytes than bf16 has. From 512 on, multiplying is.
+Up to 32 rows are limited by bandwidth, that is by reads of the codes. From 512 rows on, the multiply rate is the limit.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ FORMATS = {
     "fp8, blocks of 128": partial(CodedLayout, Code.FP8, group=128),
     "fp4, groups of 32": partial(CodedLayout, Code.FP4, group=32),
 }
-"""GPTQ; AWQ; Q4_K; Q8_0; DeepSeek's; MXFP4."""
+"""Formats of GPTQ, AWQ, Q4_K, Q8_0, DeepSeek and MXFP4."""
 
 
 def cases(device: Device, toy: bool) -> Iterator[Case]:
-    """Yield the cases, all formats of one size together."""
+    """Yield the cases, grouped by size."""
     memory = SplitMemory(device)
     sizes = TOY if toy else {name: LLAMA_3_8B[name] for name in ("gate_up", "down")}
     for name, (columns, depth) in sizes.items():
-        for words, of_size in FORMATS.items():
-            layout = of_size(columns=columns, depth=depth)
-            weights = [_drawn(layout, device) for _ in range(num_calls(layout.num_bytes, toy))]
+        for format_name, layout_type in FORMATS.items():
+            layout = layout_type(columns=columns, depth=depth)
+            weights = [_random_weight(layout, device) for _ in range(num_calls(layout.num_bytes, toy))]
             for rows in (1, 5, 33) if toy else (*FEW_ROWS, *MANY_ROWS):
                 x = torch.randn(rows, depth, device=device.torch_device, dtype=torch.bfloat16)
                 out = x.new_empty(rows, columns)
                 yield Case(
-                    f"{name} {columns}x{depth}, {words}, {rows} rows",
+                    f"{name} {columns}x{depth}, {format_name}, {rows} rows",
                     [partial(coded_matmul, device, x, weight, out=out, memory=memory) for weight in weights],
                     num_bytes=layout.num_bytes + 2.0 * rows * (columns + depth),
                     flops=2.0 * rows * columns * depth if rows in MANY_ROWS else 0.0,
                 )
 
         weights_in_fp8 = [
-            _drawn_fp8(columns, depth, device) for _ in range(num_calls(float(columns * depth), toy))
+            _random_fp8(columns, depth, device) for _ in range(num_calls(float(columns * depth), toy))
         ]
         for rows in (1, 5, 33) if toy else (*FEW_ROWS, *MANY_ROWS):
             x = torch.randn(rows, depth, device=device.torch_device, dtype=torch.bfloat16)
@@ -64,14 +64,14 @@ def cases(device: Device, toy: bool) -> Iterator[Case]:
             )
 
 
-def _drawn_fp8(columns: int, depth: int, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+def _random_fp8(columns: int, depth: int, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.empty(columns, depth, dtype=torch.uint8, device=device.torch_device).random_(0, 0x77)
     return codes.view(FP8), torch.full((columns,), 0.01, device=device.torch_device)
 
 
-def _drawn(layout: CodedLayout, device: Device) -> CodedWeight:
-    """Return a weight of any codes: how long it takes depends on no number."""
+def _random_weight(layout: CodedLayout, device: Device) -> CodedWeight:
+    """Return a weight with random codes; the time does not depend on values."""
     weight = CodedWeight(layout, device.torch_device)
-    weight.codes.random_(0, 0x77)  # no NaN of fp8
+    weight.codes.random_(0, 0x77)  # excludes NaN in fp8
     weight.scales.fill_(0.01)
     return weight

@@ -1,6 +1,6 @@
-"""Cases of `bench.gpu.kernels` for linear layers: our kernels and cuBLAS side by side, on the weights of a Llama-3-8B in bf16.
+"""Cases of `bench.gpu.kernels` for linear layers in bf16: our kernels and cuBLAS, with the layers of Llama-3-8B.
 
-Up to 32 rows, reading the weight is all there is to it: bandwidth. From 512 on, multiplying is: the matmul rate.
+Up to 32 rows are limited by bandwidth. From 512 rows on, the multiply rate is the limit.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ LLAMA_3_8B = {
 TOY = {"qkv": (96, 64), "down": (64, 544)}
 
 FEW_ROWS = (1, 4, 16, 32)
-"""A decode step of few requests: target 90 % of the bandwidth for one row."""
+"""Rows of decode steps; the target is 90 % of the bandwidth for one row."""
 MANY_ROWS = (512, 4096)
-"""A prompt's."""
+"""Rows of prefill steps."""
 
 
 def cases(device: Device, toy: bool) -> Iterator[Case]:
-    """Yield the cases, all kernels of one size together."""
+    """Yield the cases, grouped by size."""
     memory = SplitMemory(device)
     for name, (columns, depth) in (TOY if toy else LLAMA_3_8B).items():
         weights = _weights(device, columns, depth, toy)
         for rows in (1, 2, 5) if toy else FEW_ROWS:
-            yield from _of_size(device, name, weights, rows, memory, is_bound_by_bytes=True)
+            yield from _cases_of_size(device, name, weights, rows, memory, is_bound_by_bytes=True)
         if name == "logits":
-            continue  # of a prompt's last token only
+            continue  # computed for a prompt's last token only
         for rows in (33,) if toy else MANY_ROWS:
-            yield from _of_size(device, name, weights[:1], rows, memory, is_bound_by_bytes=False)
+            yield from _cases_of_size(device, name, weights[:1], rows, memory, is_bound_by_bytes=False)
 
 
 def _weights(device: Device, columns: int, depth: int, toy: bool) -> list[torch.Tensor]:
@@ -49,7 +49,7 @@ def _weights(device: Device, columns: int, depth: int, toy: bool) -> list[torch.
     ]
 
 
-def _of_size(
+def _cases_of_size(
     device: Device,
     name: str,
     weights: list[torch.Tensor],
@@ -58,7 +58,7 @@ def _of_size(
     *,
     is_bound_by_bytes: bool,
 ) -> Iterator[Case]:
-    """Yield a case for each kernel that can take so many rows."""
+    """Yield a case for each kernel that supports this number of rows."""
     columns, depth = weights[0].shape
     x = torch.randn(rows, depth, device=device.torch_device, dtype=torch.bfloat16)
     out = x.new_empty(rows, columns)

@@ -1,6 +1,6 @@
-"""Cases of `bench.gpu.kernels` that are bound by bandwidth alone: norms, gates, rotation with the KV write, block copies.
+"""Cases of `bench.gpu.kernels` that bandwidth limits: norms, activations, RoPE with the KV write, block copies.
 
-Sizes are those of a Llama-3-8B layer in bf16: 32 query heads and 8 KV heads of 128, 4,096 wide, 14,336 in the middle.
+Sizes are those of a Llama-3-8B layer in bf16: 32 query heads and 8 KV heads of 128, hidden size 4,096, intermediate size 14,336.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYERS = 32
 
 
 def cases(device: Device, toy: bool) -> Iterator[Case]:
-    """Yield the cases, at a decode step's sizes and at a prompt's."""
+    """Yield the cases with sizes of decode and prefill steps."""
     for tokens in (2, 5) if toy else (1, 256, 4096):
         yield norm(device, tokens, 64 if toy else 4096, toy)
         yield add_norm(device, tokens, 64 if toy else 4096, toy)
@@ -36,7 +36,7 @@ def cases(device: Device, toy: bool) -> Iterator[Case]:
 
 
 def norm(device: Device, tokens: int, width: int, toy: bool) -> Case:
-    """RMSNorm: a row is read and written."""
+    """Return the case of RMSNorm, which reads and writes each row once."""
     moved = 4.0 * tokens * width
     where = device.torch_device
     weight = torch.ones(width, dtype=BF16, device=where)
@@ -49,7 +49,7 @@ def norm(device: Device, tokens: int, width: int, toy: bool) -> Case:
 
 
 def add_norm(device: Device, tokens: int, width: int, toy: bool) -> Case:
-    """Add and RMSNorm: two rows are read, two written."""
+    """Return the case of a residual addition with RMSNorm, which reads two rows and writes two."""
     moved = 8.0 * tokens * width
     where = device.torch_device
     weight = torch.ones(width, dtype=BF16, device=where)
@@ -70,7 +70,7 @@ def add_norm(device: Device, tokens: int, width: int, toy: bool) -> Case:
 
 
 def gate(device: Device, tokens: int, width: int, toy: bool) -> Case:
-    """SiLU and multiply: two halves are read, one written."""
+    """Return the case of SiLU and multiply, which reads two halves and writes one."""
     moved = 6.0 * tokens * width
     where = device.torch_device
     pairs = [
@@ -85,7 +85,7 @@ def gate(device: Device, tokens: int, width: int, toy: bool) -> Case:
 
 
 def rotation(device: Device, tokens: int, toy: bool) -> Case:
-    """Rotation of queries and keys, and the write of keys and values: all of qkv is read and written."""
+    """Return the case of RoPE with the KV write, which reads and writes queries, keys and values once."""
     where = device.torch_device
     heads = HEADS + 2 * KV_HEADS
     moved = 4.0 * tokens * heads * HEAD_DIM
@@ -105,7 +105,7 @@ def rotation(device: Device, tokens: int, toy: bool) -> Case:
 
 
 def copies(device: Device, num_pairs: int, toy: bool) -> Case:
-    """Block copies: every byte of a block is read and written, in all layers."""
+    """Return the case of block copies, which read and write each block once in all layers."""
     pool, block_bytes = device_pool(device, 2 * num_pairs, toy)
     pairs = torch.arange(2 * num_pairs, dtype=torch.int32).view(2, num_pairs).T.contiguous()
     call = partial(copy_blocks, device, pool, pool, pairs.to(device.torch_device))
@@ -113,7 +113,7 @@ def copies(device: Device, num_pairs: int, toy: bool) -> Case:
 
 
 def swaps(device: Device, num_pairs: int, toy: bool) -> Iterator[Case]:
-    """Block copies to and from pinned memory of the host: as fast as the bus between them, far from the device's bandwidth."""
+    """Yield the cases of block copies to and from pinned host memory, which the bus limits."""
     pool, block_bytes = device_pool(device, num_pairs, toy)
     shape = (num_pairs, pool.block_bytes)
     host = BlockPool.of(device, [device.pinned(shape, torch.uint8) for _ in pool.places])

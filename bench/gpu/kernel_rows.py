@@ -1,4 +1,4 @@
-"""The rows of a step for a kernel that is timed alone: equally long requests, their blocks scattered over the cache."""
+"""Build the rows of a step for a single kernel: requests of equal length, with blocks in random order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from quintet.wire.step import StepPlan
 
 
 def blocks_for(num_rows: int, length: int) -> int:
-    """Return how many blocks hold so many rows of this length."""
+    """Return the number of blocks of ``num_rows`` rows of this length."""
     return num_rows * -(-length // BLOCK_SIZE)
 
 
 def step_rows(device: Device, num_rows: int, start: int, count: int) -> StepRows:
-    """Return rows that have ``start`` tokens of KV and compute ``count`` more, in a cache of exactly their blocks."""
+    """Return rows with ``start`` tokens in the cache and ``count`` new ones; the cache has exactly their blocks."""
     length = start + count
     num_blocks, columns = blocks_for(num_rows, length), -(-length // BLOCK_SIZE)
     order = np.random.default_rng(0).permutation(num_blocks)

@@ -1,7 +1,7 @@
-"""Cases of `bench.gpu.kernels` for sampling: the logits of a step are read from memory, and little else is moved.
+"""Cases of `bench.gpu.kernels` for sampling, compared with one read of the logits.
 
-The vocabulary is that of Llama 3. What must be read is one pass over the logits, whatever a kernel reads again. Few rows' logits
-stay in the device's cache, as those of a step do that were just computed: shares above 100 % are possible there.
+The vocabulary is that of Llama 3. Further reads of a kernel are not counted. Logits of few rows stay in the device's cache, as
+after the output layer of a step, so shares above 100 % are possible.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ def cases(device: Device, toy: bool) -> Iterator[Case]:
             for _ in range(num_calls(moved, toy))
         ]
         positions = torch.arange(rows, dtype=torch.int32, device=where)
-        own = torch.zeros(rows, dtype=torch.int32, device=where)
-        drawn = torch.zeros(rows, dtype=torch.int32, device=where)
+        zeros = torch.zeros(rows, dtype=torch.int32, device=where)
+        sampled = torch.zeros(rows, dtype=torch.int32, device=where)
         settings = records(rows).to(where)
-        ways = {
-            "greedy draw": partial(draw, settings=None, slots=None, positions=positions, out=drawn),
-            "top-p, top-k draw": partial(draw, settings=settings, slots=None, positions=positions, out=drawn),
+        variants = {
+            "greedy draw": partial(draw, settings=None, slots=None, positions=positions, out=sampled),
+            "top-p, top-k draw": partial(
+                draw, settings=settings, slots=None, positions=positions, out=sampled
+            ),
         }
-        for name, way in ways.items():
-            yield Case(f"{name}, {rows} rows", [partial(way, device, each) for each in logits], moved)
-        reports = [partial(entries, device, each, own, TOP) for each in logits]
+        for name, sample in variants.items():
+            yield Case(f"{name}, {rows} rows", [partial(sample, device, each) for each in logits], moved)
+        reports = [partial(entries, device, each, zeros, TOP) for each in logits]
         yield Case(f"log-probabilities of {TOP}, {rows} rows", reports, moved)
 
 
 def records(rows: int) -> torch.Tensor:
-    """Return the settings of rows that draw from the likely part of a warm spread."""
+    """Return settings of rows with temperature 1, top-k 50 and top-p 0.9."""
     table = np.zeros(rows, RECORD)
     for row in range(rows):
         table[row] = (1.0, -np.inf, 50, 0.9, row)

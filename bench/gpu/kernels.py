@@ -1,11 +1,10 @@
-"""Each kernel by itself: what it reads and writes, or multiplies, in a second, beside what the device can do.
+"""Measure each kernel alone: its bandwidth or multiply rate, as a share of the device's ceiling.
 
     python -m bench.gpu.kernels [--only attention linear] [--device cpu]
 
-A suite of cases for each kind of kernel (`SUITES`). A case is several calls of the same size on different memory, so that
-nothing is found in the device's caches that a model's next layer would not find there; they are captured as one graph, so that
-what is timed is the device and not Python. On a CPU, kernels run on the emulator of tests/cuda, in toy sizes: that debugs the
-cases and measures nothing.
+Each kind of kernel has a suite of cases (`SUITES`). A case has several calls of the same size on different memory, so that caches
+are as cold as for the next layer of a model. The calls are captured as one graph, so that Python is not measured. On a CPU,
+kernels run on the emulator of tests/cuda with toy sizes, to debug the cases.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from statistics import median
 import torch
 
 from bench.arguments import command_parser
-from bench.gpu.ceilings import Ceilings, measure_ceilings, tell_ceilings
+from bench.gpu.ceilings import Ceilings, measure_ceilings, report_ceilings
 from bench.gpu.figures import Figure, Report, add_report_argument
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.platforms.cuda import open_cuda_device, open_platform
@@ -28,27 +27,27 @@ from quintet.wire.config import ExecutorConfig
 
 REPEATS = 20
 COLD_BYTES = 256 << 20
-"""Five times the largest cache of a device that this is meant for (H200: 50 MB): what the calls of a case should touch."""
+"""Memory that the calls of a case should touch: five times the cache of an H200 (50 MB)."""
 MAX_CALLS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel at one size."""
+    """A kernel with one size."""
 
     name: str
     calls: Sequence[Callable[[], object]]
-    """The same work on different memory; graph-safe."""
+    """The same work on different memory; can be captured as a graph."""
     num_bytes: float = 0.0
     """Bytes that one call must read and write."""
     flops: float = 0.0
-    """FLOPs of one call; 0 where bandwidth alone limits."""
+    """FLOPs of one call; 0 if bandwidth is the limit."""
     at_least: float | None = None
-    """Percent of the ceiling that it should reach: of the rate where there are ``flops``, else of the bandwidth."""
+    """Target in percent of the ceiling: of the multiply rate with ``flops``, else of the bandwidth."""
 
 
 Cases = Callable[[Device, bool], Iterator[Case]]
-"""Yields the cases of a suite; the flag asks for toy sizes."""
+"""Function that yields the cases of a suite; the flag selects toy sizes."""
 
 SUITES = {
     "attention": "bench.gpu.kernel_attention:cases",
@@ -57,16 +56,16 @@ SUITES = {
     "pointwise": "bench.gpu.kernel_pointwise:cases",
     "sampling": "bench.gpu.kernel_sampling:cases",
 }
-"""Name to the function that yields its cases."""
+"""Name of a suite -> module and function of its cases."""
 
 
 def num_calls(bytes_each: float, toy: bool) -> int:
-    """Return how many calls, each on memory of its own, leave nothing in the caches for the next round."""
+    """Return the number of calls on different memory that evict each other from the caches."""
     return 2 if toy else max(2, min(MAX_CALLS, round(COLD_BYTES / max(bytes_each, 1))))
 
 
 def open_device(name: str) -> Device:
-    """Return the GPU with our kernels, or the emulator."""
+    """Return the GPU, or the emulator for a CPU."""
     if name == "cpu":
         from tests.cuda.emulated import EmulatedDevice
 
@@ -77,7 +76,7 @@ def open_device(name: str) -> Device:
 
 
 def time_case(device: Device, case: Case, repeats: int) -> float:
-    """Return the seconds of one call: the median over ``repeats`` rounds of all of them."""
+    """Return the seconds of one call: the median over ``repeats`` rounds of all calls."""
 
     def round_() -> None:
         for call in case.calls:
@@ -94,14 +93,14 @@ def time_case(device: Device, case: Case, repeats: int) -> float:
     return median(rounds) / 1e3 / len(case.calls)
 
 
-def tell(case: Case, taken_s: float, ceilings: Ceilings, report: Report) -> None:
-    """Tell time, and rate as a share of what the device can do."""
-    report.figure(Figure(case.name, taken_s * 1e6, "µs"))
+def report_case(case: Case, elapsed_s: float, ceilings: Ceilings, report: Report) -> None:
+    """Report the time of a case, and its rate as a share of the ceiling."""
+    report.figure(Figure(case.name, elapsed_s * 1e6, "µs"))
     if case.flops:
-        what, rate, ceiling = "matmul rate", case.flops / taken_s, ceilings.flops
+        what, rate, ceiling = "matmul rate", case.flops / elapsed_s, ceilings.flops
         remark = f"{rate / 1e12:.4g} TFLOP/s"
     elif case.num_bytes:
-        what, rate, ceiling = "bandwidth", case.num_bytes / taken_s, ceilings.copy_bytes_per_s
+        what, rate, ceiling = "bandwidth", case.num_bytes / elapsed_s, ceilings.copy_bytes_per_s
         remark = f"{rate / 1e9:.4g} GB/s"
     else:
         return
@@ -112,21 +111,23 @@ def tell(case: Case, taken_s: float, ceilings: Ceilings, report: Report) -> None
 def main() -> None:
     """Parse the command line and measure."""
     parser = command_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=SUITES, default=list(SUITES), help="these suites")
+    parser.add_argument(
+        "--only", nargs="+", choices=SUITES, default=list(SUITES), help="run only these suites"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_report_argument(parser)
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what was chosen at boot, and why
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # kernels and libraries chosen at boot
     report, toy = Report(arguments.figures), arguments.device == "cpu"
     device = open_device(arguments.device)
     ceilings = measure_ceilings(device.torch_device)
-    tell_ceilings(ceilings, report)
+    report_ceilings(ceilings, report)
     torch.manual_seed(0)
     for name in arguments.only:
         module, _, function = SUITES[name].partition(":")
         cases: Cases = getattr(importlib.import_module(module), function)
         for case in cases(device, toy):
-            tell(case, time_case(device, case, 2 if toy else REPEATS), ceilings, report)
+            report_case(case, time_case(device, case, 2 if toy else REPEATS), ceilings, report)
 
 
 if __name__ == "__main__":

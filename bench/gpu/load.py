@@ -1,10 +1,9 @@
-"""Load the kernels on this device: compiled for it if there is a compiler, then in each packaged form.
+"""Compile the kernels for this device if there is a compiler, and load them in each packaged form.
 
     python -m bench.gpu.load
 
-The first row of the checklist: the others find what this one compiled, instead of compiling it within their own time.
-Every form is loaded on its own, so that the one a user's machine falls back on is known to work. Exit status 1 when
-kernels cannot be loaded at all.
+This is the first row of the checklist; later rows use the compiled kernels. Each form is loaded separately, to test the fallbacks
+too. Exit status 1 if kernels cannot be loaded.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from quintet.executor.backends.cuda.kernels.modules import KINDS, modules
 from quintet.wire.errors import ConfigError
 
 SMALL = "norm"
-"""The module that is loaded in every form."""
+"""Module that is loaded in each form."""
 
 
 def compile_for_device(report: Report) -> None:
-    """Compile for this generation of GPUs, and the PTX for all others; without a compiler, say so."""
+    """Compile for this GPU generation, and PTX for all others; report an error as a remark."""
     major = torch.cuda.get_device_capability()[0]
     targets = sorted({PTX_TARGET, *(target for target in TARGETS if target // 10 == major)})
     command = [
@@ -40,7 +39,7 @@ def compile_for_device(report: Report) -> None:
         "nvrtc",
         "--targets",
     ]
-    begun = time.perf_counter()
+    begin_s = time.perf_counter()
     ran = subprocess.run(
         [*command, *map(str, targets)],
         cwd=ROOT,
@@ -49,26 +48,26 @@ def compile_for_device(report: Report) -> None:
         text=True,
         check=False,
     )
-    report.figure(Figure("compiled by NVRTC", time.perf_counter() - begun, "s"))
+    report.figure(Figure("compiled by NVRTC", time.perf_counter() - begin_s, "s"))
     if ran.returncode:
-        report.remark(f"not everything was compiled: {ran.stderr.strip()[-500:]}")
+        report.remark(f"the compilation failed: {ran.stderr.strip()[-500:]}")
 
 
 def load_each_form(report: Report) -> None:
-    """Load one small module as machine code, as PTX, and from its source."""
+    """Load one small module as machine code, as PTX, and from source."""
     from quintet.executor.backends.cuda.cupy_device import CupyDevice
 
     num_loaded = 0
     for kind in KINDS:
         device = CupyDevice(torch.cuda.current_device(), (kind,))
-        begun = time.perf_counter()
+        begin_s = time.perf_counter()
         try:
             device.load(SMALL)
         except ConfigError as error:
             report.remark(f"{SMALL} as {kind}: {error}")
             continue
         num_loaded += 1
-        report.figure(Figure(f"{SMALL} loaded as {kind}", time.perf_counter() - begun, "s"))
+        report.figure(Figure(f"{SMALL} loaded as {kind}", time.perf_counter() - begin_s, "s"))
     report.figure(Figure("forms that load", num_loaded, f"of {len(KINDS)}", at_least=len(KINDS)))
 
 
@@ -78,14 +77,14 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_report_argument(parser)
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what was chosen at boot, and why
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # kernels and libraries chosen at boot
     report = Report(arguments.figures)
     if arguments.device == "cuda":
         compile_for_device(report)
         load_each_form(report)
-    begun = time.perf_counter()
+    begin_s = time.perf_counter()
     open_device(arguments.device)
-    report.figure(Figure(f"{len(modules())} modules opened", time.perf_counter() - begun, "s"))
+    report.figure(Figure(f"{len(modules())} modules opened", time.perf_counter() - begin_s, "s"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Machine, software and commit of a checklist run, and the packages that a row lacks.
+"""Describe the machine, packages and commit of a checklist run, and find missing packages.
 
-Looks at the device in a process of its own: what the checklist's own process imported or opened, every row would have
-to share.
+The device is queried in a separate process, so that the checklist's process does not hold it during the rows.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ print(json.dumps(found))
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a row's process: this checkout's packages, whatever Python runs them."""
+    """Return the environment variables of a row's process, with this checkout on the import path."""
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
 
@@ -52,18 +51,18 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
     "zmq": "pyzmq",
 }
-"""Modules with another package name."""
+"""Package names of modules with another name."""
 
 
-def lacking(modules: Iterable[str]) -> list[str]:
-    """Return the packages of those of ``modules`` that cannot be imported here."""
+def missing_packages(modules: Iterable[str]) -> list[str]:
+    """Return the package names of the modules that are not installed."""
     return [
         DISTRIBUTIONS.get(module, module) for module in modules if importlib.util.find_spec(module) is None
     ]
 
 
 def describe_device() -> dict[str, object]:
-    """Return what torch says of the device; ``available`` is false without torch or without a device."""
+    """Return torch's description of the device; ``available`` is False without torch or without a device."""
     ran = subprocess.run(
         [sys.executable, "-c", _DEVICE], env=environment(), capture_output=True, text=True, check=False
     )
@@ -74,7 +73,7 @@ def describe_device() -> dict[str, object]:
 
 
 def driver_version() -> str:
-    """Return the NVIDIA driver's version, from `nvidia-smi`, or why it is unknown."""
+    """Return the NVIDIA driver's version from `nvidia-smi`, or the reason why it is unknown."""
     try:
         ran = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
@@ -84,11 +83,11 @@ def driver_version() -> str:
         )
     except OSError as error:
         return f"unknown: nvidia-smi: {error.strerror}"
-    return ran.stdout.strip().splitlines()[0] if ran.stdout.strip() else "unknown: nvidia-smi said nothing"
+    return ran.stdout.strip().splitlines()[0] if ran.stdout.strip() else "unknown: no output of nvidia-smi"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what decides the figures."""
+    """Return the versions of Python and of the packages that affect the figures."""
     found = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         try:
@@ -99,7 +98,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, with a plus sign when files differ from it."""
+    """Return the commit of this checkout, with a plus sign if there are uncommitted changes."""
 
     def git(*words: str) -> str:
         try:

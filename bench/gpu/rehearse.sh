@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Rehearses a stage of bench/gpu/remote.sh without a GPU: in a copy of what travels, without git and without a network, in the
-# versions of the GPU machine, on toy shapes. Needs bench/gpu/prepare.sh's build/gpu, python3.12, and 6 GB for the environment.
+# Rehearses a stage of bench/gpu/remote.sh without a GPU, on toy shapes: in a copy of the transferred files, without git and without a
+# network, with the package versions of the GPU machine. Needs build/gpu of bench/gpu/prepare.sh, python3.12, and 6 GB of disk.
 #
 #   bash bench/gpu/rehearse.sh [STAGE] [SECONDS]     default: a 300
 set -euo pipefail

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs one stage on a GPU machine without a network, from a checkout beside which bench/gpu/prepare.sh's build/gpu was copied.
+# Runs one stage on a GPU machine without a network, from a checkout with the build/gpu of bench/gpu/prepare.sh.
 #
 #   bash bench/gpu/remote.sh a 330 COMMIT      smoke test, correctness, one profile
 #   bash bench/gpu/remote.sh b 400 COMMIT      decode and prefill grid, kernel rates, HTTP, kills
 #   bash bench/gpu/remote.sh a 300 COMMIT cpu  a rehearsal on toy shapes, without a GPU
 #
-# $OUT (default build/gpu-out) then holds summary.txt, results.json, logs.tar.gz and, of stage a, trace.json.gz.
+# Writes summary.txt, results.json, logs.tar.gz and, in stage a, trace.json.gz to $OUT (default build/gpu-out).
 set -uo pipefail
 stage=${1:?stage: a or b} seconds=${2:?seconds} commit=${3:-unknown} device=${4:-cuda}
 begun=$(date +%s)

@@ -1,7 +1,4 @@
-"""The rows of the GPU checklist: what each shows, the command that runs it, what it needs, how long it may take.
-
-Knows no outcome and starts nothing.
-"""
+"""Rows of the GPU checklist: what each shows, its command, its packages, and its time limit."""
 
 from __future__ import annotations
 
@@ -11,13 +8,16 @@ from dataclasses import dataclass
 PYTEST = (
     *("-m", "pytest", "--whole", "-p", "no:cacheprovider"),
     *("-o", "addopts=-q --strict-markers --import-mode=importlib"),
-    *("-o", "filterwarnings=default"),  # a warning of another version of torch is no failure of a GPU's
+    *(
+        "-o",
+        "filterwarnings=default",
+    ),  # a deprecation warning of another torch version must not fail a GPU test
 )
 
 DEVICE = ("torch", "numpy", "cupy")
 ENGINE = (*DEVICE, "msgspec", "tqdm", "safetensors")
 TESTS = (*ENGINE, "pytest", "transformers", "llguidance", "gguf")
-"""Tests make small models with transformers and gguf; the engine of tests compiles grammars with llguidance."""
+"""Tests create small models with transformers and gguf, and compile grammars with llguidance."""
 PROCESSES = (
     *ENGINE,
     "zmq",
@@ -36,24 +36,24 @@ PROCESSES = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row. Its command follows the interpreter, and takes ``--figures FILE`` and ``--device cuda|cpu``."""
+    """A row of the checklist. Its command, without the interpreter, accepts ``--figures FILE`` and ``--device cuda|cpu``."""
 
     name: str
     shows: str
     target: str
     command: tuple[str, ...]
     needs: tuple[str, ...]
-    """Modules without which it is skipped."""
+    """Required modules; the row is skipped if one is missing."""
     takes_s: int
-    """About how long on one H200: what the budget counts with before the row has run anywhere."""
+    """Approximate duration on one H200, for the time budget of a first run."""
     limit_s: int
-    """After so long it hangs, and is killed."""
+    """Time limit, after which the row's processes are killed."""
     gpus: int = 1
-    """Least number of devices; with fewer the row is skipped."""
+    """Minimum number of GPUs; with fewer the row is skipped."""
 
     @property
     def words(self) -> str:
-        """The command as a person would type it."""
+        """The command as a user types it."""
         if self.command[: len(PYTEST)] == PYTEST:
             return shlex.join(("pytest", *self.command[len(PYTEST) :]))
         return shlex.join(("python", *self.command))
@@ -87,7 +87,7 @@ ROWS = (
     Row(
         "codes",
         "weights in the codes of quantized checkpoints: products equal their torch reference, layers have the checkpoint's"
-        " numbers; models say what the model of their numbers says, with the same bits in chunks and in company",
+        " numbers; models give the tokens of the dequantized model, with the same bits in chunks and in batches",
         "all pass",
         (*PYTEST, "tests/gpu/test_kernels.py", "-k", "coded"),
         TESTS,
@@ -97,7 +97,7 @@ ROWS = (
     Row(
         "kinds",
         "one model of each kind of layer (ALiBi, parallel residual, caps, two rotations, experts, latents, states): tokens are"
-        " transformers', fp32; bits with --batch-invariant are the same in chunks and in company, bf16",
+        " transformers', fp32; bits with --batch-invariant are the same in chunks and in batches, bf16",
         "all equal",
         (*PYTEST, "tests/gpu/test_kernels.py", "-k", "other_kinds or hybrid"),
         TESTS,
@@ -143,7 +143,7 @@ ROWS = (
     ),
     Row(
         "memory",
-        "out of memory in a step: a smaller step, the same tokens, no death",
+        "out of memory in a step: the step is split, the tokens are the same, no process ends",
         "all pass",
         (*PYTEST, "tests/gpu/test_memory.py"),
         TESTS,
@@ -161,7 +161,7 @@ ROWS = (
     ),
     Row(
         "kill",
-        "executor killed under load: the streams resume, no byte changes, its memory is free again",
+        "executor killed under load: the streams resume, no byte changes, its memory is freed",
         "all pass",
         (*PYTEST, "tests/gpu/test_kill.py"),
         (*PROCESSES, "pytest"),
@@ -170,7 +170,7 @@ ROWS = (
     ),
     Row(
         "ranks",
-        "a model divided over two GPUs: answers in fp32 are those of one, with graphs, without, and with --batch-invariant; a"
+        "a model on two GPUs: outputs in fp32 are those of one GPU, with graphs, without, and with --batch-invariant; a"
         " rank killed under load: no byte changes",
         "all equal",
         (*PYTEST, "tests/gpu/test_ranks.py"),
@@ -181,7 +181,7 @@ ROWS = (
     ),
     Row(
         "ceilings",
-        "what the device can do: copying and reading its memory, multiplying bf16 matrices, copies to and from the host",
+        "ceilings of the device: copies and reads of its memory, bf16 matrix products, copies to and from the host",
         "–",
         ("-m", "bench.gpu.ceilings"),
         DEVICE[:2],
@@ -217,7 +217,7 @@ ROWS = (
     ),
     Row(
         "modes",
-        "what graphs, overlap and a library's attention buy, and what --batch-invariant costs",
+        "speedup by graphs, overlap and a library's attention, and cost of --batch-invariant",
         "–",
         ("-m", "bench.gpu.modes"),
         ENGINE,
@@ -226,8 +226,8 @@ ROWS = (
     ),
     Row(
         "http",
-        "end to end over HTTP, ShareGPT-like lengths, at rates to saturation, beside the engine alone",
-        "≥ 95 % of the engine's own",
+        "end to end over HTTP, ShareGPT-like lengths, at rates to saturation, compared with the in-process engine",
+        "≥ 95 % of the in-process engine",
         ("-m", "bench.gpu.serving"),
         PROCESSES,
         takes_s=95,
@@ -244,7 +244,7 @@ ROWS = (
     ),
     Row(
         "timeline",
-        "where a decode step goes at batch 1 and 256: the device's idle gap, and a Chrome trace",
+        "timeline of a decode step at batch 1 and 256: the device's idle gap, and a Chrome trace",
         "gap ≤ 2 %",
         ("-m", "bench.gpu.timeline"),
         PROCESSES,
@@ -255,10 +255,8 @@ ROWS = (
 
 
 def rows_of(names: list[str]) -> list[Row]:
-    """Return the rows of these names in the checklist's order; all of them for no name. Raises `ValueError`."""
+    """Return the rows with these names in the checklist's order, or all rows without names. Raises `ValueError`."""
     known = {row.name for row in ROWS}
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(
-            f"no row is called {unknown[0]!r}; the rows are {', '.join(row.name for row in ROWS)}"
-        )
+        raise ValueError(f"unknown row {unknown[0]!r}; allowed: {', '.join(row.name for row in ROWS)}")
     return [row for row in ROWS if not names or row.name in names]

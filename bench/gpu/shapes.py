@@ -1,7 +1,4 @@
-"""Models of a well-known shape with random weights, and what a step of them must move and multiply.
-
-Knows no engine: counts bytes and floating-point operations from the config alone.
-"""
+"""Shapes of models with random weights, and the bytes and FLOPs of their steps, counted from the config."""
 
 from __future__ import annotations
 
@@ -40,18 +37,18 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the linear layers of one layer."""
+        """Number of weights in the linear layers of one decoder layer."""
         attention = 2 * self.heads + 2 * self.kv_heads
         return self.hidden * (attention * self.head_dim + 3 * self.intermediate)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads: all linear layers and the output layer, not the embedding."""
+        """Bytes of weights that a decode step reads: linear layers and output layer, without the embedding."""
         return 2 * (self.layers * self.layer_weights + self.vocab_size * self.hidden)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
     def decode_bytes(self, rows: int, context: float) -> float:
@@ -66,7 +63,7 @@ class Shape:
 
     @property
     def hf_config(self) -> dict[str, Any]:
-        """The config."""
+        """The HF config."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -90,7 +87,7 @@ class Shape:
 
 LLAMA_3_8B = Shape("Llama-3-8B", 4096, 14336, 32, 32, 8, 128, 128256)
 TOY = Shape("toy", 64, 128, 2, 4, 2, 16, 2051, 4096)
-"""For debugging the benchmarks where there is no GPU."""
+"""For tests of the benchmarks without a GPU."""
 
 
 def shape_for(device: str) -> Shape:
@@ -108,9 +105,9 @@ def engine_config(
     max_num_batched_tokens: int,
     **executor: Any,
 ) -> EngineConfig:
-    """Return a configuration for random weights; ``folder`` becomes its run folder.
+    """Return an engine configuration with random weights; ``folder`` is its run folder.
 
-    KV gets what a GPU has left, and on a CPU enough for the toy.
+    KV memory: the free memory of a GPU, or a fixed size on a CPU.
     """
     kv = full_layers(shape.layers, shape.kv_heads, shape.head_dim, 2, BLOCK_SIZE)
     memory_bytes = 0 if device == "cuda" else 2 * max_num_seqs * max_model_len * kv.bytes_per_token

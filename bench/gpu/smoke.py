@@ -1,11 +1,11 @@
-"""One launch of each kernel family on the device, compared with float64; the first thing to run on a GPU.
+"""Launch each kernel family once and compare it with float64: the first test on a GPU.
 
     python -m bench.gpu.smoke [--only linear attention] [--device cpu]
 
-Order: load all modules, run the self-test kernels, capture ``torch.mm`` three times, then the families. A line is
-printed and flushed before each launch, so that the last line names the kernel of a crash or a hang. Behind a launch:
-registers and local-memory bytes of a thread, and blocks per multiprocessor. A family fails alone; exit status 1 if
-any failed.
+Order: load all modules, run the self-test kernels, capture ``torch.mm`` three times, then run the families. A line is printed and
+flushed before each launch, so that the last line names the kernel of a crash or a hang. After a kernel's first launch come its
+registers and local memory per thread, and its blocks per multiprocessor. A failed family does not end the test. Exit status 1 if
+one failed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import torch
 from bench.arguments import command_parser
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.kernels import open_device
-from bench.gpu.smoke_families import FAMILIES, Family, drawn
+from bench.gpu.smoke_families import FAMILIES, Family, random_bf16
 from quintet.executor.backends.cuda.device import Argument, Device, Kernel, Size
 from quintet.executor.backends.cuda.kernels.modules import modules
 
 
 class LoggedDevice:
-    """A device that prints each launch in advance, synchronizes, and prints the kernel's resources."""
+    """A device that prints each launch before it begins, synchronizes, and prints the kernel's resources."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -40,24 +40,24 @@ class LoggedDevice:
     def launch(
         self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0
     ) -> None:
-        """See `Device`."""
+        """As in `Device`."""
         words = f"{kernel.module}.{kernel.name} grid {grid} block {block} shared {shared_bytes}"
         print(f"  launch {words}", flush=True)
         self._device.launch(kernel, grid, block, args, shared_bytes)
-        if not self._is_capturing:  # a capture forbids it
+        if not self._is_capturing:  # not allowed during a capture
             self._device.synchronize()
         usage = getattr(self._device, "usage", None)
         if usage is not None and kernel not in self._seen:
-            taken = usage(kernel, block[0] * block[1] * block[2], shared_bytes)
+            resources = usage(kernel, block[0] * block[1] * block[2], shared_bytes)
             print(
-                f"    {taken.registers} registers, {taken.local_bytes} local bytes,"
-                f" {taken.blocks_per_multiprocessor} blocks per multiprocessor",
+                f"    {resources.registers} registers, {resources.local_bytes} local bytes,"
+                f" {resources.blocks_per_multiprocessor} blocks per multiprocessor",
                 flush=True,
             )
         self._seen.add(kernel)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Device`."""
+        """As in `Device`."""
         self._is_capturing = True
         try:
             return self._device.capture(run)
@@ -69,7 +69,7 @@ class LoggedDevice:
 
 
 def self_test(device: Device) -> None:
-    """Launch kernels with known results: atomics of all threads of all blocks."""
+    """Launch a kernel with known results: atomics of all threads of all blocks."""
     where = device.torch_device
     count, highest = (torch.zeros(1, dtype=torch.int32, device=where) for _ in range(2))
     total = torch.zeros(1, device=where)
@@ -82,8 +82,8 @@ def self_test(device: Device) -> None:
 
 
 def capture_again(device: Device) -> None:
-    """Capture a cuBLAS product and drop its graph, three times, in both kinds of pools."""
-    x = drawn(device, 64, 64)
+    """Capture a cuBLAS product and drop its graph, three times with each kind of memory pool."""
+    x = random_bf16(device, 64, 64)
     out = torch.empty_like(x)
 
     def product() -> None:
@@ -99,64 +99,68 @@ def capture_again(device: Device) -> None:
             gc.collect()
 
 
-def attempt(name: str, run: Callable[[], object], report: Report) -> bool:
-    """Run one part; report its time or its error. Return whether it succeeded."""
+def run_part(name: str, run: Callable[[], object], report: Report) -> bool:
+    """Run one part; report its time or its error. Return True if it succeeded."""
     print(f"{name} ...", flush=True)
-    begun = time.perf_counter()
+    begin_s = time.perf_counter()
     try:
         run()
-    except Exception as error:  # noqa: BLE001 - the other families are to be tried as well
+    except Exception as error:  # noqa: BLE001 - the other families are tested too
         traceback.print_exc()
         report.remark(f"smoke: {name} FAILED: {type(error).__name__}: {str(error).splitlines()[:1]}")
         return False
-    print(f"{name}: {time.perf_counter() - begun:.2f} s", flush=True)
+    print(f"{name}: {time.perf_counter() - begin_s:.2f} s", flush=True)
     return True
 
 
-def is_lost(device: Device) -> bool:
-    """Return whether an error of a kernel ended this process' use of the device."""
+def is_device_lost(device: Device) -> bool:
+    """Return True if a kernel error made the device unusable for this process."""
     try:
         device.synchronize()
-    except Exception:  # noqa: BLE001 - whatever a lost device raises
+    except Exception:  # noqa: BLE001 - the type depends on the error
         return True
     return False
 
 
 def try_family(family: Family, device: Device, report: Report) -> None:
-    """Raise `AssertionError` if the family's error is beyond its bound."""
+    """Run a family; raise `AssertionError` if its error exceeds the bound."""
     error, bound = family.run(device)
     report.figure(Figure(f"smoke {family.name}: largest error", error, "", at_most=bound))
-    assert error <= bound, f"error {error:.3g} beside float64, allowed {bound:.3g}"
+    assert error <= bound, f"error {error:.3g} relative to float64; allowed {bound:.3g}"
 
 
 def main() -> int:
     """Parse the command line and run; return 1 if a part failed."""
     parser = command_parser(__doc__)
     names = [family.name for family in FAMILIES]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="these families")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="run only these families")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_report_argument(parser)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     report = Report(arguments.figures)
-    begun = time.perf_counter()
+    begin_s = time.perf_counter()
     opened = open_device(arguments.device)
-    report.figure(Figure(f"smoke: {len(modules())} modules opened", time.perf_counter() - begun, "s"))
+    report.figure(Figure(f"smoke: {len(modules())} modules opened", time.perf_counter() - begin_s, "s"))
     device = cast(Device, LoggedDevice(opened))
     results = [
-        attempt("self-test", lambda: self_test(device), report),
-        attempt("capture again", lambda: capture_again(device), report),
+        run_part("self-test", lambda: self_test(device), report),
+        run_part("capture again", lambda: capture_again(device), report),
     ]
     chosen = [family for family in FAMILIES if family.name in arguments.only]
-    for at, family in enumerate(chosen):
+    for index, family in enumerate(chosen):
         results.append(
-            attempt(family.name, lambda family=family: try_family(family, device, report), report)  # type: ignore[misc]
+            run_part(family.name, lambda family=family: try_family(family, device, report), report)  # type: ignore[misc]
         )
-        if not results[-1] and is_lost(opened) and chosen[at + 1 :]:
-            print("the device is lost to this process: the other families run in a new one", flush=True)
-            others = [each.name for each in chosen[at + 1 :]]
-            more = ["--figures", str(arguments.figures)] if arguments.figures else []
-            subprocess.run([sys.executable, "-m", "bench.gpu.smoke", "--only", *others, *more], check=False)
+        if not results[-1] and is_device_lost(opened) and chosen[index + 1 :]:
+            print(
+                "the device is unusable in this process; the other families run in a new process", flush=True
+            )
+            others = [each.name for each in chosen[index + 1 :]]
+            figure_arguments = ["--figures", str(arguments.figures)] if arguments.figures else []
+            subprocess.run(
+                [sys.executable, "-m", "bench.gpu.smoke", "--only", *others, *figure_arguments], check=False
+            )
             break
     print(f"smoke: {sum(results)} of {len(results)} parts passed", flush=True)
     return 0 if all(results) else 1

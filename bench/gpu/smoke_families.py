@@ -24,23 +24,23 @@ from quintet.executor.backends.cuda.ops.norm import add_rms_norm, layer_norm, rm
 from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv
 
 BF16 = torch.bfloat16
-UNIT = 2.0**-8
+HALF_ULP = 2.0**-8
 """Half a unit in the last place of bf16, relative."""
 
 Error = tuple[float, float]
-"""Largest error beside float64, and its bound."""
+"""Largest error relative to float64, and its bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Kernels that are tried together."""
+    """Kernels that are tested together."""
 
     name: str
     run: Callable[[Device], Error]
 
 
 def worst(found: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | float) -> Error:
-    """Return error and bound of the element that is nearest to or farthest beyond its bound."""
+    """Return error and bound of the element with the largest ratio of error to bound."""
     error = (found.double().cpu() - exact.double().cpu()).abs()
     if not bool(error.isfinite().all()):
         return float("inf"), 0.0
@@ -50,19 +50,19 @@ def worst(found: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | float)
 
 
 def largest(errors: Sequence[Error]) -> Error:
-    """Return the error that is nearest to or farthest beyond its bound."""
+    """Return the error with the largest ratio to its bound."""
     return max(errors, key=lambda each: each[0] / max(each[1], 1e-30))
 
 
-def drawn(device: Device, *shape: int, scale: float = 1.0) -> torch.Tensor:
-    """Return normal numbers in bf16 on the device."""
+def random_bf16(device: Device, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Return normally distributed bf16 numbers on the device."""
     generator = torch.Generator().manual_seed(sum(shape))
     return (scale * torch.randn(*shape, generator=generator)).to(BF16).to(device.torch_device)
 
 
 def norms(device: Device) -> Error:
     """RMS norm, RMS norm of a sum, layer norm."""
-    x, weight = drawn(device, 5, 4096), drawn(device, 4096)
+    x, weight = random_bf16(device, 5, 4096), random_bf16(device, 4096)
     wide, factor = x.double().cpu(), weight.double().cpu()
 
     def rms(rows: torch.Tensor) -> torch.Tensor:
@@ -74,34 +74,34 @@ def norms(device: Device) -> Error:
         (
             rms_norm(device, x, weight, 1e-5),
             rms(wide),
-            3 * UNIT,
+            3 * HALF_ULP,
         ),  # rounded after the norm and after the weight
-        (normed, rms(total.double().cpu()), 3 * UNIT),
-        (layer_norm(device, x, weight, weight, 1e-5), exact_layer, 2 * UNIT),
+        (normed, rms(total.double().cpu()), 3 * HALF_ULP),
+        (layer_norm(device, x, weight, weight, 1e-5), exact_layer, 2 * HALF_ULP),
     ]
     return largest([worst(y, exact, share * exact.abs() + 1e-5) for y, exact, share in found])
 
 
 def activation(device: Device) -> Error:
     """SiLU of one half times the other."""
-    x = drawn(device, 5, 2048)
+    x = random_bf16(device, 5, 2048)
     gates, ups = x.double().cpu().chunk(2, 1)
     exact = F.silu(gates) * ups
-    return worst(gated(device, x, Gate.SILU), exact, 3 * UNIT * exact.abs() + 1e-6)
+    return worst(gated(device, x, Gate.SILU), exact, 3 * HALF_ULP * exact.abs() + 1e-6)
 
 
 def product_bound(x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Bound of a product summed by tensor cores and rounded once: see ``tests/cuda/kernels/test_linear.py``."""
     slack = x.shape[1] * 2.0**-22 * (x.abs() @ weight.abs().T)
-    return 1.01 * (slack + UNIT * (exact.abs() + slack))
+    return 1.01 * (slack + HALF_ULP * (exact.abs() + slack))
 
 
 def linear(device: Device) -> Error:
     """Our products of bf16, for one row, few rows and many."""
-    weight = drawn(device, 320, 1024, scale=1024**-0.5)
+    weight = random_bf16(device, 320, 1024, scale=1024**-0.5)
     errors = []
     for rows, multiply in ((1, matvec), (1, matmul), (20, matmul), (50, matmul), (200, matmul)):
-        x = drawn(device, rows, 1024)
+        x = random_bf16(device, rows, 1024)
         wide = x.double().cpu(), weight.double().cpu()
         exact = wide[0] @ wide[1].T
         errors.append(worst(multiply(device, x, weight), exact, product_bound(*wide, exact)))
@@ -110,10 +110,10 @@ def linear(device: Device) -> Error:
 
 def linear_by_head(device: Device) -> Error:
     """Products of rows in groups, as of experts."""
-    x, weight = drawn(device, 9, 4 * 64), drawn(device, 4, 48, 64, scale=0.125)
+    x, weight = random_bf16(device, 9, 4 * 64), random_bf16(device, 4, 48, 64, scale=0.125)
     wide = x.double().cpu().unflatten(1, (4, 64))
     exact = torch.einsum("nhd,hcd->nhc", wide, weight.double().cpu()).flatten(1)
-    return worst(head_matmul(device, x, weight), exact, 2 * UNIT * exact.abs() + 1e-3)
+    return worst(head_matmul(device, x, weight), exact, 2 * HALF_ULP * exact.abs() + 1e-3)
 
 
 def linear_coded(device: Device) -> Error:
@@ -123,24 +123,24 @@ def linear_coded(device: Device) -> Error:
     errors = []
     for layout, num_rows in itertools.product(LAYOUTS.values(), (1, 40)):
         rows = Rows.draw(layout)
-        x = drawn(device, num_rows, layout.depth)
+        x = random_bf16(device, num_rows, layout.depth)
         numbers, magnitudes = rows.numbers(layout)
         wide = x.double().cpu()
         exact = wide @ numbers.T
         slack = (layout.depth + 8) * 2.0**-22 * (wide.abs() @ magnitudes.T)
         found = coded_matmul(device, x, rows.on(device, layout))
-        errors.append(worst(found, exact, 1.01 * (slack + UNIT * (exact.abs() + slack))))
+        errors.append(worst(found, exact, 1.01 * (slack + HALF_ULP * (exact.abs() + slack))))
     return largest(errors)
 
 
 def linear_fp8(device: Device) -> Error:
     """Products of e4m3 rows and e4m3 weights."""
-    weight = drawn(device, 96, 512).to(torch.float8_e4m3fn)
+    weight = random_bf16(device, 96, 512).to(torch.float8_e4m3fn)
     scales = torch.full((96,), 0.01, device=device.torch_device)
-    x = drawn(device, 40, 512)
+    x = random_bf16(device, 40, 512)
     codes, row_scales = fp8_quantize_reference(x.cpu())
     exact = (codes.double() @ weight.cpu().double().T) * (row_scales[:, None].double() * 0.01)
-    return worst(fp8_matmul(device, x, weight, scales), exact, 2 * UNIT * exact.abs() + 1e-2)
+    return worst(fp8_matmul(device, x, weight, scales), exact, 2 * HALF_ULP * exact.abs() + 1e-2)
 
 
 def attention(device: Device) -> Error:
@@ -175,8 +175,8 @@ def rotation(device: Device) -> Error:
 
 
 def states(device: Device) -> Error:
-    """Layers with a state, each over rows that continue and rows that begin."""
-    from tests.cuda.kernels.test_states import FRESH, REFERENCES, UNIT, Blocks
+    """Layers with recurrent states, with rows that continue and rows that begin."""
+    from tests.cuda.kernels.test_states import FRESH, REFERENCES, HALF_ULP, Blocks
     from tests.executor.kernels.state_problems import SHAPES, rows_of
 
     errors, counts = [], [9, 1, 2]
@@ -188,14 +188,14 @@ def states(device: Device) -> Error:
         kept = blocks.states.clone()
         expected = blocks.problem.run(REFERENCES, plain, kept, slice(sum(counts))).double().cpu()
         found = blocks.step(counts, [(5, 5), (1, 4), (FRESH, 3)])
-        bound = UNIT[BF16] * (2 * expected.abs() + float(expected.abs().max()) / 4)
+        bound = HALF_ULP[BF16] * (2 * expected.abs() + float(expected.abs().max()) / 4)
         errors.append(worst(found, expected, bound))
     return largest(errors)
 
 
 def sampling(device: Device) -> Error:
-    """Greedy draws, and log-probabilities of the most likely tokens."""
-    logits = drawn(device, 6, 4099, scale=4.0)
+    """Greedy sampling, and log-probabilities of the most likely tokens."""
+    logits = random_bf16(device, 6, 4099, scale=4.0)
     wide = logits.double().cpu()
     positions = torch.arange(6, dtype=torch.int32, device=device.torch_device)
     out = torch.zeros(6, dtype=torch.int32, device=device.torch_device)
@@ -217,10 +217,10 @@ def penalties(device: Device) -> Error:
 
 
 def scaled_mm(device: Device) -> Error:
-    """Fp8 products by ``torch._scaled_mm`` within a captured graph, beside our kernel."""
-    weight = drawn(device, 96, 512).to(torch.float8_e4m3fn)
+    """Fp8 products by ``torch._scaled_mm`` within a captured graph, compared with our kernel."""
+    weight = random_bf16(device, 96, 512).to(torch.float8_e4m3fn)
     scales = torch.full((96,), 0.01, device=device.torch_device)
-    x, out = drawn(device, 48, 512), torch.empty(48, 96, dtype=BF16, device=device.torch_device)
+    x, out = random_bf16(device, 48, 512), torch.empty(48, 96, dtype=BF16, device=device.torch_device)
 
     def product() -> None:
         codes, row_scales = fp8_quantize(device, x)
@@ -238,12 +238,12 @@ def scaled_mm(device: Device) -> Error:
     device.capture(product)()
     device.synchronize()
     exact = fp8_matmul(device, x, weight, scales).double().cpu()
-    return worst(out, exact, 4 * UNIT * exact.abs() + 1e-2)
+    return worst(out, exact, 4 * HALF_ULP * exact.abs() + 1e-2)
 
 
 def blocks(device: Device) -> Error:
     """Copies of KV blocks within the device."""
-    memory = [drawn(device, 8, 2, 2, 16, 16) for _ in range(2)]
+    memory = [random_bf16(device, 8, 2, 2, 16, 16) for _ in range(2)]
     expected = [place.clone() for place in memory]
     for place in expected:
         place[5], place[7] = place[1], place[2]
@@ -279,4 +279,4 @@ FAMILIES = (
     Family("penalties", penalties),
     Family("scaled_mm", scaled_mm),
 )
-"""Not among them: ``gather`` and ``all_reduce``, which take two GPUs."""
+"""All families except ``gather`` and ``all_reduce``, which need two GPUs."""

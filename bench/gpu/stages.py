@@ -1,11 +1,11 @@
-"""Runs a stage of the GPU session: groups of jobs, each with a time limit, under one deadline; keeps what they found.
+"""Run a stage of the GPU session: groups of jobs with time limits under one deadline.
 
-    bash bench/gpu/remote.sh a 330 COMMIT      # what a person types; it installs wheels and starts this module
+    bash bench/gpu/remote.sh a 330 COMMIT      # installs wheels and starts this module
     python -m bench.gpu.stages a --seconds 330 --out DIR [--commit WORD] [--device cpu]
 
-Jobs of a group run in parallel. A group may use all time that the groups after it do not need; a failed job ends nothing.
-After each group ``DIR`` holds ``logs.tar.gz``, ``results.json`` and ``summary.txt``, so a machine that is taken away early
-leaves what was found. The summary is printed last.
+Jobs of a group run in parallel. A group may use all time that later groups do not need. A failed job does not end the stage.
+After each group, ``logs.tar.gz``, ``results.json`` and ``summary.txt`` in ``DIR`` are replaced, so that an interrupted stage
+leaves its results. The summary is printed at the end.
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ from pathlib import Path
 
 from bench.arguments import command_parser
 from bench.gpu.check import exit_on_signal
-from bench.gpu.child import run
+from bench.gpu.child_process import run
 from bench.gpu.machine import ROOT, environment
 from bench.gpu.summary import JobResult, summarise, write_results
 
 RESERVE_S = 15.0
-"""Kept for packing and the summary."""
-LEAST_S = 5.0
-"""A job is not begun with less."""
+"""Time reserved for the archive and the summary."""
+MIN_JOB_S = 5.0
+"""Minimum remaining time to begin a job."""
 ROW_END_S = 6.0
-"""Before a job's limit the checklist ends its row, and records what it found."""
-MOST_OF_PLANNED = 1.6
-"""A group on a GPU may take so many times what is planned, where others have left it."""
+"""Time between the end of a checklist row and the job's limit, to record the row's results."""
+MAX_PLANNED_RATIO = 1.6
+"""Maximum ratio of a group's duration to its planned duration, on a GPU."""
 FIRST_SHARE = 0.6
-"""Share of a job's limit after which its fallback runs instead."""
+"""Share of a job's time limit for its command; its fallback gets the rest."""
 MAX_CORE_BYTES = 8 << 20
-"""A larger core dump is not packed."""
+"""Maximum size of a core dump in the archive."""
 CORE_SUFFIX = ".cudacore"
 MAX_FILE_BYTES = 16 << 20
-"""Maximum size of a file that comes back."""
+"""Maximum size of an output file."""
 SMALL_LOG_BYTES = 2 << 20
-"""Of a longer log, beginning and end are packed."""
+"""Maximum size of a log in the archive; a longer log is cut in the middle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One process."""
+    """A process of a stage."""
 
     name: str
     command: tuple[str, ...]
-    """Behind the interpreter. ``{logs}`` and ``{out}`` stand for the folders."""
+    """Arguments of the interpreter; ``{logs}`` and ``{out}`` are replaced by the folders."""
     fallback: tuple[str, ...] = ()
-    """Runs instead where the command failed and time is left."""
+    """Command that runs after a failure, if there is time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Jobs side by side."""
+    """Jobs that run in parallel."""
 
     jobs: tuple[Job, ...]
     seconds: float
-    """Outputs of earlier groups that they need on a GPU."""
+    """Planned duration on a GPU."""
     toy_seconds: float
-    """Likewise of toy shapes on two cores."""
+    """Planned duration with toy shapes on two cores."""
     only_after_failure: bool = False
 
 
 def _rows(*names: str) -> Job:
-    """Return the job that runs rows of the checklist."""
+    """Return a job that runs rows of the checklist."""
     label = f"rows-{names[0]}"
     return Job(
         label,
@@ -86,8 +86,8 @@ def _rows(*names: str) -> Job:
 
 
 def _module(name: str, module: str, *arguments: str, fallback: tuple[str, ...] = ()) -> Job:
-    def command(label: str, *more: str) -> tuple[str, ...]:
-        return ("-m", module, "--figures", f"{{logs}}/{label}.figures", *arguments, *more)
+    def command(label: str, *extra: str) -> tuple[str, ...]:
+        return ("-m", module, "--figures", f"{{logs}}/{label}.figures", *arguments, *extra)
 
     return Job(name, command(name), command(f"{name}-fallback", *fallback) if fallback else ())
 
@@ -139,11 +139,11 @@ class Session:
     deadline: float
     results: list[JobResult] = field(default_factory=list)
     is_ending: threading.Event = field(default_factory=threading.Event)
-    """Set by SIGTERM: running jobs are killed, no job begins."""
+    """Set on SIGTERM: running jobs are killed, and no job begins."""
 
     @property
     def logs(self) -> Path:
-        """Output of jobs, figures, core dumps. Not under ``out``: the archive of it is."""
+        """Folder of job outputs, figures and core dumps; ``out`` gets its archive."""
         return ROOT / "build" / "gpu-logs"
 
     @property
@@ -159,7 +159,7 @@ class Session:
 def job_environment(logs: Path, num_parallel: int, dumps_core: bool) -> dict[str, str]:
     """Return the environment of a job: stacks of crashes, threads for its share of the cores, core dumps of kernels.
 
-    dumps_core: without the memory's content, and without ending the process.
+    dumps_core: enable core dumps of kernels, without memory contents and without abort of the process.
     """
     found = environment() | {
         "PYTHONFAULTHANDLER": "1",
@@ -179,14 +179,14 @@ def job_environment(logs: Path, num_parallel: int, dumps_core: bool) -> dict[str
 
 
 def run_job(job: Job, session: Session, limit_s: float, num_parallel: int) -> JobResult:
-    """Run a job, and its fallback if it failed. A killed process that does not vanish counts as out of time."""
-    begun = time.monotonic()
+    """Run a job, and its fallback if it failed. A killed process that does not exit counts as out of time."""
+    begin_s = time.monotonic()
     log = session.logs / f"{job.name}.log"
     names = {
         "logs": str(session.logs),
         "out": str(session.out),
         "commit": session.commit,
-        "seconds": f"{max(LEAST_S, limit_s - ROW_END_S):.0f}",
+        "seconds": f"{max(MIN_JOB_S, limit_s - ROW_END_S):.0f}",
     }
     variables = job_environment(
         session.logs, num_parallel, job.name == "smoke" or job.name.startswith("rows-")
@@ -200,7 +200,7 @@ def run_job(job: Job, session: Session, limit_s: float, num_parallel: int) -> Jo
         words = [part.format(**names) for part in command]
         if words[-1] != str(session.logs):
             words += ["--device", session.device]
-        remaining = share * (limit_s - (time.monotonic() - begun))
+        remaining = share * (limit_s - (time.monotonic() - begin_s))
         try:
             return run([sys.executable, *words], ROOT, variables, target, remaining, raise_if_ending).status
         except RuntimeError as error:
@@ -208,21 +208,21 @@ def run_job(job: Job, session: Session, limit_s: float, num_parallel: int) -> Jo
             return None
 
     status = attempt(job.command, log, FIRST_SHARE if job.fallback else 1.0)
-    has_time = limit_s - (time.monotonic() - begun) > LEAST_S and not session.is_ending.is_set()
+    has_time = limit_s - (time.monotonic() - begin_s) > MIN_JOB_S and not session.is_ending.is_set()
     used_fallback = bool(status != 0 and job.fallback and has_time)
     if used_fallback:
         status = attempt(job.fallback, session.logs / f"{job.name}-fallback.log")
-    return JobResult(job.name, status, time.monotonic() - begun, used_fallback)
+    return JobResult(job.name, status, time.monotonic() - begin_s, used_fallback)
 
 
 def run_group(group: Group, session: Session, kept_s: float) -> None:
-    """Run the jobs of a group in parallel within what is left but ``kept_s``."""
+    """Run the jobs of a group in parallel; ``kept_s`` of the remaining time is reserved for later groups."""
     limit_s = session.left_s() - kept_s
-    if session.device == "cuda":  # a job that hangs takes no more of what others left
-        limit_s = min(limit_s, MOST_OF_PLANNED * group.seconds)
+    if session.device == "cuda":  # limits the time of a hanging job
+        limit_s = min(limit_s, MAX_PLANNED_RATIO * group.seconds)
     names = ", ".join(job.name for job in group.jobs)
-    if limit_s < LEAST_S:
-        print(f"{names}: not begun, {limit_s:.0f} s are left", flush=True)
+    if limit_s < MIN_JOB_S:
+        print(f"{names}: not run, {limit_s:.0f} s remain", flush=True)
         session.results += [JobResult(job.name, None, 0.0, False) for job in group.jobs]
         return
     print(f"{names}: at most {limit_s:.0f} s", flush=True)
@@ -238,18 +238,18 @@ def run_group(group: Group, session: Session, kept_s: float) -> None:
 
 
 def run_stage(groups: Sequence[Group], session: Session) -> None:
-    """Run the groups in order; pack logs and results behind each."""
+    """Run the groups in order; pack logs and results after each."""
     is_toy = session.device == "cpu"
-    for at, group in enumerate(groups):
+    for index, group in enumerate(groups):
         if group.only_after_failure and not session.has_failures:
             continue
-        later = [each for each in groups[at + 1 :] if session.has_failures or not each.only_after_failure]
+        later = [each for each in groups[index + 1 :] if session.has_failures or not each.only_after_failure]
         run_group(group, session, sum(each.toy_seconds if is_toy else each.seconds for each in later))
         pack(session)
 
 
 def pack(session: Session) -> None:
-    """Write logs, results and summary into ``out``; long logs are cut in the middle."""
+    """Write the archive of logs, the results and the summary to ``out``; long logs are cut in the middle."""
     session.out.mkdir(parents=True, exist_ok=True)
     target = session.out / "logs.tar.gz"
     part = target.with_suffix(".part")
@@ -271,7 +271,7 @@ def pack(session: Session) -> None:
 
 
 def pack_file(archive: tarfile.TarFile, path: Path, name: str) -> None:
-    """Add a file; of a long log only its beginning and end."""
+    """Add a file to the archive; a long log is cut in the middle."""
     content = path.read_bytes()
     if len(content) > SMALL_LOG_BYTES and path.suffix != CORE_SUFFIX:
         half = SMALL_LOG_BYTES // 2
@@ -281,8 +281,8 @@ def pack_file(archive: tarfile.TarFile, path: Path, name: str) -> None:
     archive.addfile(entry, io.BytesIO(content))
 
 
-def write_facts(target: Path) -> None:
-    """Write the facts of the machine and its packages."""
+def write_machine_facts(target: Path) -> None:
+    """Write a description of the machine and its packages."""
     commands = (
         ["nvidia-smi", "-q"],
         ["nvidia-smi", "topo", "-m"],
@@ -304,19 +304,19 @@ def main() -> int:
     signal.signal(signal.SIGTERM, exit_on_signal)
     parser = command_parser(__doc__)
     parser.add_argument("stage", choices=STAGES)
-    parser.add_argument("--seconds", type=float, required=True, help="limit of the whole call")
-    parser.add_argument("--out", type=Path, required=True, help="folder for what is to come back")
-    parser.add_argument("--commit", default="unknown", help="what the results say")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal on toys")
+    parser.add_argument("--seconds", type=float, required=True, help="time limit of the stage")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--commit", default="unknown", help="commit in the results")
     parser.add_argument(
-        "--elapsed", type=float, default=0.0, help="seconds of the limit that are spent already"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal with toy shapes"
     )
+    parser.add_argument("--elapsed", type=float, default=0.0, help="seconds of the time limit already used")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds - arguments.elapsed
     session = Session(arguments.device, arguments.commit, arguments.out.resolve(), deadline)
     shutil.rmtree(session.logs, ignore_errors=True)
     session.logs.mkdir(parents=True)
-    write_facts(session.logs / "facts.txt")
+    write_machine_facts(session.logs / "facts.txt")
     os.chdir(ROOT)
     try:
         run_stage(STAGES[arguments.stage], session)

@@ -1,10 +1,9 @@
-"""Device time of decode and prefill steps of the 8 B shape: kernels by time, gaps, host time, a trace.
+"""Profile decode and prefill steps of the 8 B shape: device time by kernel, gaps, host time, and a trace.
 
     python -m bench.gpu.step_profile [--batch-invariant] [--trace FILE.json.gz] [--device cpu]
 
-One engine, booted once. Each point is first timed as `bench.gpu.steps` does, then three steps run under ``torch.profiler``,
-with a table of microseconds by kernel. ``--batch-invariant`` skips boot's timing of libraries: the way out where the
-default boot fails.
+One worker runs all points. Each point is first timed as in `bench.gpu.steps`; then three steps run under ``torch.profiler``, and
+a table has microseconds by kernel. ``--batch-invariant`` skips the timing of libraries at boot, for machines on which that fails.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.arguments import command_parser
-from bench.gpu.ceilings import tell_ceilings
+from bench.gpu.ceilings import report_ceilings
 from bench.gpu.engine import drive
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.host import NUM_DECODES, PROMPT, mixed_steps
-from bench.gpu.plans import Batch, NoRoom
+from bench.gpu.synthetic_plans import Batch, KvMemoryTooSmall
 from bench.gpu.shapes import shape_for
 from bench.gpu.steps import (
     WARM_UP,
@@ -42,25 +41,27 @@ GRID = Grid((1, 32, 256), (1024,), (2048, 8192), 8192)
 TOY_GRID = Grid((1, 3), (64,), (32, 96), 64)
 NUM_PROFILED = 3
 NUM_KERNELS = 12
-"""Rows of a table."""
+"""Kernels in a table."""
 
 
-def profiled(bench: Bench, name: str, steps: Sequence[StepPlan], report: Report) -> Any:
-    """Run steps under the profiler; report the kernels that took most of the device's time. Return the profile."""
+def run_profiled(bench: Bench, name: str, steps: Sequence[StepPlan], report: Report) -> Any:
+    """Run steps under the profiler; report the kernels with the most device time. Return the profile."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as found:
-        begun = time.perf_counter()
+    with profile(activities=activities) as profile_result:
+        begin_s = time.perf_counter()
         drive(bench.worker, steps)
-        taken_ms = 1e3 * (time.perf_counter() - begun) / len(steps)
-    # Operators of the host carry the time of the kernels that they launched as well: those are counted once.
+        step_ms = 1e3 * (time.perf_counter() - begin_s) / len(steps)
+    # Host operators have the time of their kernels too; only device events are counted.
     on_device = [
-        event for event in found.key_averages() if event.device_type == torch._C._autograd.DeviceType.CUDA
+        event
+        for event in profile_result.key_averages()
+        if event.device_type == torch._C._autograd.DeviceType.CUDA
     ]
     on_device.sort(key=lambda event: -event.self_device_time_total)
     total = sum(event.self_device_time_total for event in on_device)
-    lines = [f"{name}: {taken_ms:.2f} ms a step under the profiler; {total / len(steps):.0f} us in kernels"]
+    lines = [f"{name}: {step_ms:.2f} ms per step under the profiler; {total / len(steps):.0f} us in kernels"]
     for event in on_device[:NUM_KERNELS]:
         share = event.self_device_time_total / total
         lines.append(
@@ -68,7 +69,7 @@ def profiled(bench: Bench, name: str, steps: Sequence[StepPlan], report: Report)
             f"{event.key[:70]}"
         )
     report.remark("\n".join(lines))
-    return found
+    return profile_result
 
 
 def profile_decode(bench: Bench, rows: int, context: int, report: Report) -> Any:
@@ -78,33 +79,33 @@ def profile_decode(bench: Bench, rows: int, context: int, report: Report) -> Any
     drive(bench.worker, batch.admissions)
     drive(bench.worker, [batch.step() for _ in range(WARM_UP)])
     steps = [batch.step() for _ in range(NUM_PROFILED)]
-    return profiled(bench, f"decode, batch {rows} x {context}", steps, report)
+    return run_profiled(bench, f"decode, batch {rows} x {context}", steps, report)
 
 
 def profile_prefill(bench: Bench, length: int, chunk: int, report: Report) -> Any:
-    """Profile one prompt."""
+    """Profile the prefill of one prompt."""
     bench.worker.reset()
     admission, *steps = bench.plans.prompt(length, chunk)
     drive(bench.worker, [admission])
-    return profiled(bench, f"prefill of {length}", steps, report)
+    return run_profiled(bench, f"prefill of {length}", steps, report)
 
 
 def measure_host(bench: Bench, report: Report) -> None:
-    """Report the host's time of a step that no graph covers."""
+    """Report the host time of a step without graphs."""
     bench.worker.reset()
     admissions, steps = mixed_steps(bench.plans, WARM_UP + 20)
     drive(bench.worker, admissions)
     timing = drive(bench.worker, steps)
-    name = f"a prompt of {PROMPT} beside {NUM_DECODES} decode rows"
+    name = f"a prompt of {PROMPT} tokens and {NUM_DECODES} decode rows"
     report.figure(Figure(f"{name}: host", 1e6 * median(timing.host_s[WARM_UP:]), "µs"))
     report.figure(Figure(f"{name}: step", 1e3 * timing.step_s(WARM_UP), "ms"))
 
 
-def write_trace(found: Any, target: Path) -> None:
-    """Write a Chrome trace, compressed."""
+def write_trace(profile_result: Any, target: Path) -> None:
+    """Write a Chrome trace, compressed by gzip."""
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "trace.json"
-        found.export_chrome_trace(str(plain))
+        profile_result.export_chrome_trace(str(plain))
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(gzip.compress(plain.read_bytes(), 6))
 
@@ -113,7 +114,7 @@ def main() -> None:
     """Parse the command line and measure."""
     parser = command_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--batch-invariant", action="store_true", help="our products and attention only")
+    parser.add_argument("--batch-invariant", action="store_true", help="use our products and attention only")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="Chrome trace of the middle batch, gzipped"
     )
@@ -125,21 +126,21 @@ def main() -> None:
         *(shape_for(arguments.device), arguments.device, grid, report),
         batch_invariant=arguments.batch_invariant,
     )
-    tell_ceilings(bench.ceilings, report)
+    report_ceilings(bench.ceilings, report)
     measure_decode(bench, grid, report)
-    if arguments.device == "cuda":  # a toy's memory does not hold so many rows
+    if arguments.device == "cuda":  # the toy's KV memory is too small
         measure_host(bench, report)
     measure_prefill(bench, grid, report)
-    with profile(activities=[ProfilerActivity.CPU]):  # imports what a first profile imports
+    with profile(activities=[ProfilerActivity.CPU]):  # warm-up: the first profile imports modules
         pass
     for rows in grid.rows:
         try:
-            found = profile_decode(bench, rows, grid.contexts[0], report)
-        except NoRoom as error:
+            profile_result = profile_decode(bench, rows, grid.contexts[0], report)
+        except KvMemoryTooSmall as error:
             report.remark(str(error))
             continue
         if arguments.trace is not None and rows == grid.rows[len(grid.rows) // 2]:
-            write_trace(found, arguments.trace)
+            write_trace(profile_result, arguments.trace)
     for length in grid.prompts:
         profile_prefill(bench, length, grid.chunk, report)
 

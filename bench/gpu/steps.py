@@ -1,12 +1,12 @@
-"""The engine's steps on a well-known shape with random weights: decode against memory bandwidth, prefill against multiply rate.
+"""Measure decode steps compared with memory bandwidth, and prefill compared with the multiply rate, with random weights.
 
     python -m bench.gpu.steps --part decode          # batch 1 to 256, contexts of 1 k and 8 k
     python -m bench.gpu.steps --part prefill         # prompts of 2 k, 8 k and 32 k tokens
-    python -m bench.gpu.steps --part decode --device cpu    # a toy, to debug this file
+    python -m bench.gpu.steps --part decode --device cpu    # toy shape, to debug this file
 
-One worker in this process, no sockets: plans made by hand (`bench.gpu.plans`), two in flight as in the server. A decode step's
-roofline is the time in which the device copies as many bytes as weights and KV are; the ceilings are measured first, in the
-same process.
+A worker in this process runs synthetic plans (`bench.gpu.synthetic_plans`), with two steps in flight as in the server. The
+roofline of a decode step is the time to copy the bytes of its weights and KV. The ceilings are measured first, in the same
+process.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from statistics import median
 import torch
 
 from bench.arguments import command_parser
-from bench.gpu.ceilings import Ceilings, measure_ceilings, tell_ceilings
-from bench.gpu.engine import MAX_IN_FLIGHT, Timing, drive, finish_chores
+from bench.gpu.ceilings import Ceilings, measure_ceilings, report_ceilings
+from bench.gpu.engine import MAX_IN_FLIGHT, Timing, drive, run_idle_tasks
 from bench.gpu.figures import Figure, Report, add_report_argument
-from bench.gpu.plans import Batch, NoRoom, Plans
+from bench.gpu.synthetic_plans import Batch, KvMemoryTooSmall, Plans
 from bench.gpu.shapes import BLOCK_SIZE, Shape, engine_config, shape_for
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.interface import StepWorker
 
 WARM_UP = 8
 MEASURED_S = 0.6
-"""About how long the measured steps of a point take together."""
+"""Approximate duration of the measured steps of a point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The points that are measured."""
+    """Measured points: batch sizes, context lengths, prompt lengths."""
 
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -46,7 +46,7 @@ class Grid:
 
     @property
     def max_model_len(self) -> int:
-        """Room for the longest."""
+        """Context length for the longest prompt or context."""
         return max(*self.prompts, *self.contexts) + 1024
 
 
@@ -61,7 +61,7 @@ def grid_for(device: str) -> Grid:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A worker that is ready, and what its steps are compared with."""
+    """A ready worker, its plans, and the ceilings of the device."""
 
     worker: StepWorker
     shape: Shape
@@ -70,7 +70,7 @@ class Bench:
 
 
 def open_bench(shape: Shape, device: str, grid: Grid, report: Report, **executor: bool | str) -> Bench:
-    """Measure the ceilings, make the worker, and fill its KV memory with what the model computes."""
+    """Measure the ceilings, load the worker, and fill its KV memory with computed values."""
     ceilings = measure_ceilings(torch.device(device))
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -84,32 +84,32 @@ def open_bench(shape: Shape, device: str, grid: Grid, report: Report, **executor
             max_num_batched_tokens=grid.chunk,
             **executor,
         )
-        begun = time.perf_counter()
+        begin_s = time.perf_counter()
         worker = make_worker(config)
     if device == "cuda":
         check_is_device_worker(worker)
-    loaded = time.perf_counter() - begun
+    load_s = time.perf_counter() - begin_s
     report.remark(
-        f"{shape.name}: {worker.facts.get('worker', '')}; ready in {loaded:.1f} s; {worker.num_blocks} blocks"
+        f"{shape.name}: {worker.facts.get('worker', '')}; ready in {load_s:.1f} s; {worker.num_blocks} blocks"
     )
     plans = Plans(shape.vocab_size, worker.num_blocks, BLOCK_SIZE, grid.max_model_len)
     drive(worker, plans.fill(grid.chunk))
-    finish_chores(worker)
+    run_idle_tasks(worker)
     return Bench(worker, shape, plans, ceilings)
 
 
 def check_is_device_worker(worker: StepWorker) -> None:
-    """Exit where torch's operators compute, or a CPU: the figures would be of something else."""
+    """Raise SystemExit if torch's operators or a CPU compute, since the figures are for our CUDA kernels."""
     from quintet.executor.backends.cuda.worker import DeviceWorker
 
     if not isinstance(worker, DeviceWorker):
-        raise SystemExit(f"not a worker of our CUDA kernels but {worker.facts}: nothing to measure")
+        raise SystemExit(f"the worker does not use our CUDA kernels: {worker.facts}")
 
 
 def time_decode(
     bench: Bench, rows: int, context: int, max_in_flight: int = MAX_IN_FLIGHT
 ) -> tuple[Timing, float, int]:
-    """Return the timing of a batch's steps, the mean length of its rows, and how many contexts they have between them."""
+    """Return the timing of a batch's steps, the mean length of its rows, and its number of different contexts."""
     bound_s = bench.shape.decode_bytes(rows, context) / bench.ceilings.copy_bytes_per_s
     num_steps = max(8, min(200, int(MEASURED_S / bound_s)))
     bench.worker.reset()
@@ -121,18 +121,18 @@ def time_decode(
 
 
 def measure_decode(bench: Bench, grid: Grid, report: Report) -> None:
-    """Tell every point of batch and context."""
+    """Measure and report all batch sizes and contexts."""
     for context in grid.contexts:
         for rows in grid.rows:
             name = f"decode, batch {rows} x {context}"
             try:
                 timing, length, contexts = time_decode(bench, rows, context)
-            except NoRoom as error:
+            except KvMemoryTooSmall as error:
                 report.remark(f"{name}: not measured: {error}")
                 continue
             step_s = timing.step_s(WARM_UP)
             bound_s = bench.shape.decode_bytes(rows, length) / bench.ceilings.copy_bytes_per_s
-            remark = "" if contexts == rows else f"rows share {contexts} contexts: memory holds no more"
+            remark = "" if contexts == rows else f"rows share {contexts} contexts, limited by KV memory"
             targets = {1: 90.0, 256: 80.0}
             report.figure(Figure(name, rows / step_s, "tokens/s"))
             report.figure(
@@ -141,7 +141,7 @@ def measure_decode(bench: Bench, grid: Grid, report: Report) -> None:
                 )
             )
             host_s = median(timing.host_s[WARM_UP:])
-            report.figure(Figure(f"{name}, host, a step", host_s * 1e6, "µs"))
+            report.figure(Figure(f"{name}, host time per step", host_s * 1e6, "µs"))
             gap = timing.gap_share(WARM_UP)
             if gap is not None:
                 bound = 2.0 if rows in targets else None
@@ -150,14 +150,14 @@ def measure_decode(bench: Bench, grid: Grid, report: Report) -> None:
 
 def time_prefill(bench: Bench, length: int, chunk: int) -> float:
     """Return the time from a prompt's first step to its first token; median of three."""
-    taken = []
+    times_s = []
     for _ in range(3):
         bench.worker.reset()
         admission, *steps = bench.plans.prompt(length, chunk)
         drive(bench.worker, [admission])
         timing = drive(bench.worker, steps)
-        taken.append(timing.ends_s[-1] - timing.begun_s)
-    return median(taken)
+        times_s.append(timing.ends_s[-1] - timing.begun_s)
+    return median(times_s)
 
 
 def measure_prefill(bench: Bench, grid: Grid, report: Report) -> None:
@@ -165,12 +165,12 @@ def measure_prefill(bench: Bench, grid: Grid, report: Report) -> None:
     for length in grid.prompts:
         name = f"prefill of {length}"
         try:
-            taken_s = time_prefill(bench, length, grid.chunk)
-        except NoRoom as error:
+            prefill_s = time_prefill(bench, length, grid.chunk)
+        except KvMemoryTooSmall as error:
             report.remark(f"{name}: not measured: {error}")
             continue
-        share = bench.shape.prefill_flops(length) / taken_s / bench.ceilings.flops
-        report.figure(Figure(name, length / taken_s, "tokens/s"))
+        share = bench.shape.prefill_flops(length) / prefill_s / bench.ceilings.flops
+        report.figure(Figure(name, length / prefill_s, "tokens/s"))
         report.figure(Figure(f"{name}, of the matmul rate", 100 * share, "%", 70.0))
 
 
@@ -181,10 +181,10 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_report_argument(parser)
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what was chosen at boot, and why
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # kernels and libraries chosen at boot
     report, grid = Report(arguments.figures), grid_for(arguments.device)
     bench = open_bench(shape_for(arguments.device), arguments.device, grid, report)
-    tell_ceilings(bench.ceilings, report)
+    report_ceilings(bench.ceilings, report)
     if arguments.part != "prefill":
         measure_decode(bench, grid, report)
     if arguments.part != "decode":

@@ -1,6 +1,6 @@
-"""Summary of a stage: at most 9 000 characters for a person, and one JSON file for ``bench/results``.
+"""Write the summary of a stage: a text of at most 9 000 characters, and a JSON file for ``bench/results``.
 
-Reads what jobs left in the folder of logs: ``*.figures`` (`bench.gpu.figures`), ``rows-*.json`` (`bench.gpu.journal`), logs.
+The input is the folder of logs: ``*.figures`` (`bench.gpu.figures`), ``rows-*.json`` (`bench.gpu.results_file`), and logs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.gpu.figures import Figure, read_lines
-from bench.gpu.journal import Entry, Journal, Outcome
+from bench.gpu.results_file import Entry, ResultsFile, Outcome
 
 MAX_CHARS = 9000
 TAIL_LINES = 12
@@ -19,30 +19,30 @@ TAIL_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """Outcome of a job of a stage."""
+    """Result of a job of a stage."""
 
     name: str
     status: int | None
-    """Exit status; None for a job that ran out of time or was not begun."""
+    """Exit status; None for a job that ran out of time or was not run."""
     seconds: float
     used_fallback: bool
 
     def text(self) -> str:
-        """Return a line."""
+        """Return the result as a line of text."""
         words = {0: "passed", None: "OUT OF TIME"}.get(self.status, f"FAILED ({self.status})")
-        return f"{self.name}: {words}{' by its fallback' * self.used_fallback}, {self.seconds:.0f} s"
+        return f"{self.name}: {words}{' with its fallback' * self.used_fallback}, {self.seconds:.0f} s"
 
 
 def entries_of(logs: Path) -> dict[str, Entry]:
-    """Return the outcomes of all rows of the checklist that ran."""
+    """Return the results of all rows of the checklist, by name."""
     found: dict[str, Entry] = {}
     for path in sorted(logs.glob("rows-*.json")):
-        found |= Journal(path).entries
+        found |= ResultsFile(path).entries
     return found
 
 
 def figures_of(logs: Path) -> dict[str, tuple[list[Figure], list[str]]]:
-    """Return figures and remarks by job, of those that are no rows of the checklist."""
+    """Return figures and remarks by job, for jobs other than checklist rows."""
     return {
         path.stem: read_lines(path.read_text(errors="replace").splitlines())
         for path in sorted(logs.glob("*.figures"))
@@ -50,7 +50,7 @@ def figures_of(logs: Path) -> dict[str, tuple[list[Figure], list[str]]]:
 
 
 def write_results(logs: Path, jobs: Sequence[JobResult], target: Path) -> None:
-    """Write all outcomes, figures and remarks as JSON."""
+    """Write all results, figures and remarks as JSON."""
     devices = [json.loads(path.read_text())["device"] for path in sorted(logs.glob("rows-*.json"))]
     whole = {
         "device": devices[0] if devices else {},
@@ -65,7 +65,7 @@ def write_results(logs: Path, jobs: Sequence[JobResult], target: Path) -> None:
 
 
 def summarise(logs: Path, jobs: Sequence[JobResult]) -> str:
-    """Return the text: jobs, failures with their last lines, figures; cut at `MAX_CHARS`, the least important last."""
+    """Return the text: jobs, failures with their last lines, then figures; truncated to `MAX_CHARS`."""
     lines = [job.text() for job in jobs]
     entries = entries_of(logs)
     lines += [f"row {name}: {entry.outcome}, {entry.seconds:.0f} s" for name, entry in entries.items()]

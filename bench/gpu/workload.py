@@ -1,10 +1,9 @@
-"""A conversation-like load: lengths of prompts and answers spread as those of ShareGPT are said to be.
+"""Random requests with ShareGPT-like lengths of prompts and outputs.
 
-Both are log-normal, a common fit for lengths of human text. Their means, 161 tokens in and 338 out, are about what is
-commonly given for ShareGPT (a load made popular by Kwon et al., "Efficient Memory Management for Large Language Model
-Serving with PagedAttention", SOSP 2023); the spreads (sigma of the logarithm: 1.1 and 0.8) are ours, and so are the cuts, 4 to
-2,048 and 4 to 1,024. Ids are drawn evenly from the vocabulary: no two prompts begin alike, so that prefix caching has
-nothing to do.
+Lengths are log-normal, a common fit for human text. Their means, 161 prompt tokens and 338 output tokens, are the usual ones of
+ShareGPT, the load of Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023.
+The standard deviations of the logarithm (1.1 and 0.8) and the limits (4 to 2,048 and 4 to 1,024) are our choice. Token ids are
+uniform over the vocabulary, so that prompts have no common prefixes.
 """
 
 from __future__ import annotations
@@ -17,51 +16,51 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A log-normal spread of lengths."""
+    """A log-normal distribution of lengths with limits."""
 
     mean: float
-    """Before the cut."""
+    """Mean before the limits apply."""
     sigma: float
-    least: int
-    most: int
+    minimum: int
+    maximum: int
 
     def draw(self, rng: random.Random) -> int:
         """Return one length."""
         mu = math.log(self.mean) - self.sigma**2 / 2
-        return min(self.most, max(self.least, round(rng.lognormvariate(mu, self.sigma))))
+        return min(self.maximum, max(self.minimum, round(rng.lognormvariate(mu, self.sigma))))
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request."""
+class WorkloadRequest:
+    """A request of the workload."""
 
     prompt: list[int]
     output_len: int
 
 
 class Work(StrEnum):
-    """Requests of a workload."""
+    """Kind of workload."""
 
     CONVERSATION = "conversation"
-    """As above."""
+    """ShareGPT-like prompt and output lengths."""
     FIXED = "fixed"
-    """Prompts as above, and 128 output tokens each: what a library without per-request lengths can do too."""
+    """ShareGPT-like prompt lengths and 128 output tokens, for libraries without output lengths per request."""
 
 
-SPREADS = {
+DISTRIBUTIONS = {
     (Work.CONVERSATION, "cuda"): (Lengths(161, 1.1, 4, 2048), Lengths(338, 0.8, 4, 1024)),
     (Work.FIXED, "cuda"): (Lengths(161, 1.1, 4, 1024), Lengths(128, 0.0, 128, 128)),
     (Work.CONVERSATION, "cpu"): (Lengths(12, 0.5, 4, 32), Lengths(6, 0.5, 2, 12)),
     (Work.FIXED, "cpu"): (Lengths(12, 0.5, 4, 32), Lengths(8, 0.0, 8, 8)),
 }
-"""By device: on a CPU, toys that debug what a GPU is measured with."""
+"""Distributions of prompt and output lengths, by workload and device; those of a CPU are toys for tests."""
 
 
-def requests(work: Work, device: str, num: int, vocab_size: int, seed: int) -> list[Asked]:
+def requests(work: Work, device: str, num: int, vocab_size: int, seed: int) -> list[WorkloadRequest]:
     """Return ``num`` requests; the same seed gives the same ones."""
     rng = random.Random(seed)
-    inputs, outputs = SPREADS[work, device]
+    inputs, outputs = DISTRIBUTIONS[work, device]
     return [
-        Asked([rng.randrange(vocab_size) for _ in range(inputs.draw(rng))], outputs.draw(rng))
+        WorkloadRequest([rng.randrange(vocab_size) for _ in range(inputs.draw(rng))], outputs.draw(rng))
         for _ in range(num)
     ]

@@ -22,19 +22,19 @@ from typing import cast
 
 import pytest
 from bench.gpu import check
-from bench.gpu.alone import measure_alone_elsewhere
-from bench.gpu.child import members, run
+from bench.gpu.in_process import run_in_process
+from bench.gpu.child_process import members, run
 from bench.gpu.engine import drive
 from bench.gpu.figures import Figure, Report, read_lines
-from bench.gpu.journal import Journal, Outcome, file_name
+from bench.gpu.results_file import ResultsFile, Outcome, file_name
 from bench.gpu.kernels import SUITES
 from bench.gpu.machine import ROOT, environment
-from bench.gpu.plans import Batch, NoRoom, Plans
+from bench.gpu.synthetic_plans import Batch, KvMemoryTooSmall, Plans
 from bench.gpu.rows import ROWS, Row, rows_of
 from bench.gpu.shapes import LLAMA_3_8B
 from bench.gpu.smoke import LoggedDevice
 from bench.gpu.steps import check_is_device_worker
-from bench.gpu.workload import SPREADS, Work, requests
+from bench.gpu.workload import DISTRIBUTIONS, Work, requests
 
 from quintet.executor.backends.cuda.device import Device, Kernel
 from quintet.executor.interface import StepWorker
@@ -57,36 +57,38 @@ def row_of(code: str, name: str = "row", limit_s: int = 30, needs: tuple[str, ..
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> check.Place:
-    return check.Place("cuda", tmp_path / "logs", {"gpu": "none"}, {"python": "3"}, "abc")
+def check_run(tmp_path: Path) -> check.CheckRun:
+    return check.CheckRun("cuda", tmp_path / "logs", {"gpu": "none"}, {"python": "3"}, "abc")
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
-    return Journal(tmp_path / "results.json")
+def results(tmp_path: Path) -> ResultsFile:
+    return ResultsFile(tmp_path / "results.json")
 
 
-def test_a_row_passes_when_its_targets_are_met(journal: Journal, place: check.Place) -> None:
+def test_a_row_passes_when_its_targets_are_met(results: ResultsFile, check_run: check.CheckRun) -> None:
     rows = [row_of(REPORT.format(value=12.5), "fast"), row_of(REPORT.format(value=7), "slow")]
-    check.run_rows(rows, journal, place, again=False, budget_s=60)
-    assert journal.entries["fast"].outcome is Outcome.PASSED
-    assert journal.entries["slow"].outcome is Outcome.MISSED
-    assert journal.entries["slow"].figures == [Figure("speed", 7.0, "GB/s", at_least=10.0)]
-    assert Journal(journal.path).entries == journal.entries
+    check.run_rows(rows, results, check_run, again=False, budget_s=60)
+    assert results.entries["fast"].outcome is Outcome.PASSED
+    assert results.entries["slow"].outcome is Outcome.MISSED
+    assert results.entries["slow"].figures == [Figure("speed", 7.0, "GB/s", at_least=10.0)]
+    assert ResultsFile(results.path).entries == results.entries
 
 
-def test_crashed_row_keeps_its_figures_and_others_run(journal: Journal, place: check.Place) -> None:
+def test_crashed_row_keeps_its_figures_and_others_run(
+    results: ResultsFile, check_run: check.CheckRun
+) -> None:
     crashing = row_of(REPORT.format(value=12.5) + "import os; os.abort()", "crashing")
-    check.run_rows([crashing, row_of("pass", "next")], journal, place, again=False, budget_s=60)
-    crashed = journal.entries["crashing"]
+    check.run_rows([crashing, row_of("pass", "next")], results, check_run, again=False, budget_s=60)
+    crashed = results.entries["crashing"]
     assert crashed.outcome is Outcome.FAILED
     assert [figure.value for figure in crashed.figures] == [12.5]
     assert any("Aborted" in line for line in crashed.tail)
-    assert journal.entries["next"].outcome is Outcome.PASSED
+    assert results.entries["next"].outcome is Outcome.PASSED
 
 
 def test_hanging_row_is_killed_with_its_processes(
-    journal: Journal, place: check.Place, tmp_path: Path
+    results: ResultsFile, check_run: check.CheckRun, tmp_path: Path
 ) -> None:
     """Includes processes in another process group, like those of a server."""
     pid_file = tmp_path / "pid"
@@ -97,8 +99,8 @@ child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]
 Path({str(pid_file)!r}).write_text(str(child.pid))
 threading.Event().wait()
 """
-    check.run_rows([row_of(code, limit_s=4)], journal, place, again=False, budget_s=60)
-    entry = journal.entries["row"]
+    check.run_rows([row_of(code, limit_s=4)], results, check_run, again=False, budget_s=60)
+    entry = results.entries["row"]
     assert entry.outcome is Outcome.TIMED_OUT
     assert any("most recent call first" in line for line in entry.tail)  # hanging line
     assert not is_alive(int(pid_file.read_text()))
@@ -118,7 +120,7 @@ import signal, sys
 from pathlib import Path
 sys.path.insert(0, {str(check.ROOT)!r})
 from bench.gpu import check
-from bench.gpu.child import run
+from bench.gpu.child_process import run
 signal.signal(signal.SIGTERM, check.exit_on_signal)
 run([sys.executable, "-c", {row!r}], Path("."), {{}}, Path({str(tmp_path / "log")!r}), 600)
 """
@@ -159,49 +161,57 @@ def test_processes_left_by_a_row_are_ended(tmp_path: Path) -> None:
     assert os.getpid() in members(os.getsid(0))
 
 
-def test_second_call_continues_after_the_first(journal: Journal, place: check.Place, tmp_path: Path) -> None:
+def test_second_call_continues_after_the_first(
+    results: ResultsFile, check_run: check.CheckRun, tmp_path: Path
+) -> None:
     def counting(name: str) -> Row:
         return row_of(f"open({str(tmp_path / name)!r}, 'a').write('x')", name)
 
     def counts() -> list[int]:
         return [len((tmp_path / name).read_text()) for name in ("a", "b")]
 
-    check.run_rows([counting("a")], journal, place, again=False, budget_s=60)
-    check.run_rows([counting("a"), counting("b")], Journal(journal.path), place, again=False, budget_s=60)
+    check.run_rows([counting("a")], results, check_run, again=False, budget_s=60)
+    check.run_rows(
+        [counting("a"), counting("b")], ResultsFile(results.path), check_run, again=False, budget_s=60
+    )
     assert counts() == [1, 1]
-    check.run_rows([counting("a"), counting("b")], Journal(journal.path), place, again=True, budget_s=60)
+    check.run_rows(
+        [counting("a"), counting("b")], ResultsFile(results.path), check_run, again=True, budget_s=60
+    )
     assert counts() == [2, 2]
 
 
 def test_row_with_a_missing_package_is_skipped_until_installed(
-    journal: Journal, place: check.Place, capsys: pytest.CaptureFixture[str]
+    results: ResultsFile, check_run: check.CheckRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check.run_rows([row_of("pass", needs=("no_such_module",))], journal, place, again=False, budget_s=60)
-    assert journal.entries["row"].outcome is Outcome.SKIPPED
+    check.run_rows([row_of("pass", needs=("no_such_module",))], results, check_run, again=False, budget_s=60)
+    assert results.entries["row"].outcome is Outcome.SKIPPED
     assert "no no_such_module" in capsys.readouterr().out
-    check.run_rows([row_of("pass")], journal, place, again=False, budget_s=60)
-    assert journal.entries["row"].outcome is Outcome.PASSED
-    check.run_rows([row_of("pass", needs=("no_such_module",))], journal, place, again=True, budget_s=60)
-    assert journal.entries["row"].outcome is Outcome.PASSED
+    check.run_rows([row_of("pass")], results, check_run, again=False, budget_s=60)
+    assert results.entries["row"].outcome is Outcome.PASSED
+    check.run_rows([row_of("pass", needs=("no_such_module",))], results, check_run, again=True, budget_s=60)
+    assert results.entries["row"].outcome is Outcome.PASSED
 
 
 def test_row_of_several_gpus_is_skipped_with_fewer(
-    journal: Journal, place: check.Place, capsys: pytest.CaptureFixture[str]
+    results: ResultsFile, check_run: check.CheckRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = dataclasses.replace(row_of("pass"), gpus=2)
-    check.run_rows([row], journal, place, again=False, budget_s=60)
-    assert journal.entries["row"].outcome is Outcome.SKIPPED
-    assert "takes 2 GPUs, and there are 1" in capsys.readouterr().out
-    two = dataclasses.replace(place, facts={"gpus": 2})
-    check.run_rows([row], journal, two, again=False, budget_s=60)
-    assert journal.entries["row"].outcome is Outcome.PASSED
+    check.run_rows([row], results, check_run, again=False, budget_s=60)
+    assert results.entries["row"].outcome is Outcome.SKIPPED
+    assert "needs 2 GPUs, found 1" in capsys.readouterr().out
+    two = dataclasses.replace(check_run, facts={"gpus": 2})
+    check.run_rows([row], results, two, again=False, budget_s=60)
+    assert results.entries["row"].outcome is Outcome.PASSED
 
 
-def test_budget_starts_no_longer_row_and_records_no_aborted_one(journal: Journal, place: check.Place) -> None:
-    check.run_rows([row_of("pass")], journal, place, again=False, budget_s=0.5)
+def test_budget_starts_no_longer_row_and_records_no_aborted_one(
+    results: ResultsFile, check_run: check.CheckRun
+) -> None:
+    check.run_rows([row_of("pass")], results, check_run, again=False, budget_s=0.5)
     hanging = row_of("import signal; signal.pause()", "hanging")
-    check.run_rows([hanging], journal, place, again=False, budget_s=1.5)
-    assert journal.entries == {}
+    check.run_rows([hanging], results, check_run, again=False, budget_s=1.5)
+    assert results.entries == {}
 
 
 def test_truncated_lines_are_skipped(tmp_path: Path) -> None:
@@ -230,7 +240,7 @@ def test_targets(bounds: dict[str, float], value: float, met: bool | None) -> No
 def test_names() -> None:
     assert file_name("2026-11-21", "NVIDIA H200") == "gpu-2026-11-21-nvidia-h200.json"
     assert [row.name for row in rows_of(["decode", "ceilings"])] == ["ceilings", "decode"]
-    with pytest.raises(ValueError, match="no row is called 'decoed'"):
+    with pytest.raises(ValueError, match="unknown row 'decoed'"):
         rows_of(["decoed"])
 
 
@@ -290,7 +300,7 @@ def test_rows_write_private_blocks_and_share_read_contexts() -> None:
     written = [block for table in tables for block in table[4:]]
     read = {block for table in tables for block in table[:4]}
     assert len(written) == len(set(written)) == 8 and not read & set(written)
-    with pytest.raises(NoRoom):
+    with pytest.raises(KvMemoryTooSmall):
         Batch(plans, 9, 64, num_steps=16)
 
 
@@ -333,7 +343,7 @@ def test_steps_overlap(max_in_flight: int) -> None:
 
 
 def test_lengths_have_the_documented_means() -> None:
-    inputs, outputs = SPREADS[Work.CONVERSATION, "cuda"]
+    inputs, outputs = DISTRIBUTIONS[Work.CONVERSATION, "cuda"]
     requested = requests(Work.CONVERSATION, "cuda", 4000, 1000, seed=0)
     mean_in = sum(len(one.prompt) for one in requested) / len(requested)
     mean_out = sum(one.output_len for one in requested) / len(requested)
@@ -359,8 +369,8 @@ def test_programs_run_on_toy_shapes(
     assert figures and all(figure.value > 0 for figure in figures)
 
 
-def test_engine_alone_finishes_its_requests() -> None:
-    rates = measure_alone_elsewhere(Work.CONVERSATION, "cpu", 12)
+def test_in_process_engine_finishes_its_requests() -> None:
+    rates = run_in_process(Work.CONVERSATION, "cpu", 12)
     assert rates.tokens > rates.requests > 0
 
 

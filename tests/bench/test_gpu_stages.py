@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from bench.gpu import diagnosis, stages
 from bench.gpu.figures import Figure
-from bench.gpu.journal import Entry, Journal, Outcome
+from bench.gpu.results_file import Entry, ResultsFile, Outcome
 from bench.gpu.stages import Group, Job, Session, run_stage
 from bench.gpu.summary import MAX_CHARS, JobResult, summarise
 
@@ -169,7 +169,7 @@ def test_summary_names_failures_and_is_truncated(tmp_path: Path) -> None:
         remarks=["tests/gpu/test_steps.py::test_a[1]: call failed: E   assert 1 == 2"],
         tail=["x" * 300] * 40,
     )
-    Journal(tmp_path / "rows-steps.json").put("steps", failed, {"gpu": "none"})
+    ResultsFile(tmp_path / "rows-steps.json").put("steps", failed, {"gpu": "none"})
     text = summarise(tmp_path, [JobResult("rows-steps", 1, 2.0, False)] * 200)
     assert "rows-steps: FAILED (1), 2 s" in text and len(text) <= MAX_CHARS
     text = summarise(tmp_path, [JobResult("rows-steps", 1, 2.0, False)])
@@ -185,13 +185,13 @@ def test_summary_names_failures_and_is_truncated(tmp_path: Path) -> None:
 )
 def test_first_failing_test_is_rerun(tmp_path: Path, test: str, arguments: list[str]) -> None:
     failed = Entry(Outcome.FAILED, 2.0, "", "abc", {}, remarks=[f"{test}: call failed: E   assert 1 == 2"])
-    Journal(tmp_path / "rows-x.json").put("x", failed, {})
+    ResultsFile(tmp_path / "rows-x.json").put("x", failed, {})
     assert diagnosis.first_failing_test(tmp_path) == test
     assert diagnosis.pytest_arguments(test)[-3:] == [*arguments, test]
 
 
 def test_test_with_a_dead_process_is_rerun(tmp_path: Path) -> None:
-    Journal(tmp_path / "rows-x.json").put("x", Entry(Outcome.TIMED_OUT, 2.0, "", "abc", {}), {})
+    ResultsFile(tmp_path / "rows-x.json").put("x", Entry(Outcome.TIMED_OUT, 2.0, "", "abc", {}), {})
     (tmp_path / "rows-x").mkdir()
     (tmp_path / "rows-x" / "x.current").write_text("tests/gpu/test_steps.py::test_a[1]")
     assert diagnosis.first_failing_test(tmp_path) == "tests/gpu/test_steps.py::test_a[1]"
@@ -199,7 +199,7 @@ def test_test_with_a_dead_process_is_rerun(tmp_path: Path) -> None:
 
 def test_results_have_rows_jobs_and_figures(session: Session) -> None:
     entry = Entry(Outcome.PASSED, 2.0, "", "abc", {})
-    Journal(session.logs / "rows-steps.json").put("steps", entry, {"gpu": "H100"})
+    ResultsFile(session.logs / "rows-steps.json").put("steps", entry, {"gpu": "H100"})
     (session.logs / "smoke.figures").write_text(json.dumps({"remark": "begun"}) + "\n")
     session.results.append(JobResult("smoke", 0, 1.0, False))
     stages.pack(session)

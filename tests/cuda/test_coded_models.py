@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from bench.gpu.engine import EngineAlone
+from bench.gpu.engine import InProcessEngine
 from bench.quantization import layers
 from bench.quantization.layers import Written
 from tests.cuda.test_worker import worker_on
@@ -60,7 +60,7 @@ NUMBERS = (4, 5)
 """Prompts of 16 and 17 tokens."""
 
 
-def first_token_logprobs(engine: EngineAlone, number: int) -> dict[int, float]:
+def first_token_logprobs(engine: InProcessEngine, number: int) -> dict[int, float]:
     """Return the most first_token_logprobs first tokens with their log-probabilities."""
     first = engine.logprobs[number][0]
     tokens, logprobs = np.frombuffer(first.token_ids, np.int32), np.frombuffer(first.logprobs, np.float32)

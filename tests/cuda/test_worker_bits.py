@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-from bench.gpu.engine import EngineAlone
+from bench.gpu.engine import InProcessEngine
 from tests.cuda.test_worker import worker_on
 from tests.gpu.small import (
     HF_CONFIG,
@@ -57,7 +57,7 @@ KINDS = {
 """Layer kinds with other kernels than a Llama."""
 
 
-def ask(config: EngineConfig, worker: DeviceWorker, numbers: tuple[int, ...] = REQUESTS) -> EngineAlone:
+def ask(config: EngineConfig, worker: DeviceWorker, numbers: tuple[int, ...] = REQUESTS) -> InProcessEngine:
     everything = prompts(max(REQUESTS), 200)
     requested = {
         number: (everything[number - 1], params(number, NUM_TOKENS, logprobs=5)) for number in numbers
@@ -65,7 +65,7 @@ def ask(config: EngineConfig, worker: DeviceWorker, numbers: tuple[int, ...] = R
     return run_all(config, worker, requested)
 
 
-def bits_of(engine: EngineAlone) -> dict[int, Bits]:
+def bits_of(engine: InProcessEngine) -> dict[int, Bits]:
     return {
         number: [(each.rank, each.token_ids, each.logprobs) for each in positions]
         for number, positions in engine.logprobs.items()

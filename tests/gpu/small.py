@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from bench.gpu.engine import EngineAlone, finish_chores
+from bench.gpu.engine import InProcessEngine, run_idle_tasks
 from tests.models.conftest import engine_config
 
 from quintet.executor.backends.registry import make_worker
@@ -114,15 +114,15 @@ def params(number: int, max_tokens: int, logprobs: int | None = None) -> Samplin
 def ready_worker(config: EngineConfig) -> StepWorker:
     """Return a worker after its whole boot, including graph capture."""
     worker: StepWorker = make_worker(config)
-    finish_chores(worker)
+    run_idle_tasks(worker)
     return worker
 
 
 def run_all(
     config: EngineConfig, worker: StepWorker, requests: dict[int, tuple[list[int], SamplingParams]]
-) -> EngineAlone:
+) -> InProcessEngine:
     """Submit all requests at once; return the engine after the last one has ended."""
-    engine = EngineAlone(config, worker)
+    engine = InProcessEngine(config, worker)
     for number, (prompt, settings) in requests.items():
         engine.admit(number, prompt, settings)
     engine.run()

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from bench.gpu.engine import EngineAlone
+from bench.gpu.engine import InProcessEngine
 from bench.gpu.figures import Figure, Report
 from tests.gpu.small import BLOCK_SIZE, ready_worker, with_blocks, with_scheduler
 from tests.models.conftest import engine_config, serve
@@ -115,9 +115,9 @@ class Pair:
             drawn |= dict(zip(which, out[:, length:].tolist(), strict=True))
         return [drawn[i] for i in range(len(prompts))]
 
-    def ask(self, prompts: list[list[int]], params: SamplingParams) -> EngineAlone:
+    def ask(self, prompts: list[list[int]], params: SamplingParams) -> InProcessEngine:
         """Run all prompts, numbered from 1; return the engine."""
-        engine = EngineAlone(self.config, self.worker)
+        engine = InProcessEngine(self.config, self.worker)
         for number, prompt in enumerate(prompts, 1):
             engine.admit(number, prompt, params)
         engine.run()

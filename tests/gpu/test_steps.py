@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench.gpu.engine import finish_chores
+from bench.gpu.engine import run_idle_tasks
 from tests.gpu.small import (
     dummy_config,
     params,
@@ -50,7 +50,7 @@ def test_captured_step_draws_the_tokens_of_an_eager_step(
     requested = prompts_of_one_length(num, FEW_TOKENS)
     eager = run_all(config, worker, requested).outputs
     assert worker.has_idle_tasks or device_name == "cpu", "the worker captures no graphs"
-    finish_chores(worker)
+    run_idle_tasks(worker)
     assert run_all(config, worker, requested).outputs == eager
 
 

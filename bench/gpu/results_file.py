@@ -1,7 +1,4 @@
-"""Results of the checklist so far: one JSON file per day and GPU, whole after every row.
-
-Owns the file. Knows not how a row is run, nor what its figures mean.
-"""
+"""File of the checklist's results: one JSON file per day and GPU, replaced atomically after each row."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pathlib import Path
 from bench.gpu.figures import Figure, number
 
 MAX_SHOWN = 8
-"""Figures in a cell of a table."""
+"""Maximum number of figures in a table cell."""
 
 
 class Outcome(StrEnum):
@@ -29,13 +26,13 @@ class Outcome(StrEnum):
 
     @property
     def was_run(self) -> bool:
-        """True if the row need not run again, unless requested."""
+        """True if the row has run, so that it runs again only on request."""
         return self is not Outcome.SKIPPED
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The outcome of one row."""
+    """Result of one row."""
 
     outcome: Outcome
     seconds: float
@@ -46,27 +43,27 @@ class Entry:
     figures: list[Figure] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     tail: list[str] = field(default_factory=list)
-    """The last lines a row printed that did not pass."""
+    """Last lines of the output of a row that did not pass."""
 
     def text(self) -> str:
-        """Return outcome and figures in a cell of a table: those with a target, or the first few. The file has all."""
+        """Return outcome and figures for a table cell: the figures with a target, else the first ones."""
         chosen = [figure for figure in self.figures if figure.is_met is not None] or self.figures[:MAX_SHOWN]
         parts = [f"{figure.name} {number(figure.value)} {figure.unit}" for figure in chosen]
         return "; ".join([f"{self.outcome} ({self.finished[:10]}, {self.commit})", *parts])
 
 
-class Journal:
-    """The file, and what it holds."""
+class ResultsFile:
+    """Results of all rows, stored in a JSON file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entries: dict[str, Entry] = {}
         if path.exists():
-            kept = json.loads(path.read_text())
-            self.entries = {name: _entry(row) for name, row in kept["rows"].items()}
+            stored = json.loads(path.read_text())
+            self.entries = {name: _entry(row) for name, row in stored["rows"].items()}
 
     def put(self, name: str, entry: Entry, device: Mapping[str, object]) -> None:
-        """Keep a row's outcome, in place of an older one, and write the file: the old one or the new one, never half."""
+        """Store a row's result, and replace the file atomically."""
         self.entries[name] = entry
         self.path.parent.mkdir(parents=True, exist_ok=True)
         whole = {"device": device, "rows": {name: asdict(each) for name, each in self.entries.items()}}
@@ -83,9 +80,9 @@ def _entry(row: dict[str, object]) -> Entry:
         "outcome": Outcome(str(row["outcome"])),
         "figures": [Figure(**figure) for figure in figures],
     }
-    return Entry(**fields)  # type: ignore[arg-type]  # what `put` wrote with `asdict`
+    return Entry(**fields)  # type: ignore[arg-type]  # written by `put` with `asdict`
 
 
 def file_name(date: str, gpu: str) -> str:
-    """Return the name of the file of a day and a GPU."""
+    """Return the file name for a date and a GPU."""
     return f"gpu-{date}-{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"

@@ -1,7 +1,7 @@
-"""Plans made by hand: batches that a core would take minutes to arrive at, for one worker in this process.
+"""Build step plans without a core, for batches with long contexts that a core would need minutes to prefill.
 
-Owns slots and blocks as a core does, in a simpler way: no request leaves, all contexts are as long, and where memory does not
-hold a context for every row, rows read each other's.
+Slots and blocks are assigned in a simple way. No request ends, and all contexts have the same length. If KV memory is too small
+for the contexts of all rows, rows share contexts.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from quintet.wire.step import NewRow, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 MAX_COPIES = 4096
-"""Block copies in one plan."""
+"""Maximum number of block copies in one plan."""
 FILLED_TOKENS = 4096
-"""Tokens that are computed once and copied into all of the KV memory."""
+"""Tokens that are computed once and copied to all KV blocks."""
 
 
 class Batch:
-    """Rows that decode side by side: ``num_rows`` requests with ``context`` tokens of KV before the first step."""
+    """``num_rows`` decoding requests with ``context`` tokens of KV before the first step."""
 
-    def __init__(self, house: Plans, num_rows: int, context: int, num_steps: int) -> None:
-        """num_steps: the most that will be planned. Raises `NoRoom`."""
-        self._house = house
+    def __init__(self, plans: Plans, num_rows: int, context: int, num_steps: int) -> None:
+        """num_steps: maximum number of steps. Raises `KvMemoryTooSmall`."""
+        self._plans = plans
         self._length = context
         self._slots = pack_i32(range(num_rows))
         self._counts, self._samples = pack_i32([1] * num_rows), pack_u8([1] * num_rows)
@@ -35,27 +35,27 @@ class Batch:
         self.admissions = self._admit(num_rows, context, num_steps)
 
     def _admit(self, num_rows: int, context: int, num_steps: int) -> list[StepPlan]:
-        house, size = self._house, self._house.block_size
+        source, size = self._plans, self._plans.block_size
         assert context % size == 0, f"a context of {context} tokens ends within a block of {size}"
         each, own = context // size, num_steps // size + 1
-        num_contexts = min(num_rows, (house.num_blocks - num_rows * own) // each)
+        num_contexts = min(num_rows, (source.num_blocks - num_rows * own) // each)
         if num_contexts < 1:
-            raise NoRoom(
-                f"{num_rows} rows of {context} tokens: {house.num_blocks} blocks hold not even one context"
+            raise KvMemoryTooSmall(
+                f"{num_rows} rows of {context} tokens: {source.num_blocks} blocks are too few for one context"
             )
         self.num_contexts = num_contexts
-        """Rows that have a context of their own; the others read theirs."""
-        shared = house.order[num_rows * own :]
+        """Number of different contexts; further rows share them."""
+        shared = source.order[num_rows * own :]
         plans = []
         for row in range(num_rows):
-            at = row % num_contexts * each
-            blocks = [*shared[at : at + each], *house.order[row * own : (row + 1) * own]]
-            plans.append(house.admission(row, blocks, context + 1))
+            begin = row % num_contexts * each
+            blocks = [*shared[begin : begin + each], *source.order[row * own : (row + 1) * own]]
+            plans.append(source.admission(row, blocks, context + 1))
         return plans
 
     def step(self) -> StepPlan:
         """Return the next step's plan."""
-        plan = self._house.plan(
+        plan = self._plans.plan(
             slots=self._slots,
             starts=pack_i32([self._length] * self._num_rows),
             counts=self._counts,
@@ -65,21 +65,21 @@ class Batch:
         return plan
 
 
-class NoRoom(Exception):
-    """The KV memory is too small for what was asked."""
+class KvMemoryTooSmall(Exception):
+    """The KV memory is too small for a batch or a prompt."""
 
 
 class Plans:
-    """State that one worker's plans are made from. The worker's tables are emptied before each batch."""
+    """Builder of the plans of one worker. Reset the worker before each batch."""
 
     def __init__(self, vocab_size: int, num_blocks: int, block_size: int, max_model_len: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._max_model_len = max_model_len
-        draw = np.random.default_rng(0)
-        self.order: NDArray[np.int32] = draw.permutation(num_blocks).astype(np.int32)
-        """Blocks as a server that has run for hours would hand them out."""
-        self._tokens: NDArray[np.int32] = draw.integers(0, vocab_size, max_model_len, dtype=np.int32)
+        rng = np.random.default_rng(0)
+        self.order: NDArray[np.int32] = rng.permutation(num_blocks).astype(np.int32)
+        """Blocks in random order, as in a server after hours of operation."""
+        self._tokens: NDArray[np.int32] = rng.integers(0, vocab_size, max_model_len, dtype=np.int32)
         self._step = 0
 
     def plan(
@@ -108,7 +108,7 @@ class Plans:
         )
 
     def admission(self, slot: int, blocks: Sequence[int], length: int) -> StepPlan:
-        """Return a plan that puts a request of ``length`` tokens into a slot and computes nothing."""
+        """Return a plan that admits a request of ``length`` tokens to a slot and computes nothing."""
         row = NewRow(
             slot=slot,
             generation=self._step + 1,
@@ -122,10 +122,12 @@ class Plans:
         return self.plan(new_rows=[row], blocks=pack_i32(entries))
 
     def prompt(self, length: int, chunk: int, slot: int = 0) -> Iterator[StepPlan]:
-        """Compute a prompt of ``length`` tokens, at most ``chunk`` in a step, and draw one token. The first plan admits."""
+        """Yield the plans of a prompt: its admission, then chunks of ``chunk`` tokens; the last one samples a token."""
         num_blocks = -(-length // self.block_size)
         if num_blocks > self.num_blocks:
-            raise NoRoom(f"a prompt of {length} tokens: there are {self.num_blocks} blocks")
+            raise KvMemoryTooSmall(
+                f"a prompt of {length} tokens needs {num_blocks} blocks; there are {self.num_blocks}"
+            )
         yield self.admission(slot, [int(block) for block in self.order[:num_blocks]], length)
         for start in range(0, length, chunk):
             count = min(chunk, length - start)
@@ -134,7 +136,7 @@ class Plans:
             )
 
     def fill(self, chunk: int) -> Iterator[StepPlan]:
-        """Compute one prompt and copy its keys and values into every block: no step shall multiply zeros or garbage."""
+        """Yield plans that compute one prompt and copy its KV to all blocks, so that no step reads zeros or NaN."""
         length = min(FILLED_TOKENS, self._max_model_len, self.num_blocks * self.block_size)
         length -= length % self.block_size
         yield from self.prompt(length, chunk)

@@ -1,6 +1,6 @@
-"""Run a command in its own session with a time limit; kill all its processes at the end.
+"""Run a command in a new session with a time limit; kill all processes of the session at the end.
 
-Knows not what the command does. Linux only: it reads ``/proc`` to find what belongs to a session.
+Linux only: it finds the processes of a session in ``/proc``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TICK_S = 0.2
-LAST_WORDS_S = 3.0
-"""Time for a hanging process to write its stacks (Python's faulthandler, on SIGABRT) before it is killed."""
-GONE_S = 10.0
-"""Time for killed processes to vanish: the kernel gives back a GPU's memory first."""
+STACK_DUMP_S = 3.0
+"""Time for a hanging process to dump its stacks (Python's faulthandler, on SIGABRT) before SIGKILL."""
+EXIT_TIMEOUT_S = 10.0
+"""Time for killed processes to exit; the kernel frees their GPU memory first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """Outcome of a command."""
+class ProcessResult:
+    """Exit status and duration of a command."""
 
     status: int | None
-    """Exit status, negative for a signal; None when it was killed because its time was over."""
+    """Exit status, negative for a signal; None after the time limit."""
     seconds: float
 
 
@@ -37,9 +37,9 @@ def run(
     log: Path,
     limit_s: float,
     on_tick: Callable[[], None] = lambda: None,
-) -> Ended:
+) -> ProcessResult:
     """Run ``command`` with its output in the file ``log``; call ``on_tick`` several times a second and at the end."""
-    begun = time.monotonic()
+    begin_s = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -51,47 +51,51 @@ def run(
             start_new_session=True,
         )
         status: int | None = None
-        left: set[int] = set()
+        remaining: set[int] = set()
         try:
-            while status is None and time.monotonic() - begun < limit_s:
+            while status is None and time.monotonic() - begin_s < limit_s:
                 with suppress(subprocess.TimeoutExpired):
                     status = process.wait(TICK_S)
                 on_tick()
             if status is None:
-                left = descendants(process.pid)  # those in sessions of their own lose their parent now
+                remaining = descendants(
+                    process.pid
+                )  # processes in other sessions are found by their parent, which ends now
                 process.send_signal(signal.SIGABRT)
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(LAST_WORDS_S)
+                    process.wait(STACK_DUMP_S)
         finally:
             end_session(process)
-            for pid in left:
+            for pid in remaining:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     on_tick()
-    return Ended(status, time.monotonic() - begun)
+    return ProcessResult(status, time.monotonic() - begin_s)
 
 
 def end_session(leader: subprocess.Popen[bytes]) -> None:
-    """Kill every process of the session that ``leader`` began, and wait until all are gone."""
-    deadline = time.monotonic() + GONE_S
+    """Kill all processes of the session of ``leader``, and wait for their exits."""
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
     if leader.poll() is None:
         os.killpg(leader.pid, signal.SIGKILL)
     while True:
-        left = members(leader.pid)
-        for pid in left:
+        remaining = members(leader.pid)
+        for pid in remaining:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            leader.wait(TICK_S if left else 0)
-        if not left:
+            leader.wait(TICK_S if remaining else 0)
+        if not remaining:
             return
         if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {left} were killed and are still there after {GONE_S:g} s")
+            raise RuntimeError(
+                f"processes {remaining} did not exit within {EXIT_TIMEOUT_S:g} s after SIGKILL"
+            )
         time.sleep(TICK_S / 10)
 
 
 def descendants(pid: int) -> set[int]:
-    """Return all processes that a process started, and those that they started."""
+    """Return the process ids of all descendants of a process."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -104,11 +108,11 @@ def descendants(pid: int) -> set[int]:
 
 
 def members(session: int) -> list[int]:
-    """Return the processes of a session, those left out that have ended and wait to be read."""
+    """Return the process ids of a session, without zombies."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
-            with suppress(OSError):  # it may be gone by now
+            with suppress(OSError):  # the process may have exited
                 state = (entry / "stat").read_text().rpartition(")")[2].split()
                 # state, parent, process group, session
                 if state[3] == str(session) and state[0] not in "ZX":

@@ -1,9 +1,9 @@
-"""The engine alone: how fast core and worker finish requests without HTTP, text and sockets.
+"""Measure the throughput of core and worker in one process: without HTTP, tokenization and sockets.
 
-    python -m bench.gpu.alone --work conversation --requests 1000 [--device cpu]
+    python -m bench.gpu.in_process --work conversation --requests 1000 [--device cpu]
 
-What `bench.gpu.serving` and `bench.gpu.baseline` compare with; they run it as a process of its own, which gives the device's
-memory back as it ends. Prints one line of JSON at the end.
+`bench.gpu.serving` and `bench.gpu.baseline` compare with this throughput. They run this command in a separate process, which
+frees the device's memory when it ends. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.arguments import command_parser
-from bench.gpu.engine import EngineAlone, finish_chores
+from bench.gpu.engine import InProcessEngine, run_idle_tasks
 from bench.gpu.machine import environment
 from bench.gpu.shapes import engine_config, shape_for
 from bench.gpu.workload import Work, requests
@@ -28,7 +28,7 @@ from quintet.wire.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Settings that the engine alone and the server share."""
+    """Limits of the in-process engine and of the server."""
 
     max_num_seqs: int
     max_model_len: int
@@ -37,19 +37,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Throughput of the engine alone, per second."""
+    """Output tokens and finished requests per second."""
 
     tokens: float
     requests: float
 
 
 def limits_for(device: str) -> Limits:
-    """Return the limits of a device."""
+    """Return the limits for a device."""
     return Limits(256, 4096, 4096) if device == "cuda" else Limits(8, 128, 64)
 
 
-def measure_alone(work: Work, device: str, num: int) -> Rates:
-    """Have everything asked at once, and return how fast it was done."""
+def measure_in_process(work: Work, device: str, num: int) -> Rates:
+    """Admit all requests at once, run them to their ends, and return the throughput."""
     shape, limits = shape_for(device), limits_for(device)
     with tempfile.TemporaryDirectory() as folder:
         config = engine_config(
@@ -61,29 +61,29 @@ def measure_alone(work: Work, device: str, num: int) -> Rates:
             max_num_batched_tokens=limits.max_num_batched_tokens,
         )
         worker = make_worker(config)
-    finish_chores(worker)
-    taken, tokens = 0.0, 0
-    for seed, count in ((1, max(4, num // 8)), (0, num)):  # the first warms up
-        engine = EngineAlone(config, worker)
-        asked = requests(work, device, count, shape.vocab_size, seed)
-        begun = time.perf_counter()
-        for number, one in enumerate(asked, 1):
-            params = SamplingParams(temperature=0.0, max_tokens=one.output_len, ignore_eos=True)
-            engine.admit(number, one.prompt, params)
+    run_idle_tasks(worker)
+    elapsed_s, tokens = 0.0, 0
+    for seed, count in ((1, max(4, num // 8)), (0, num)):  # the first is a warm-up
+        engine = InProcessEngine(config, worker)
+        workload = requests(work, device, count, shape.vocab_size, seed)
+        begin_s = time.perf_counter()
+        for number, request in enumerate(workload, 1):
+            params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
+            engine.admit(number, request.prompt, params)
         engine.run()
-        taken = time.perf_counter() - begun
+        elapsed_s = time.perf_counter() - begin_s
         counts = [len(engine.outputs[number]) for number in range(1, count + 1)]
-        assert counts == [one.output_len for one in asked], "a request ended before its length"
+        assert counts == [request.output_len for request in workload], "a request ended before its length"
         tokens = sum(counts)
-    return Rates(tokens / taken, num / taken)
+    return Rates(tokens / elapsed_s, num / elapsed_s)
 
 
-def measure_alone_elsewhere(work: Work, device: str, num: int) -> Rates:
-    """Return `measure_alone` of a process of its own."""
+def run_in_process(work: Work, device: str, num: int) -> Rates:
+    """Run `measure_in_process` in a separate process; return its result."""
     command = [
         sys.executable,
         "-m",
-        "bench.gpu.alone",
+        "bench.gpu.in_process",
         "--work",
         work,
         "--device",
@@ -102,8 +102,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--requests", type=int, default=1000)
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what was chosen at boot, and why
-    rates = measure_alone(arguments.work, arguments.device, arguments.requests)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # kernels and libraries chosen at boot
+    rates = measure_in_process(arguments.work, arguments.device, arguments.requests)
     print(json.dumps({"tokens": rates.tokens, "requests": rates.requests}))
 
 
