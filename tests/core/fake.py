@@ -60,7 +60,7 @@ class MirroredSlot:
 
 
 class ExecutorFails(Exception):
-    """Raised by a fault: the executor fails in this step, or dies in it, with or without losing results."""
+    """Raised by a fault: the executor reports a failure in this step, or exits in it, with or without losing results."""
 
     def __init__(self, *, dies: bool, loses_results: bool = False) -> None:
         super().__init__("dies" if dies else "raises")
@@ -73,7 +73,7 @@ Fault = Callable[[list[tuple[NewRow, int, int]]], None]
 
 
 def no_fault(rows: list[tuple[NewRow, int, int]]) -> None:
-    """Let every step succeed."""
+    """Inject no fault: every step succeeds."""
 
 
 class FakeExecutor:

@@ -235,7 +235,7 @@ class SteppedCore:
         self.core = Core(Process(ME, config, Message))
 
     def deliver(self, count: int) -> None:
-        """Have the core take exactly the next ``count`` messages, in one batch."""
+        """Deliver exactly the next ``count`` messages to the core, in one batch."""
         batch: list[object] = []
         while len(batch) < count:
             batch += self.core.process.receive()

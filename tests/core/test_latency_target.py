@@ -1,4 +1,4 @@
-"""Target for step time: prefill takes the time that decodes leave, at the measured throughput."""
+"""Target for step time: the prefill budget is the target minus the decode time, at the measured throughput."""
 
 from __future__ import annotations
 

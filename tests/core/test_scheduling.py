@@ -71,7 +71,7 @@ def test_requests_that_would_make_a_plan_too_large_wait_a_step(monkeypatch: pyte
 
 
 def test_pipelined_steps_alternate_requests() -> None:
-    """Of five decoding requests a step has at most three, and none of the previous step."""
+    """With five decoding requests, a step has at most three, and none of those in the previous step."""
     world = World(max_steps_in_flight=3, stages=2)
     for request_id in range(1, 6):
         world.admit(request_id, distinct(4, 10 * request_id), ignore_eos=True)

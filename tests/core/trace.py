@@ -187,7 +187,7 @@ def _cancel(world: World, rng: random.Random, sent: dict[int, Sent], alive: list
 
 
 def _answer_peers(world: World, rng: random.Random, peers: FakeBackEnd) -> None:
-    """Answer for the peers, rarely too late."""
+    """Send the peers' answers, a few of them too late."""
     peers.act(rng, world.engine)
     if rng.random() < 0.05:
         world.now += FETCH_TIMEOUT_NS + 1

@@ -135,7 +135,7 @@ class NoHostSync(TorchDispatchMode):
 
 @cache
 def _name_operations() -> None:
-    """Have torch create its objects of all operations, before several threads enter a mode.
+    """Make torch create its objects of all operations before several threads enter a mode.
 
     torch 2.13 creates an operation twice when two threads dispatch it first at the same time. Its dispatcher keeps a
     pointer to one object, its table the other, so the first is freed and then called.

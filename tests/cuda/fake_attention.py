@@ -31,7 +31,7 @@ class Correct:
         window: int | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `AttentionBackend`."""
+        """As `AttentionBackend.attend`."""
         kv = torch.nan_to_num(kv.float())
         return paged_attention_reference(q, kv, rows, self.needs.scale, self.window(window)).to(q.dtype)
 

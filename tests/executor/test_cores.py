@@ -143,7 +143,7 @@ assert all(mask == before for mask in masks), f"{masks} of {before}"
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: pinning changes nothing")
 def test_torch_threads_are_not_pinned() -> None:
-    """Torch starts as many threads, which would share one processor."""
+    """Torch starts the same number of threads, which would share one processor."""
     if open_library() is None:
         pytest.skip("the host kernels are not built")
     words = [sys.executable, "-c", TORCH_THREADS_NOT_PINNED]

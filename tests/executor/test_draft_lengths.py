@@ -83,7 +83,7 @@ def test_forced_drafts_pay_where_the_drafter_fails() -> None:
     assert chosen(lengths, 1, num_forced=5) == [5]
     lengths.note(0, 4, 5, num_forced=5)
     assert chosen(lengths, 1, num_forced=5) == [5]
-    assert chosen(lengths, 1) == [0]  # their acceptance says nothing about the drafter
+    assert chosen(lengths, 1) == [0]  # their acceptance does not depend on the drafter
 
 
 def test_rejected_forced_drafts_are_no_longer_proposed() -> None:

@@ -25,7 +25,7 @@ class Server:
     choice: float = 0.03
     """Time of choosing the numbers of drafts."""
     acceptance: tuple[float, ...] = (0.0,)
-    """Of the requests, in turn."""
+    """Acceptance rates, assigned to the requests cyclically."""
     found: float = 1.0
     """Share of the searches that find drafts."""
     num_slots: int = 1

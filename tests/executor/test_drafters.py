@@ -33,7 +33,7 @@ class Requests:
         )
 
     def begin(self, slot: int, prompt: list[int], known: list[int] | None = None, scope: int = 0) -> None:
-        """Let a request enter a slot; ``known`` are its prompt and outputs after a preemption."""
+        """Admit a request to a slot; ``known`` are its prompt and outputs after a preemption."""
         tokens = known or prompt
         self.tables.token_ids[slot, : len(tokens)] = torch.tensor(tokens)
         row = NewRow(
@@ -42,7 +42,7 @@ class Requests:
         self.drafter.note(StepPlan(1, 0, b"", [row], b"", b"", b"", b"", b"", b""))
 
     def drafts(self, slot: int, tokens: list[int], most: int = 8) -> list[int]:
-        """Return the drafts after so many known tokens."""
+        """Return the drafts after the given number of known tokens."""
         self.tables.token_ids[slot, : len(tokens)] = torch.tensor(tokens)
         rows = DraftRows(np.array([slot]), np.array([len(tokens)]), np.array([most]))
         (drafts,) = self.drafter.propose(rows)

@@ -1,4 +1,4 @@
-"""Index of grams and cache of outputs, beside a search through all tokens."""
+"""Index of n-grams and cache of outputs, compared with a search through all tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripted answers of the mock worker, from any number of outputs."""
+"""Scripted outputs of the mock worker, resumed after any number of outputs."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_plan_that_does_not_fit_is_rejected(columns: tuple[list[int], ...], wh
 
 
 def test_a_token_may_follow_the_last_position() -> None:
-    """A plan made before its predecessor's end was known draws this token."""
+    """A plan that the core made before it knew the end of the previous step samples this token."""
     step, tables = new_step()
     assert step.fill(Rows(plan_of([3], [MAX_LENGTH - 1], [1], [1])), tables) == MAX_LENGTH
 

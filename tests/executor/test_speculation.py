@@ -29,14 +29,14 @@ def token_at(position: int) -> int:
 
 
 class Simulation:
-    """An executor with requests that draw `token_at`, and a drafter that takes time. Also the drafter."""
+    """An executor whose requests generate `token_at`, and a drafter with a simulated duration."""
 
     step_time = 0.0, 0.0
     output_cache = None
     reads_steps = False
 
     def __init__(self, share: float, step_s: float = 0.01, proposing_s: float = 0.0) -> None:
-        """share: of right drafts. step_s: of a step of one token; each further one takes a tenth of it."""
+        """share: share of correct drafts. step_s: time of a step with one token; each further token takes a tenth of it."""
         self.tables = SlotTables(NUM_SLOTS, 4000, full_layers(1, 1, 16, 4, 16), torch.device("cpu"))
         self.now_s, self.step_s, self.proposing_s, self.proposed_s = 0.0, step_s, proposing_s, 0.0
         self.share, self.rng = share, random.Random(0)

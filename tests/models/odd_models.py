@@ -102,7 +102,7 @@ class OddModel:
         return layer
 
     def forward(self, ops: ForwardPass[ValueT]) -> ValueT:
-        """See `CausalModel.forward`."""
+        """As `CausalModel.forward`."""
         x = ops.scale(ops.embedding(self._embedding), 2.7)
         if self._positions is not None:
             x = ops.add_positions(x, self._positions, 2)
@@ -112,7 +112,7 @@ class OddModel:
         return x
 
     def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
-        """See `CausalModel.logits`."""
+        """As `CausalModel.logits`."""
         return ops.softcap(ops.scale(ops.linear(self._head, ops.norm(hidden, self._last)), 0.7), 5.0)
 
 

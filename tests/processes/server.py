@@ -54,7 +54,7 @@ class Server:
                 return error.code, error.read().decode()
 
     def post(self, path: str, body: object, timeout_s: float = 60.0) -> tuple[int, Any]:
-        """POST JSON; return status and the decoded answer."""
+        """POST JSON; return the status and the decoded response."""
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

@@ -44,7 +44,7 @@ def run(*command: str | Path, cwd: Path) -> None:
 
 
 def link_dependencies(python: Path) -> None:
-    """Let an environment find the packages of the environment that runs this."""
+    """Add the packages of the running environment to the import path of another environment."""
     found = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         capture_output=True,

@@ -41,7 +41,7 @@ TASKS = {
     },
 }
 TOLERANCE = 1e-3
-"""Of log-probabilities in fp32: another order of sums, and rounding in JSON."""
+"""Tolerance of log-probabilities in fp32: order of summation, and rounding in JSON."""
 
 
 def evaluate(folder: Path, kind: str, settings: Mapping[str, object], tasks: str, *more: str) -> list[Any]:

@@ -178,11 +178,11 @@ class FakeDisk(FakeBackEnd):
 
     @property
     def capacity(self) -> TierCapacity:
-        """See `FakeBackEnd.capacity`."""
+        """As `FakeBackEnd.capacity`."""
         return TierCapacity("disk", self.num_staging_blocks, self.num_places)
 
     def introduce(self, engine: Engine, capacity: Capacity) -> None:
-        """See `FakeBackEnd.introduce`; pending requests are dropped."""
+        """As `FakeBackEnd.introduce`; pending requests are dropped."""
         self.answers.clear()
         places = sorted(self.contents)
         keys = [self.contents[place][0] for place in places]
@@ -190,24 +190,24 @@ class FakeDisk(FakeBackEnd):
         engine.tier_client.add_stored(kept)
 
     def drop(self, place: int, key: bytes) -> None:
-        """See `FakeBackEnd.drop`."""
+        """As `FakeBackEnd.drop`."""
         assert self.contents[place][0] == key
         del self.contents[place]
 
     def store(self, store: Store, contents: Sequence[Content]) -> list[bytes]:
-        """See `FakeBackEnd.store`."""
+        """As `FakeBackEnd.store`."""
         for place, key, content in zip(codec.unpack_i32(store.places), store.keys, contents, strict=True):
             assert 0 <= place < self.num_places
             self.contents[place] = key, content
         return store.keys
 
     def read(self, fetch: Fetch, position: int, key: bytes) -> Content | None:
-        """See `FakeBackEnd.read`."""
+        """As `FakeBackEnd.read`."""
         kept, content = self.contents.get(position, (b"", {}))
         return content if kept == key else None
 
     def submit_file(self, order: FileRequest, results: KvTierResults) -> None:
-        """See `FakeBackEnd.submit_file`."""
+        """As `FakeBackEnd.submit_file`."""
         answer = FileResult(order.task_id)
         results.files.append(answer)
         places = codec.unpack_i32(order.places)
@@ -235,17 +235,17 @@ class FakePeers(FakeBackEnd):
         self.offered: dict[bytes, Content] = {}
 
     def store(self, store: Store, contents: Sequence[Content]) -> list[bytes]:
-        """See `FakeBackEnd.store`; offers have no result."""
+        """As `FakeBackEnd.store`; offers have no result."""
         self.offered |= zip(store.keys, contents, strict=True)
         return []
 
     def read(self, fetch: Fetch, position: int, key: bytes) -> Content | None:
-        """See `FakeBackEnd.read`."""
+        """As `FakeBackEnd.read`."""
         assert fetch.source == PEER.encode()
         return self.offered.get(key)
 
     def lose(self, rng: random.Random) -> None:
-        """See `FakeBackEnd.lose`."""
+        """As `FakeBackEnd.lose`."""
         for key in rng.sample([*self.offered], len(self.offered) // 8):
             del self.offered[key]
 
@@ -263,20 +263,20 @@ class FakeStore(FakeBackEnd):
 
     @property
     def capacity(self) -> TierCapacity:
-        """See `FakeBackEnd.capacity`."""
+        """As `FakeBackEnd.capacity`."""
         return TierCapacity("store", self.num_staging_blocks, max_storing_blocks=self.waiting_blocks)
 
     def has(self, name: bytes) -> bool:
-        """See `FakeBackEnd.has`."""
+        """As `FakeBackEnd.has`."""
         return name in self.runs
 
     def store(self, store: Store, contents: Sequence[Content]) -> list[bytes]:
-        """See `FakeBackEnd.store`."""
+        """As `FakeBackEnd.store`."""
         self.runs[store.keys[-1]] = dict(zip(store.keys, contents, strict=True))
         return store.keys[-1:]
 
     def read(self, fetch: Fetch, position: int, key: bytes) -> Content | None:
-        """See `FakeBackEnd.read`."""
+        """As `FakeBackEnd.read`."""
         chunk = self.runs.get(fetch.source)
         if chunk is None:
             return None
@@ -284,7 +284,7 @@ class FakeStore(FakeBackEnd):
         return chunk[key]
 
     def lose(self, rng: random.Random) -> None:
-        """See `FakeBackEnd.lose`."""
+        """As `FakeBackEnd.lose`."""
         self.is_full = rng.random() < 0.1
         for name in rng.sample([*self.runs], len(self.runs) // 8):
             del self.runs[name]

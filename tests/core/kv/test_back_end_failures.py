@@ -1,4 +1,4 @@
-"""Every KV back end that loses, delays or refuses: requests are computed, end once, and leave nothing behind."""
+"""KV back ends that lose, delay or reject transfers: missing KV is recomputed, requests end once, and all blocks are freed."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ FAKES: list[tuple[str, Callable[[int], FakeBackEnd]]] = [
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("name", "make"), FAKES)
 def test_random_traces(name: str, make: Callable[[int], FakeBackEnd], seed: int, in_groups: bool) -> None:
-    """Alone, and before a disk."""
+    """The back end is the only one, or a disk is another one."""
     back_ends = {name: make(seed)}
     if seed % 4 == 1:
         back_ends.setdefault("disk", FakeDisk(20))

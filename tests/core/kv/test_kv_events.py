@@ -31,7 +31,7 @@ def take_events(world: World) -> list[KvEvent]:
 @pytest.mark.parametrize("groups", [FULL, SLIDING], ids=["full", "sliding"])
 @pytest.mark.parametrize("seed", range(6))
 def test_events_reconstruct_the_prefix_cache(seed: int, groups: list[KvGroup]) -> None:
-    """With few blocks, so that contents are evicted and recomputed."""
+    """There are few blocks, so that contents are evicted and recomputed."""
     rng = random.Random(seed)
     num_blocks, depth = rng.choice([14, 30]), rng.choice([1, 2])
     world = World(groups=groups, num_blocks=num_blocks, max_steps_in_flight=depth, events=KvEventsConfig())

@@ -15,7 +15,7 @@ from quintet.wire.step import StepPlan
 from tests.core.fake import NS_PER_TOKEN, World, expected
 
 BLOCK_BYTES = 64
-"""Of the model of `World`."""
+"""KV size of the model of `World`."""
 WITHOUT = {name: module for name, module in FEATURES.items() if name != "kv_connector"}
 PROMPTS = {1: list(range(10, 21)), 2: list(range(30, 41)), 3: list(range(50, 61))}
 """Three requests of 11 tokens; each needs 3 blocks of 4, and 6 at its end."""

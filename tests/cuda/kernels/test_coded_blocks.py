@@ -84,7 +84,7 @@ def test_each_type_is_bit_exact(kind: str, device: Device) -> None:
 
 
 def test_parts_of_other_types_write_their_own_columns(device: Device) -> None:
-    """As in half of the layers of a Q4_K_M file; next to unquantized numbers; and gates of another type than ups."""
+    """Parts of different types, as in half of the layers of a Q4_K_M file; unquantized parts; gate and up of different types."""
     layer, numbers = loaded({"q": "Q4_K", "k": "Q4_K", "v": "Q6_K"}, device)
     assert isinstance(layer.method, CodedLinear) and layer.method.widths == [96, 48]
     check(device, layer, numbers)

@@ -67,7 +67,7 @@ def layer_on(device: Device, name: str, dtype: torch.dtype, gate: Gate, biased: 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_rows_in_groups(counts: list[int], dtype: torch.dtype, biased: bool, device: Device) -> None:
-    """For every tile: the reference's numbers, and the bits of each group alone."""
+    """For each tile size, results equal the reference, and have the bits of each group computed alone."""
     where, num_rows, columns, depth = device.torch_device, sum(counts), 72, 40
     x = noise(num_rows, depth, dtype=dtype, where=where)
     weight = noise(len(counts), columns, depth, dtype=dtype, where=where, seed=1)

@@ -109,7 +109,7 @@ def check(
 
 @every_layout
 def test_rows_read_back_unchanged(layout: CodedLayout, device: Device) -> None:
-    """In one piece, and in pieces that share bricks: the same bytes, and the checkpoint's numbers."""
+    """A whole write and partial writes that share bricks give the same bytes, and the checkpoint's values."""
     rows = Rows.draw(layout)
     weight, cut = rows.on(device, layout), rows.on(device, layout, (3, 20, 64))
     assert torch.equal(weight.codes, cut.codes) and torch.equal(weight.scales, cut.scales)
@@ -173,7 +173,7 @@ def test_numbers_out_of_bounds_are_not_read(dtype: torch.dtype, device: Device) 
 @pytest.mark.parametrize("biased", [False, True])
 @every_format
 def test_rows_in_groups(dtype: torch.dtype, biased: bool, device: Device) -> None:
-    """For every tile: the reference's numbers, and the bits of each group alone."""
+    """For each tile size, results equal the reference, and have the bits of each group computed alone."""
     counts, layout = [0, 3, 17, 1, 0], CodedLayout(Code.FP4, 72, 96, 32)
     ends = torch.tensor(counts, device=device.torch_device).cumsum(0)
     weight = CodedWeight(layout, device.torch_device, count=len(counts))

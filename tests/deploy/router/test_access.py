@@ -114,7 +114,7 @@ def test_draining_router_rejects_new_requests_on_open_connections() -> None:
 
 
 def test_routers_agree_on_session_affinity() -> None:
-    """In any order in which the routers learned of the servers."""
+    """The order in which the routers learned of the servers has no effect."""
     urls = [f"http://10.0.0.{number}:8000" for number in range(1, 5)]
     chosen = []
     for listed in (urls, urls[::-1]):

@@ -40,7 +40,7 @@ ERROR = b'data: {"error":{"message":"leaving","type":"t","param":null,"code":503
 
 
 def prefer(w: World, *order: int) -> None:
-    """Have servers chosen in this order."""
+    """Make the router choose servers in this order."""
     by_url = {w.ups[index].url: 100 * place for place, index in enumerate(order)}
     for server in w.servers:
         server.update_load(by_url[server.url], 0)

@@ -196,7 +196,7 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
     "squeezellm, 3 bits": (tools.squeezellm(3), WeightFormat.TABLES, 0),
     "squeezellm, 3 bits, tables alone": (tools.squeezellm(3, outliers=False), WeightFormat.TABLES, 0),
 }
-"""With the format and group in which the host keeps them."""
+"""Quantization methods, with format and group of the host's weights."""
 
 ROUNDED = {
     "modelopt, factors of inputs": tools.modelopt_integers("W4A16_AWQ", 32, factors=True),

@@ -1,4 +1,4 @@
-"""The death of a rank ends all ranks: rank 0 exits immediately, even while its main thread waits."""
+"""A rank that exits ends all ranks: rank 0 exits immediately, even while its main thread waits."""
 
 from __future__ import annotations
 

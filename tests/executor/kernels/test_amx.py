@@ -331,7 +331,7 @@ INTEGERS = [
 DEPTHS = (1100, 64, 70, 33, 4)
 """Four slices and a partial group; whole steps; a partial step; slightly more, and less, than one step."""
 BLOCK_DEPTHS = (1280, 256)
-"""For formats with blocks of 256."""
+"""Input dimension of formats with blocks of 256."""
 FORMATS = [(WeightFormat.BF16, 0, Inputs.SIXTEEN_BITS), *INTEGERS]
 
 

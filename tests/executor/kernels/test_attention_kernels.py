@@ -409,7 +409,7 @@ def test_scratch_memory_has_the_planned_size() -> None:
 def step_of(
     positions: list[int], table: np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 ) -> tuple[CStep, object]:
-    """Return a step of single tokens, each in the row of its own index."""
+    """Return a step with one token per row, in rows of ascending index."""
     count = len(positions)
     slots, starts = np.arange(count, dtype=np.int64), np.array(positions, np.int64)
     ones = np.ones(count, np.int64)

@@ -21,7 +21,7 @@ HEADS, COLUMNS, DEPTH = 5, 70, 40
 
 
 class RowMajor:
-    """Makes the matrices that torch multiplies."""
+    """Builds the matrices that torch multiplies."""
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         return RowMajorStack(shape, plan)

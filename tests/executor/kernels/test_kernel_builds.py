@@ -28,7 +28,7 @@ while [ "$1" != -o ]; do shift; done
 
 
 def build(folder: Path, machine: str, answer: str, kernels: str = "quick") -> list[str]:
-    """Return the compile commands, one for each source, of a compiler that gives this answer about the native processor."""
+    """Return the compile commands, one for each source, with a compiler that reports these flags of the native processor."""
     compiler, commands = folder / "compiler", folder / "commands"
     compiler.write_text(COMPILER.format(answer=answer, commands=commands))
     compiler.chmod(0o755)
@@ -56,7 +56,7 @@ AVX2 = "; ".join(f"echo '  {flag}  [enabled]'" for flag in ("-mavx2", "-mfma", "
 
 
 NEITHER = "exit 0"
-"""The answer for a processor with none of the sets' flags."""
+"""The compiler's report for a processor with none of the sets' flags."""
 
 
 @pytest.mark.parametrize(("answer", "name"), [(AVX2, "avx2"), (NEITHER, "baseline")])

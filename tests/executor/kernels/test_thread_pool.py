@@ -48,7 +48,7 @@ def test_spins_have_a_minimum_and_a_maximum(pool: ctypes.CDLL) -> None:
 
 
 def test_endless_waits_reduce_the_spins(pool: ctypes.CDLL) -> None:
-    """Each of eight endless waits reduces the limit by a quarter: an idle thread gives its processor away."""
+    """Each of eight endless waits reduces the limit by a quarter: an idle thread then yields its processor."""
     _, learned, after = spins_before_sleep(pool, 900, endless=8)
     assert after == MIN_SPINS < learned
 

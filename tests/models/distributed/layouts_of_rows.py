@@ -39,19 +39,19 @@ AS_MANY_KV_HEADS = (
     *("llama, as many KV heads as heads", "mpt", "mpt, heads no power of two, clipped", "opt, galactica"),
     *("persimmon", "phi, normed queries", "qwen 1", "xglm"),
 )  # fmt: skip
-"""Of four ranks no two read the same KV head."""
+"""Rows in which each of four ranks reads a different KV head."""
 ONE_KV_HEAD = (
     *("deepseek v2, groups", "deepseek v2, queries at once", "deepseek v3", "deepseek v3, as glm 4.7 flash"),
     *("deepseek v3, as youtu", "deepseek v3, rotated by halves, biases", "minicpm3"),
     *("falcon 7b", "gpt_bigcode", "llama, one KV head, tied"),
 )
-"""All ranks read it, or the latents."""
+"""All ranks read the one KV head, or the latents."""
 DIVIDED = tuple(name for name in ROWS if name not in {*FIVE_HEADS, *WHOLE_EXPERTS})
-"""By ``--tensor-parallel-size`` 2 and 4."""
+"""Rows that ``--tensor-parallel-size`` 2 and 4 divides."""
 DIVIDED_BY_EXPERTS = tuple(name for name in ROWS if name in {*WHOLE_EXPERTS, *HEADS_AND_EXPERTS})
-"""With ``--enable-expert-parallel``."""
+"""Rows that ``--enable-expert-parallel`` divides."""
 INVARIANT = {name: name in DIVIDED_BY_EXPERTS for name in ROWS if name in {*DIVIDED, *WHOLE_EXPERTS}}
-"""With ``--layout-invariant``, and whether with whole experts: always so where there are experts."""
+"""Rows for ``--layout-invariant``; True: with ``--enable-expert-parallel``, for rows with experts."""
 KEPT_TOGETHER = {
     (2, 2): ONE_KV_HEAD,
     (4, 2): tuple(name for name in DIVIDED if name not in {*AS_MANY_KV_HEADS, *STATES}),

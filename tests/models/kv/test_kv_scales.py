@@ -71,7 +71,7 @@ def test_tokens_equal_torch_with_rounded_kv(
 def test_rank_reads_the_scales_of_its_heads(
     size: int, context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four ranks two have the same head, each with all of its keys and values or with some."""
+    """Two of four ranks have the same head, each with all of its keys and values or with a part of them."""
     expected = rounded_in_torch(tmp_path, monkeypatch, HEADS)
     with in_ranks(tmp_path, size, context=context) as loaded:
         assert loaded.config.cache.dtype == "fp8"

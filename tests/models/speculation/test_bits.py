@@ -122,7 +122,7 @@ def drafting_worker(config: EngineConfig) -> Worker:
 
 
 def drafting(worker: Any) -> Any:
-    """Let a worker propose as many drafts as allowed."""
+    """Make a worker propose the maximum number of drafts."""
     assert worker._speculation is not None
     worker._speculation._lengths = LongestDrafts(len(worker.tables.token_ids))
     return worker
