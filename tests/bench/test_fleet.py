@@ -37,8 +37,8 @@ def test_next_turn_contains_history_and_answer() -> None:
     assert second[len(first) : num_found] == [5] * (int(trace.num_output[before]) // 32)
 
 
-def tail(trace: Trace, policy: str, grain: int = 32, **given: object) -> tuple[float, float, float]:
-    """Play to eight engines; return hit ratio, 99th percentile of TTFT, and mean response time."""
+def simulate(trace: Trace, policy: str, grain: int = 32, **given: object) -> tuple[float, float, float]:
+    """Simulate eight engines; return the hit rate, the 99th percentile of TTFT, and the mean latency."""
     failures = given.pop("troubles", Failures())
     assert isinstance(failures, Failures)
     outcome = Fleet(trace, H100_8B, 8, policy, grain, failures=failures, **given).run()  # type: ignore[arg-type]
@@ -56,21 +56,23 @@ TRACE = draw(SHAPES["mooncake-tool"], 300, 24, 5, grain=32)
 
 
 def test_simulation_is_deterministic_and_prefix_routing_lowers_ttft() -> None:
-    hits, p99, _ = tail(TRACE, "prefix")
-    assert tail(TRACE, "prefix")[:2] == (hits, p99)
-    unaware, unaware_p99, _ = tail(TRACE, "round-robin")
+    hits, p99, _ = simulate(TRACE, "prefix")
+    assert simulate(TRACE, "prefix")[:2] == (hits, p99)
+    unaware, unaware_p99, _ = simulate(TRACE, "round-robin")
     assert hits > 1.3 * unaware and p99 < unaware_p99
 
 
 def test_with_failures_every_request_ends_once_and_later() -> None:
-    undisturbed = tail(TRACE, "prefix", num_routers=2)
-    disturbed = tail(TRACE, "prefix", num_routers=2, failures=Failures(2, 1, num_routers_lost=1))
+    undisturbed = simulate(TRACE, "prefix", num_routers=2)
+    disturbed = simulate(TRACE, "prefix", num_routers=2, failures=Failures(2, 1, num_routers_lost=1))
     assert disturbed[1] > undisturbed[1]
 
 
 def test_random_routing_differs_from_least_loaded() -> None:
-    assert tail(TRACE, "load", num_routers=4) != tail(TRACE, "load", num_routers=4, is_random=False)
-    assert tail(TRACE, "load") == tail(TRACE, "load", is_random=False), "a single router has the full state"
+    assert simulate(TRACE, "load", num_routers=4) != simulate(TRACE, "load", num_routers=4, is_random=False)
+    assert simulate(TRACE, "load") == simulate(TRACE, "load", is_random=False), (
+        "a single router has the full state"
+    )
 
 
 def test_speed_and_memory_aware_routing_is_better() -> None:
@@ -78,11 +80,11 @@ def test_speed_and_memory_aware_routing_is_better() -> None:
     for failures in (Failures(num_slow=2, slowness=4.0), Failures(num_scarce=4, scarcity=0.1)):
         trace = draw(SHAPES["mooncake-tool"], 600, 20, 5, grain=32)
         aware, unaware = (
-            tail(trace, "load", failures=failures, blind=unaware)[1] for unaware in (False, True)
+            simulate(trace, "load", failures=failures, blind=unaware)[1] for unaware in (False, True)
         )
         assert aware < unaware, failures
     equal = draw(SHAPES["mooncake-tool"], 300, 8, 5, grain=32)
-    assert tail(equal, "prefix")[:2] == tail(equal, "prefix", blind=True)[:2]
+    assert simulate(equal, "prefix")[:2] == simulate(equal, "prefix", blind=True)[:2]
 
 
 def test_results_are_saved_with_their_command(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def prefill_all(prefill: Server, numbers: range, port: int) -> dict[int, dict[st
     return found
 
 
-def ask_all(
+def send_all(
     clients: ThreadPoolExecutor, server: Server, params: dict[int, dict[str, Any]], proxy: ThrottledProxy
 ) -> dict[int, Future[dict[str, Any]]]:
     """Send all decode requests; return once the proxy has passed its limit of KV."""
@@ -85,7 +85,7 @@ def test_kill_during_a_kv_transfer(side: str, role: str) -> None:
             numbers = range(first * NUM_PROMPTS, (first + 1) * NUM_PROMPTS)
             reference = {number: text_of(answer_of(prefill, number)) for number in numbers}
             with ThrottledProxy(port, num_bytes) as proxy:
-                futures = ask_all(clients, decode, prefill_all(prefill, numbers, proxy.port), proxy)
+                futures = send_all(clients, decode, prefill_all(prefill, numbers, proxy.port), proxy)
                 kill(prefill if side == "prefill" else decode, role)
                 if role == "executor":
                     proxy.cut()
@@ -112,7 +112,7 @@ def test_prefill_server_is_killed() -> None:
         ThrottledProxy(port, PARTIAL_BYTES) as proxy,
     ):
         reference = {number: text_of(answer_of(prefill, number)) for number in numbers}
-        futures = ask_all(clients, decode, prefill_all(prefill, numbers, proxy.port), proxy)
+        futures = send_all(clients, decode, prefill_all(prefill, numbers, proxy.port), proxy)
         prefill.process.kill()
         proxy.cut()
         assert {number: text_of(each.result()) for number, each in futures.items()} == reference
@@ -131,7 +131,7 @@ def test_decode_server_is_killed() -> None:
     ):
         reference = {number: text_of(answer_of(prefill, number)) for number in numbers}
         params = prefill_all(prefill, numbers, proxy.port)
-        futures = ask_all(clients, decode, params, proxy)
+        futures = send_all(clients, decode, params, proxy)
         decode.process.kill()
         proxy.cut()
         for each in futures.values():

@@ -36,7 +36,7 @@ class Group:
     command: list[str]
     prefix: list[str]
 
-    def of_other(self, title: str) -> psutil.Process:
+    def process_on_other_host(self, title: str) -> psutil.Process:
         """Wait for a process of the other host and return it."""
         found: list[psutil.Process] = []
 
@@ -108,10 +108,10 @@ def test_kill_of_each_process_keeps_all_bytes(stages: int, size: int, tmp_path: 
         )
 
         async def rank() -> None:
-            both.of_other("-rank-").kill()
+            both.process_on_other_host("-rank-").kill()
 
         async def member() -> None:
-            both.of_other("quintet-host-1").kill()
+            both.process_on_other_host("quintet-host-1").kill()
 
         async def hub() -> None:
             title = "quintet-executor-0-hub"
@@ -121,12 +121,12 @@ def test_kill_of_each_process_keeps_all_bytes(stages: int, size: int, tmp_path: 
         async def first() -> None:
             kill(both.server, "executor")
 
-        async def whole_host() -> None:
+        async def kill_host() -> None:
             both.end_other()
             await asyncio.sleep(1.0)
             both.start_other()
 
-        for disturb in (rank, member, hub, first, whole_host):
+        for disturb in (rank, member, hub, first, kill_host):
             assert_same(
                 both.server,
                 reference,
@@ -142,7 +142,7 @@ def test_stalled_rank_of_the_other_host_is_replaced(stages: int, size: int, tmp_
         reference = asyncio.run(run_requests(both.server.url, requests))
 
         async def disturb() -> None:
-            both.of_other("-rank-").send_signal(signal.SIGSTOP)
+            both.process_on_other_host("-rank-").send_signal(signal.SIGSTOP)
 
         assert_same(
             both.server, reference, asyncio.run(run_requests(both.server.url, requests, disturb)), requests

@@ -22,7 +22,7 @@ PREFIXES = [
 """Each is longer than a run."""
 
 
-def long_crowd() -> list[StreamRequest]:
+def long_requests() -> list[StreamRequest]:
     """Return requests of which many share a prefix."""
     requests = random_requests(1, NUM_STREAMS, (40, 100))
     for number, each in enumerate(requests):
@@ -62,7 +62,7 @@ def test_kill_during_store_reads_and_writes(scheme: str, size: int, stages: int,
         pytest.importorskip("fsspec")
         (tmp_path / "kv").mkdir()  # like a bucket, the folder must exist
     rng, last = random.Random(1), size * stages - 1
-    requests = long_crowd()
+    requests = long_requests()
     flags = (*COMMON, *little_memory("model", NUM_STREAMS))
     flags += ("--tensor-parallel-size", str(size), "--pipeline-parallel-size", str(stages))
     with serve(*flags) as server:

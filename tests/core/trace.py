@@ -29,10 +29,8 @@ def poison_of(prompt: list[int]) -> int | None:
     return next((token for token in prompt if token >= RAISES), None)
 
 
-def strike(rows: list[tuple[NewRow, int, int]]) -> None:
-    """Raise as the poison demands: at its position, after the third output, or when decoding one token alone from
-    then on.
-    """
+def raise_poison(rows: list[tuple[NewRow, int, int]]) -> None:
+    """Raise `ExecutorFails` for a poison prompt: at its position, after the third output, or in a later one-token decode."""
     for row, start, count in rows:
         num_prompt = row.num_prompt_tokens
         prompt = list(codec.unpack_i32(row.token_ids))[:num_prompt]
@@ -140,7 +138,7 @@ def random_trace(
     groups = random_groups(rng) if in_groups else PLAIN
     if poisonous and in_groups:
         groups = [*groups, *PLAIN]  # with windows alone, poison may never be computed
-    fault = strike if poisonous else no_fault
+    fault = raise_poison if poisonous else no_fault
     world = random_world(rng, depth, fault, num_host_blocks, groups, stages, disk, peers, store, num_drafts)
     stems = [[rng.randrange(3, 200) for _ in range(40)] for _ in range(3)]
     sent: dict[int, Sent] = {}

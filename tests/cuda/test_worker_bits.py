@@ -104,8 +104,8 @@ def test_bits_of_other_kinds_of_layers(kind: str, tmp_path: Path, device: Device
 
 
 def test_bits_do_not_depend_on_preemption_or_graphs(config: EngineConfig, device: Device) -> None:
-    calm = ask(config, worker_on(device, config))
+    reference = ask(config, worker_on(device, config))
     small = with_blocks(config, 11)
     crowded = ask(small, worker_on(device, small, captured=False))
-    assert crowded.counters.preemptions > calm.counters.preemptions == 0
-    assert bits_of(crowded) == bits_of(calm)
+    assert crowded.counters.preemptions > reference.counters.preemptions == 0
+    assert bits_of(crowded) == bits_of(reference)

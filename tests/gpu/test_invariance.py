@@ -61,9 +61,9 @@ def test_bits_do_not_depend_on_the_batch(dtype: Dtype, tmp_path: Path, device_na
 
 def test_bits_do_not_depend_on_preemption(tmp_path: Path, device_name: str) -> None:
     config = dummy_config(tmp_path, device_name, batch_invariant=True)
-    calm = bits_of(config, ready_worker(config), range(1, NUM_REQUESTS + 1))
+    reference = bits_of(config, ready_worker(config), range(1, NUM_REQUESTS + 1))
     small = with_blocks(config, 96)
-    assert bits_of(small, ready_worker(small), range(1, NUM_REQUESTS + 1)) == calm
+    assert bits_of(small, ready_worker(small), range(1, NUM_REQUESTS + 1)) == reference
 
 
 def test_eager_step_has_the_bits_of_a_captured_step(tmp_path: Path, device_name: str) -> None:

@@ -24,15 +24,17 @@ def test_killed_executor_changes_no_byte_and_frees_its_memory(device_name: str, 
     idle_bytes = free_bytes(device_name)
     memory = f"{KV_BYTES >> 20}MiB" if device_name == "cuda" else "8MiB"
     with serve("--device", device_name, "--kv-cache-memory", memory, *FLAGS) as server:
-        calm = asyncio.run(run_requests(server.url, requested))
-        assert all(result.status == 200 and result.is_done and not result.error for result in calm.results)
+        undisturbed = asyncio.run(run_requests(server.url, requested))
+        assert all(
+            result.status == 200 and result.is_done and not result.error for result in undisturbed.results
+        )
         used_bytes = idle_bytes - free_bytes(device_name)
 
         async def disturb() -> None:
             server.children()["quintet-executor-0"].send_signal(signal.SIGKILL)
 
         run = asyncio.run(run_requests(server.url, requested, disturb))
-        assert not differences(calm, run, requested)
+        assert not differences(undisturbed, run, requested)
         assert all(result.is_done for result in run.results)
         report.figure(Figure("longest pause of a stream", run.longest_wait_s, "s"))
         wait_until(lambda: server.gauge("quintet:live_requests") == 0, "no live requests")

@@ -50,7 +50,7 @@ def test_killed_rank_changes_no_byte(device_name: str) -> None:
     """All ranks restart, and the streams resume."""
     requested = random_requests(1, NUM_STREAMS, (60, 160))
     with serve("--device", device_name, *RANKS, *FLAGS) as server:
-        calm = asyncio.run(run_requests(server.url, requested))
+        undisturbed = asyncio.run(run_requests(server.url, requested))
 
         async def disturb() -> None:
             executor = psutil.Process(server.children()["quintet-executor-0"].pid)
@@ -58,5 +58,5 @@ def test_killed_rank_changes_no_byte(device_name: str) -> None:
             rank.send_signal(signal.SIGKILL)
 
         run = asyncio.run(run_requests(server.url, requested, disturb))
-        assert not differences(calm, run, requested)
+        assert not differences(undisturbed, run, requested)
         assert all(result.is_done for result in run.results)

@@ -78,11 +78,11 @@ def test_overlap_changes_no_token(config: EngineConfig) -> None:
 def test_swapping_and_recomputing_change_no_token(config: EngineConfig) -> None:
     config = with_executor(config, batch_invariant=True)
     requested = {number: (prompt, params(number, 96)) for number, prompt in enumerate(prompts(24, VOCAB), 1)}
-    calm = run_all(config, ready_worker(config), requested)
-    assert calm.counters.preemptions == 0
+    reference = run_all(config, ready_worker(config), requested)
+    assert reference.counters.preemptions == 0
     for host_blocks in (0, 300):
         small = with_blocks(config, 80, swap_bytes=host_blocks * config.model.kv.bytes_per_block)
         pushed_out = run_all(small, ready_worker(small), requested)
         assert pushed_out.counters.preemptions > 0
         assert (pushed_out.counters.swap_in_blocks > 0) == (host_blocks > 0)
-        assert pushed_out.outputs == calm.outputs
+        assert pushed_out.outputs == reference.outputs

@@ -35,7 +35,7 @@ def chunked(body: bytes = BODY) -> bytes:
     return b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
 
 
-def talk(server: Any, *pieces: bytes) -> bytes:
+def send_raw(server: Any, *pieces: bytes) -> bytes:
     """Send pieces over one connection and return all that is received. The last piece asks for a close."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -61,25 +61,25 @@ CLOSING = head(b"connection: close", sized()) + BODY
 def test_an_http2_upgrade_offer_is_ignored_and_the_body_is_read(shared: Any, request_: bytes) -> None:
     for size in (len(request_), 7):
         pieces = [request_[at : at + size] for at in range(0, len(request_), size)]
-        received = talk(shared, *pieces, CLOSING)
+        received = send_raw(shared, *pieces, CLOSING)
         assert received.count(b"HTTP/1.1 200") == 2 and received.count(b'" t0 t1"') == 2
 
 
 def test_requests_with_upgrade_offers_can_be_pipelined(shared: Any) -> None:
     one = head(OFFER, sized()) + BODY
-    received = talk(shared, one * 3 + CLOSING)
+    received = send_raw(shared, one * 3 + CLOSING)
     assert received.count(b"HTTP/1.1 200") == 4 and received.count(b'" t0 t1"') == 4
 
 
 @pytest.mark.parametrize("offer", [b"h2c", b"websocket", b"TLS/1.0, HTTP/2.0"])
 def test_an_upgrade_offer_without_a_body_is_answered(shared: Any, offer: bytes) -> None:
     get = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: upgrade, close\r\nupgrade: %b\r\n\r\n" % offer
-    assert talk(shared, get).startswith(b"HTTP/1.1 200")
+    assert send_raw(shared, get).startswith(b"HTTP/1.1 200")
 
 
 def test_request_smuggling_with_an_upgrade_offer_is_refused(shared: Any) -> None:
     twice = head(OFFER, sized(), b"transfer-encoding: chunked") + chunked()
-    assert talk(shared, twice).startswith(b"HTTP/1.1 400")
+    assert send_raw(shared, twice).startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_request_smuggling_with_an_upgrade_offer_is_refused(shared: Any) -> None
     ],
 )
 def test_unreadable_requests_have_an_error_message(shared: Any, sent: bytes, words: bytes) -> None:
-    received = talk(shared, sent)
+    received = send_raw(shared, sent)
     assert received.startswith(b"HTTP/1.1 400") and words in received
     assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == 400
 
@@ -101,15 +101,15 @@ def test_unreadable_requests_have_an_error_message(shared: Any, sent: bytes, wor
 
 def test_a_stream_over_http_1_0_ends_with_its_connection(shared: Any) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 3, "stream": True}).encode()
-    headers, _, stream = talk(shared, head(sized(body), version=b"1.0") + body).partition(b"\r\n\r\n")
+    headers, _, stream = send_raw(shared, head(sized(body), version=b"1.0") + body).partition(b"\r\n\r\n")
     assert b"200" in headers and b"transfer-encoding" not in headers and b"connection: close" in headers
     assert stream.startswith(b"id: ") and stream.endswith(b"data: [DONE]\n\n")
 
 
 def test_an_answer_over_http_1_0_has_a_content_length(shared: Any) -> None:
-    headers, _, body = talk(shared, head(sized(), b"expect: 100-continue", version=b"1.0") + BODY).partition(
-        b"\r\n\r\n"
-    )
+    headers, _, body = send_raw(
+        shared, head(sized(), b"expect: 100-continue", version=b"1.0") + BODY
+    ).partition(b"\r\n\r\n")
     assert headers.startswith(b"HTTP/1.1 200") and b"content-length: %d" % len(body) in headers
     assert json.loads(body)["choices"][0]["text"] == TEXT
 
@@ -150,7 +150,7 @@ def test_a_compressed_body_may_be_chunked(shared: Any) -> None:
     packed = gzipped(BODY)
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in packed) + b"0\r\n\r\n"
     closing = head(b"content-encoding: gzip", b"transfer-encoding: chunked", b"connection: close")
-    assert b'" t0 t1"' in talk(shared, closing, pieces)
+    assert b'" t0 t1"' in send_raw(shared, closing, pieces)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_the_decompressed_size_is_bounded(serve: Callable[..., Any]) -> None:
     refused = server.ask("POST", C, bomb[:9_000], {"content-encoding": "gzip"})
     assert refused.status == 413 and "when decompressed" in refused.json["error"]["message"]
     assert refused.json["error"]["type"] == "RequestEntityTooLargeError"
-    assert talk(server, stretched).startswith(b"HTTP/1.1 413")
+    assert send_raw(server, stretched).startswith(b"HTTP/1.1 413")
     assert server.ask("POST", C, BODY).status == 200
     assert server.service.bodies.num_open_bytes == 0
 

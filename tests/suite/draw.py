@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.whole or is_named(config):
         taken = set(items)
     else:
-        taken = set(thinned(fast_suite(items, config.option.seed), config.option.seed))
+        taken = set(sampled_tests(fast_suite(items, config.option.seed), config.option.seed))
     if config.option.share < 1:
         taken = set(share_of(selected_in_order(items, taken), config.option.share, config.option.seed))
     deselected = [item for item in items if item not in taken]
@@ -94,7 +94,7 @@ def fast_suite(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     return chosen
 
 
-def thinned(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
+def sampled_tests(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     """Return the tests without those that a folder's share drops."""
     chosen: list[pytest.Item] = []
     for folder, group in itertools.groupby(items, lambda item: package_of(item.path)):

@@ -44,7 +44,7 @@ def test_plain_files_equal_the_librarys(
     check_equal(tmp_path / "tokenizer.json", tokenizer.get_vocab_size() + more)
 
 
-def leave_out_an_id(file: dict[str, Any]) -> None:
+def skip_ids(file: dict[str, Any]) -> None:
     vocab = file["model"]["vocab"]
     merged = next(token for token in reversed(vocab) if len(token) > 1)
     vocab[merged] = max(vocab.values()) + 1000  # ids have gaps: the last one exceeds the number of tokens
@@ -54,12 +54,12 @@ def leave_out_an_id(file: dict[str, Any]) -> None:
 
 
 def test_gaps_between_ids_are_empty(tokenizers_by_style: dict[str, Tokenizer], tmp_path: Path) -> None:
-    path = changed(tokenizers_by_style["byte_level"], tmp_path, leave_out_an_id)
+    path = changed(tokenizers_by_style["byte_level"], tmp_path, skip_ids)
     check_equal(path, 0)
     check_equal(path, 3000)
 
 
-def misnumber(file: dict[str, Any]) -> None:
+def shift_an_id(file: dict[str, Any]) -> None:
     file["added_tokens"][-1]["id"] += 1
 
 
@@ -67,7 +67,7 @@ def repeat(file: dict[str, Any]) -> None:
     file["added_tokens"].append(file["added_tokens"][-1])
 
 
-def share_an_id(file: dict[str, Any]) -> None:
+def duplicate_an_id(file: dict[str, Any]) -> None:
     vocab = file["model"]["vocab"]
     first, second, *_ = vocab
     vocab[first] = vocab[second]
@@ -85,7 +85,7 @@ def changed(tokenizer: Tokenizer, folder: Path, change: Callable[[dict[str, Any]
     return path
 
 
-@pytest.mark.parametrize("change", [misnumber, repeat, share_an_id, name_no_model])
+@pytest.mark.parametrize("change", [shift_an_id, repeat, duplicate_an_id, name_no_model])
 def test_ambiguous_files_are_left_to_the_library(
     tokenizers_by_style: dict[str, Tokenizer], tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:

@@ -30,14 +30,14 @@ def supervisor(tmp_path: Path) -> Iterator[Inbox[Heartbeat]]:
     bus.close()
 
 
-def beats_until(inbox: Inbox[Heartbeat], progress: int) -> list[Heartbeat]:
+def heartbeats_until(inbox: Inbox[Heartbeat], progress: int) -> list[Heartbeat]:
     """Return the heartbeats up to the first with this progress."""
-    beats: list[Heartbeat] = []
+    heartbeats: list[Heartbeat] = []
     deadline = time.monotonic() + DEADLINE_S
-    while not beats or beats[-1].progress < progress:
-        assert time.monotonic() < deadline, beats
-        beats += inbox.wait(1.0)
-    return beats
+    while not heartbeats or heartbeats[-1].progress < progress:
+        assert time.monotonic() < deadline, heartbeats
+        heartbeats += inbox.wait(1.0)
+    return heartbeats
 
 
 def test_heartbeats_continue_while_the_loop_computes(supervisor: Inbox[Heartbeat], tmp_path: Path) -> None:
@@ -46,11 +46,13 @@ def test_heartbeats_continue_while_the_loop_computes(supervisor: Inbox[Heartbeat
     process.account = lambda: (next(done), 1)
     process.start_heartbeat_thread()
     try:
-        beats = beats_until(supervisor, progress=5)  # this thread, the loop's, receives nothing meanwhile
+        heartbeats = heartbeats_until(
+            supervisor, progress=5
+        )  # this thread, the loop's, receives nothing meanwhile
     finally:
         process.close()
-    assert {beat.worker for beat in beats} == {ME}
-    assert {beat.pending for beat in beats} == {1}
+    assert {beat.worker for beat in heartbeats} == {ME}
+    assert {beat.pending for beat in heartbeats} == {1}
 
 
 def test_few_heartbeats_carry_metrics(supervisor: Inbox[Heartbeat], tmp_path: Path) -> None:
@@ -61,11 +63,11 @@ def test_few_heartbeats_carry_metrics(supervisor: Inbox[Heartbeat], tmp_path: Pa
             steps.inc()
             process.progress += 1
             process.beat()
-        beats = beats_until(supervisor, progress=20)
+        heartbeats = heartbeats_until(supervisor, progress=20)
     finally:
         process.close()
-    assert sum(1 for beat in beats if beat.metrics) < 10
-    assert beats[0].metrics
+    assert sum(1 for beat in heartbeats if beat.metrics) < 10
+    assert heartbeats[0].metrics
 
 
 def test_final_metrics_are_sent_at_exit(supervisor: Inbox[Heartbeat], tmp_path: Path) -> None:
@@ -74,13 +76,13 @@ def test_final_metrics_are_sent_at_exit(supervisor: Inbox[Heartbeat], tmp_path: 
     process.beat()
     steps.inc(3)
     process.close()
-    beats: list[Heartbeat] = []
+    heartbeats: list[Heartbeat] = []
     deadline = time.monotonic() + DEADLINE_S
-    while len(beats) < 2:
-        assert time.monotonic() < deadline, beats
-        beats += supervisor.wait(1.0)
+    while len(heartbeats) < 2:
+        assert time.monotonic() < deadline, heartbeats
+        heartbeats += supervisor.wait(1.0)
     step_counters = [
-        series for series in decode_snapshot(beats[-1].metrics).counters if series.name == "steps"
+        series for series in decode_snapshot(heartbeats[-1].metrics).counters if series.name == "steps"
     ]
     assert [series.value for series in step_counters] == [3]
 

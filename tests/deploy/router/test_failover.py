@@ -64,13 +64,13 @@ def test_rejection_is_passed_on_despite_later_connection_loss() -> None:
             writer.write(DONE)
             writer.close()
 
-        async def dies_late(_: Upstream, received: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        async def fail_late(_: Upstream, received: dict[str, Any], writer: asyncio.StreamWriter) -> None:
             other.append(asyncio.ensure_future(w.request(C, STREAM)))
             await later.wait()
             writer.transport.abort()
 
         other: list[Any] = []
-        async with world(dies_late, refuses_then_streams) as w:
+        async with world(fail_late, refuses_then_streams) as w:
             w.ups[1].keeps = True
             prefer(w, 1, 0)
             response = await w.request(C, {"prompt": "x"})
@@ -82,7 +82,7 @@ def test_rejection_is_passed_on_despite_later_connection_loss() -> None:
     run(scenario())
 
 
-def dies_on_its_second(status: bytes = KEPT) -> Answer:
+def fail_on_second_request(status: bytes = KEPT) -> Answer:
     async def answer(up: Upstream, received: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if len(up.received) == 2:
             writer.transport.abort()
@@ -95,7 +95,7 @@ def dies_on_its_second(status: bytes = KEPT) -> Answer:
 @pytest.mark.parametrize("is_at_once", [True, False])
 def test_only_immediate_break_of_reused_connection_is_retried(is_at_once: bool) -> None:
     async def scenario() -> None:
-        async with world(whole, dies_on_its_second()) as w:
+        async with world(whole, fail_on_second_request()) as w:
             w.ups[1].keeps = True
             prefer(w, 1, 0)
             await w.request(C, {"prompt": "x"})
@@ -109,7 +109,7 @@ def test_only_immediate_break_of_reused_connection_is_retried(is_at_once: bool) 
 
 def test_non_idempotent_request_uses_a_new_connection() -> None:
     async def scenario() -> None:
-        async with world(whole, dies_on_its_second()) as w:
+        async with world(whole, fail_on_second_request()) as w:
             w.ups[1].keeps = True
             prefer(w, 1, 0)
             await w.request(C, {"prompt": "x"})

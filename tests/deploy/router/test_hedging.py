@@ -231,7 +231,7 @@ def test_lost_copy_counts_when_the_first_answers() -> None:
             slow.may_answer.set()
             writer.transport.abort()
 
-        async def begins_and_dies(
+        async def fail_after_first_bytes(
             up: Upstream, received: dict[str, Any], writer: asyncio.StreamWriter
         ) -> None:
             await slow.may_answer.wait()
@@ -239,7 +239,7 @@ def test_lost_copy_counts_when_the_first_answers() -> None:
                 await asyncio.sleep(0.005)
             await respond(head(200), b": keep-alive\n", cut=True)(up, received, writer)
 
-        async with world(begins_and_dies, dies, whole, hedge_after_s=0.02) as w:
+        async with world(fail_after_first_bytes, dies, whole, hedge_after_s=0.02) as w:
             copied = list(w.servers)[1]
             prefer_first(w)
             response = await w.request(C, STREAM)

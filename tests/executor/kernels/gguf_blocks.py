@@ -48,16 +48,16 @@ def q4_1(b: Bytes) -> Floats:
     return half(b, 0) * nibbles(b[:, 4:]) + half(b, 2)
 
 
-def fifth(packed: Bytes) -> Bytes:
+def fifth_bits(packed: Bytes) -> Bytes:
     return np.unpackbits(packed, axis=1, bitorder="little") << 4
 
 
 def q5_0(b: Bytes) -> Floats:
-    return half(b, 0) * ((nibbles(b[:, 6:]) | fifth(b[:, 2:6])).astype(np.float32) - 16)
+    return half(b, 0) * ((nibbles(b[:, 6:]) | fifth_bits(b[:, 2:6])).astype(np.float32) - 16)
 
 
 def q5_1(b: Bytes) -> Floats:
-    return half(b, 0) * (nibbles(b[:, 8:]) | fifth(b[:, 4:8])) + half(b, 2)
+    return half(b, 0) * (nibbles(b[:, 8:]) | fifth_bits(b[:, 4:8])) + half(b, 2)
 
 
 def six_bit_scales(packed: Bytes) -> tuple[Bytes, Bytes]:

@@ -161,7 +161,7 @@ class Requests:
             stored = STORED.get(shape.kv_dtype, torch.Tensor.double)
             k, v = stored(k), stored(v)
         if (shape.dtype, shape.kv_dtype) == (torch.bfloat16, torch.quint4x2) and isa() in MATRIX_UNITS:
-            k, v = away_to_bf16(k), away_to_bf16(v)
+            k, v = round_away_to_bf16(k), round_away_to_bf16(v)
         if shape.values_in_keys:
             v = k[..., : shape.value_width]
         return q.double(), k, v
@@ -193,7 +193,7 @@ def in_eighths(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return codes.double() * scale.double()
 
 
-def away_to_bf16(x: torch.Tensor) -> torch.Tensor:
+def round_away_to_bf16(x: torch.Tensor) -> torch.Tensor:
     """Round to bf16 as a matrix unit reads 4-bit numbers: nearest bf16 of the fp32 value, ties away from zero."""
     bits = (x.float().view(torch.int32) + 0x8000) & -0x10000
     return bits.view(torch.float32).double()

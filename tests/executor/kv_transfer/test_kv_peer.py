@@ -176,41 +176,43 @@ def test_a_peer_that_sends_only_foreign_replies_is_a_miss(
     monkeypatch.setattr(link, limit, 0.3)
     _, takes = sides(closed)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    talker = context.socket(zmq.ROUTER)
+    peer = context.socket(zmq.ROUTER)
     closed.callback(context.term)
-    closed.callback(talker.close, 0)
-    port = talker.bind_to_random_port("tcp://127.0.0.1")
+    closed.callback(peer.close, 0)
+    port = peer.bind_to_random_port("tcp://127.0.0.1")
     is_over = threading.Event()
 
-    def talk() -> None:
-        sender, _ = talker.recv_multipart()
+    def send_stale_replies() -> None:
+        sender, _ = peer.recv_multipart()
         while not is_over.wait(0.02):
-            talker.send_multipart((sender, encode(BlockReply(99, 0, b"")), b""))
+            peer.send_multipart((sender, encode(BlockReply(99, 0, b"")), b""))
 
-    thread = threading.Thread(target=talk)
+    thread = threading.Thread(target=send_stale_replies)
     thread.start()
     assert takes.pull(f"127.0.0.1:{port}", [FIRST], KEYS[:1]) == ([], [FIRST])
     is_over.set()
     thread.join()
 
 
-@pytest.mark.parametrize("lie", ["digest", "length", "place", "nonsense", "name"])
-def test_an_invalid_reply_is_a_miss(closed: ExitStack, caplog: pytest.LogCaptureFixture, lie: str) -> None:
+@pytest.mark.parametrize("invalid_part", ["digest", "length", "place", "nonsense", "name"])
+def test_an_invalid_reply_is_a_miss(
+    closed: ExitStack, caplog: pytest.LogCaptureFixture, invalid_part: str
+) -> None:
     _, takes = sides(closed)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    liar = context.socket(zmq.ROUTER)
+    peer = context.socket(zmq.ROUTER)
     closed.callback(context.term)
-    closed.callback(liar.close, 0)
-    port = liar.bind_to_random_port("tcp://127.0.0.1")
+    closed.callback(peer.close, 0)
+    port = peer.bind_to_random_port("tcp://127.0.0.1")
 
     def answer() -> None:
-        sender, head = liar.recv_multipart()
+        sender, head = peer.recv_multipart()
         assert b"ask" in head
-        given = BlockReply(1, 7 if lie == "place" else 0, b"d" * 32)
-        frame = b"\xc1" if lie == "nonsense" else encode(given)
-        if lie == "name":
+        given = BlockReply(1, 7 if invalid_part == "place" else 0, b"d" * 32)
+        frame = b"\xc1" if invalid_part == "nonsense" else encode(given)
+        if invalid_part == "name":
             frame = encode(IdentityMismatch(1, {"\n12:00:00 supervisor INFO all is well": ""}))
-        liar.send_multipart((sender, frame, b"0" * (1 if lie == "length" else 2 * LAYER_BYTES)))
+        peer.send_multipart((sender, frame, b"0" * (1 if invalid_part == "length" else 2 * LAYER_BYTES)))
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -221,18 +223,18 @@ def test_an_invalid_reply_is_a_miss(closed: ExitStack, caplog: pytest.LogCapture
 
 def test_an_invalid_message_between_requests_closes_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "WINDOW_BYTES", 1)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
-        liar.linger = 0
-        port = liar.bind_to_random_port("tcp://127.0.0.1")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as peer:
+        peer.linger = 0
+        port = peer.bind_to_random_port("tcp://127.0.0.1")
         with closing(Link(context, f"127.0.0.1:{port}", None, b"w" * 32, PARTS, 2 * LAYER_BYTES)) as asks:
             blocks = asks.fetch(KEYS)
 
-            def lie() -> None:
-                sender, _ = liar.recv_multipart()
-                liar.send_multipart((sender, encode(BlocksMissing(1, [0]))))
-                liar.send_multipart((sender, b"0" * (messages.MAX_HEAD_BYTES + 1)))
+            def send_invalid_message() -> None:
+                sender, _ = peer.recv_multipart()
+                peer.send_multipart((sender, encode(BlocksMissing(1, [0]))))
+                peer.send_multipart((sender, b"0" * (messages.MAX_HEAD_BYTES + 1)))
 
-            thread = threading.Thread(target=lie)
+            thread = threading.Thread(target=send_invalid_message)
             thread.start()
             arrived = []
             with pytest.raises(PeerLost):

@@ -262,7 +262,7 @@ def walk_with_drafts(grammars: Grammars, grammar: str, seed: int) -> tuple[list[
                 break
 
 
-def walk_without(grammars: Grammars, grammar: str) -> tuple[list[int], bool]:
+def run_without_drafts(grammars: Grammars, grammar: str) -> tuple[list[int], bool]:
     outputs = list[int]()
     enter(grammars, 5, grammar)
     while outputs[-1:] != [EOS]:
@@ -283,7 +283,7 @@ def chosen_of(choices: list[int], index: int) -> int:
 @pytest.mark.parametrize("grammar", [JSON, YES])
 def test_masks_along_drafts_are_those_without(grammars: Grammars, grammar: str) -> None:
     """Also after rejected drafts."""
-    wanted = walk_without(grammars, grammar)
+    wanted = run_without_drafts(grammars, grammar)
     for seed in range(10):
         assert walk_with_drafts(grammars, grammar, seed) == wanted
     assert not wanted[1]
@@ -296,7 +296,7 @@ def test_grammar_exceeds_its_limits_at_the_same_token_with_drafts(
     """Rejected drafts and other requests of the same grammar do not count."""
     limits = LLParserLimits(max_lexer_states=most, verbose_errors=False)
     monkeypatch.setattr("quintet.process.grammars.bounds", lambda: limits)
-    wanted = walk_without(grammars, JSON)
+    wanted = run_without_drafts(grammars, JSON)
     for seed in range(5):
         assert walk_with_drafts(grammars, JSON, seed) == wanted
     assert most > 40 or wanted[1]

@@ -31,13 +31,13 @@ def masks_of(vocab_size: int, allowed: list[list[int]], extra: int = 0) -> Masks
     return Masks(words, np.where([bool(tokens) for tokens in allowed], rows, -1))
 
 
-def drawn_both(
+def draw_on_both(
     logits: torch.Tensor, params: list[SamplingParams], masks: Masks
 ) -> tuple[list[int], list[int]]:
     slots = np.arange(len(params))
     one, other = (
-        ways(logits, table(params), slots, positions_of(len(params)), None, masks).tolist()
-        for ways in (draw_on_host, draw)
+        method(logits, table(params), slots, positions_of(len(params)), None, masks).tolist()
+        for method in (draw_on_host, draw)
     )
     return one, other
 
@@ -61,7 +61,7 @@ def test_a_masked_row_draws_as_if_other_logits_were_minus_infinity(
     masks = masks_of(vocab_size, allowed, extra=70)
     params = [MODES[mode]] * ROWS
     expected = draw_on_host(alone, table(params), np.arange(ROWS), positions_of(ROWS)).tolist()
-    assert drawn_both(logits, params, masks) == (expected, expected)
+    assert draw_on_both(logits, params, masks) == (expected, expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -71,5 +71,5 @@ def test_a_mask_holds_for_any_logits(mode: str, logit: float) -> None:
     logits = torch.zeros(3, 100)
     for row, tokens in enumerate(allowed):
         logits[row, tokens] = logit
-    for drawn in drawn_both(logits, [MODES[mode]] * 3, masks_of(100, allowed)):
+    for drawn in draw_on_both(logits, [MODES[mode]] * 3, masks_of(100, allowed)):
         assert all(token in tokens for token, tokens in zip(drawn, allowed, strict=True))

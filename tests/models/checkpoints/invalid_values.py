@@ -79,7 +79,7 @@ def resolved(folder: Path, block_size: int, **options: Any) -> EngineConfig:
     return resolve(Options(**{**words, **limits, **options}), RUN_DIR).config
 
 
-def try_out(folder: Path, block_size: int, **options: Any) -> str | None:
+def load_and_run(folder: Path, block_size: int, **options: Any) -> str | None:
     """Resolve, build and run a folder's model. Returns the one-line error; None if it computes."""
     try:
         config = resolved(folder, block_size, **options)

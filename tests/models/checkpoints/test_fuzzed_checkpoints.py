@@ -17,7 +17,7 @@ from tests.models.checkpoints.invalid_values import (
     INVALID_VALUES,
     SMALL,
     invalid_value,
-    try_out,
+    load_and_run,
     without_hf_config,
 )
 
@@ -105,7 +105,7 @@ def fuzz_checkpoints(folder: Path, seeds: range) -> tuple[int, int]:
                 )
             )
         try:
-            refusal = try_out(
+            refusal = load_and_run(
                 folder, draw.choice([4, 16]), quantization=draw.choice(["none", "none", "int8"])
             )
         except Exception as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tests.models.checkpoints.invalid_values import SMALL, invalid_value, try_out, without_hf_config
+from tests.models.checkpoints.invalid_values import SMALL, invalid_value, load_and_run, without_hf_config
 from tests.models.test_equal import ROWS
 
 from quintet.executor.model_config.registry import FAMILIES
@@ -170,7 +170,7 @@ def fuzz_hf_configs(
         draw = random.Random(seed)
         (folder / "config.json").write_text(json.dumps(make(draw)))
         try:
-            refusal = try_out(folder, draw.choice([4, 16]), load_format="dummy")
+            refusal = load_and_run(folder, draw.choice([4, 16]), load_format="dummy")
         except Exception as error:
             error.add_note(f"seed {seed}: {(folder / 'config.json').read_text()}")
             raise
@@ -197,7 +197,7 @@ def test_every_architecture_has_a_valid_config(folder: Path, working: ConfigJson
     assert working.keys() == FAMILIES.keys()
     for hf_configs in working.values():
         (folder / "config.json").write_text(json.dumps(hf_configs[0]))
-        assert try_out(folder, 16, load_format="dummy") is None, hf_configs[0]
+        assert load_and_run(folder, 16, load_format="dummy") is None, hf_configs[0]
 
 
 def test_invalid_config_of_any_family_is_rejected_or_computes(folder: Path, working: ConfigJsons) -> None:
@@ -241,7 +241,7 @@ def test_previously_found_hf_configs(
     for key, value in changes.items():
         hf_config[key] = hf_config[key] | value if key in hf_config and isinstance(value, dict) else value
     (folder / "config.json").write_text(json.dumps(hf_config))
-    refusal = try_out(folder, block_size, load_format="dummy")
+    refusal = load_and_run(folder, block_size, load_format="dummy")
     assert refusal is None if words is None else refusal is not None and words in refusal
 
 
@@ -249,7 +249,7 @@ def test_config_unsupported_by_transformers_is_rejected(folder: Path, working: C
     """It builds the model, and fails in the middle of a forward pass."""
     hf_config = working["DeepseekV2ForCausalLM"][0] | {"architectures": ["Unknown"], "num_key_value_heads": 5}
     (folder / "config.json").write_text(json.dumps(hf_config))
-    refusal = try_out(folder, 16, load_format="dummy")
+    refusal = load_and_run(folder, 16, load_format="dummy")
     assert refusal is not None and "a test pass failed: RuntimeError" in refusal
 
 
@@ -258,7 +258,7 @@ def test_invalid_name_is_rejected(folder: Path, working: ConfigJsons, name: str)
     (folder / "config.json").write_text(
         json.dumps(working["FalconForCausalLM"][0] | {"architectures": [name]})
     )
-    refusal = try_out(folder, 16, load_format="dummy")
+    refusal = load_and_run(folder, 16, load_format="dummy")
     assert refusal is not None and "has neither `architectures` nor `model_type`" in refusal
 
 
@@ -271,13 +271,13 @@ def test_many_invalid_configs_of_all_families(folder: Path, working: ConfigJsons
 def test_heads_of_one_number_compute(folder: Path) -> None:
     hf_config = {**SMALL, "architectures": ["BioGptForCausalLM"], "head_dim": 1}
     (folder / "config.json").write_text(json.dumps(hf_config))
-    assert try_out(folder, 4, load_format="dummy") is None
+    assert load_and_run(folder, 4, load_format="dummy") is None
 
 
 def test_long_value_is_shortened_in_the_error(folder: Path) -> None:
     hf_config = {**SMALL, "architectures": ["LlamaForCausalLM"], "dtype": "x" * 5000}
     (folder / "config.json").write_text(json.dumps(hf_config))
-    refusal = try_out(folder, 4, load_format="dummy")
+    refusal = load_and_run(folder, 4, load_format="dummy")
     assert refusal is not None and "x" * 20 in refusal
 
 

@@ -36,7 +36,9 @@ PROMPTS = {10 * index + 10: prompt for index, prompt in enumerate(prompts_of((1,
 """Prompts of `run`, by request id."""
 
 
-def foresee(worker: Worker | PipelineWorker, prompts: dict[int, list[int]], plain: Recorder) -> None:
+def use_oracle_drafts(
+    worker: Worker | PipelineWorker, prompts: dict[int, list[int]], plain: Recorder
+) -> None:
     """Propose the tokens of an earlier run without choices, as many as allowed."""
     speculation = worker._speculation
     assert speculation is not None
@@ -59,7 +61,7 @@ def test_ranks_have_the_outputs_without_drafts(
         worker = loaded.worker
         assert isinstance(worker, Worker)
         plain = run(changed(loaded.config, speculative=None), worker, PARAMS[params])
-        foresee(worker, PROMPTS, plain)
+        use_oracle_drafts(worker, PROMPTS, plain)
         config = changed(loaded.config)
         for each in (config, with_blocks(config, few_blocks(config))):
             driver = run(each, worker, PARAMS[params])
@@ -79,7 +81,7 @@ def test_stages_have_the_outputs_without_drafts(
         worker: Any = loaded.worker
         assert isinstance(worker, PipelineWorker)
         plain = run(changed(loaded.config, speculative=None), worker, PARAMS[params])
-        foresee(worker, PROMPTS, plain)
+        use_oracle_drafts(worker, PROMPTS, plain)
         config = changed(loaded.config)
         for each in (config, with_blocks(config, few_blocks(config))):
             driver = run(each, worker, PARAMS[params])
@@ -126,7 +128,7 @@ def test_stages_have_the_structured_outputs_without_drafts(stages: int, tmp_path
         requests = byte_vocabulary.requested()
         plain = run_requests(changed(loaded.config, speculative=None), worker, requests)
         byte_vocabulary.check({number: plain.outputs[10 * number + 10] for number in range(len(requests))})
-        foresee(worker, {key: prompt_of(key // 10 - 1) for key in plain.outputs}, plain)
+        use_oracle_drafts(worker, {key: prompt_of(key // 10 - 1) for key in plain.outputs}, plain)
         driver = run_requests(changed(loaded.config), worker, requests)
         assert driver.outputs == plain.outputs and driver.endings == plain.endings
         assert driver.logprobs == plain.logprobs

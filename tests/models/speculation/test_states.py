@@ -15,7 +15,7 @@ from tests.models.small_models import prompts_of
 from tests.models.speculation.draft_heads import record_drafts
 from tests.models.speculation.test_bits import PARAMS, drafting, run
 from tests.models.speculation.test_draft_model import saved
-from tests.models.speculation.test_layouts import PROMPTS, foresee
+from tests.models.speculation.test_layouts import PROMPTS, use_oracle_drafts
 from tests.models.test_engine import CoreAndWorker, changed
 from tests.models.test_equal import ROWS, made
 from tests.models.test_hybrids import HF_CONFIG, of_tests
@@ -35,7 +35,7 @@ def check(folder: Path, params: str, dtype: str, **options: str) -> None:
         loaded = load(folder, dtype, speculative_config=DRAFTS, **options)  # type: ignore[arg-type]
         config, worker = changed(loaded.config), loaded.worker
         plain = run(changed(config, speculative=None), worker, PARAMS[params])
-        foresee(worker, PROMPTS, plain)
+        use_oracle_drafts(worker, PROMPTS, plain)
         variants: dict[str, EngineConfig] = {
             "together": config,
             "synchronous": changed(config, max_steps_in_flight=1),

@@ -84,7 +84,7 @@ def run(config: EngineConfig, worker: Any, requests: list[SamplingParams]) -> Re
     return driver
 
 
-def foreseeing(config: EngineConfig, plain: Recorder) -> Worker:
+def oracle_worker(config: EngineConfig, plain: Recorder) -> Worker:
     """Return a worker with drafts from an earlier run, one in four of them wrong."""
     worker = drafting_worker(config)
     assert worker._speculation is not None
@@ -95,7 +95,7 @@ def foreseeing(config: EngineConfig, plain: Recorder) -> Worker:
 
 def assert_same(config: EngineConfig, plain: Recorder, requests: list[SamplingParams]) -> None:
     """Compare schedules with drafts to a run without."""
-    worker = foreseeing(config, plain)
+    worker = oracle_worker(config, plain)
     variants = {
         "together": config,
         "synchronous": changed(config, max_steps_in_flight=1),
