@@ -3,8 +3,8 @@
     python -m bench.drafters [--tokens 1024 8192 32768] [--cached 500]
 
 The text is random: tokens by a power law, and copies of earlier parts. Its next tokens are known, so accepted drafts advance the
-request as in a server. Prints one JSON object: per method and length, the time to index the text, the median and 95th percentile
-of a proposal for one row, and the number of accepted drafts.
+request as in a server. Prints one JSON object. For each method and length it has: the time to index the text, median and 95th
+percentile of a proposal for one row, and the number of accepted drafts.
 """
 
 from __future__ import annotations

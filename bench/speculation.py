@@ -12,8 +12,9 @@ the same instruction with different data.
 --llama-cpp: the Python of an environment with llama-cpp-python, such as that of `bench.peers`. Rows of one stream then have
 llama.cpp's tokens per second on the same GGUF file and prompt, without drafts and with its prompt lookup. Its outputs may differ.
 
-Prints one JSON object: date, machine, commit; per kind and number of streams, tokens per second without drafts, the median ratio
-with drafts, the smallest and largest ratio, the acceptance rate, and the share of steps that accept the draft at each position.
+Prints one JSON object with date, machine and commit. For each kind of text and number of streams it has: tokens per second
+without drafts; median, smallest and largest ratio with drafts; acceptance rate; share of steps that accept the draft at each
+position.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python -m bench.startup MODEL --repetitions 5 -- --packed-cache DIR
                                                        flags of `quintet serve` after --
 
-The clock starts with the supervisor's process. For each process the table has the time of its start, the time until it is ready,
-its CPU time, the import time of its modules in a new interpreter, and its PSS after the first token. The executor's log line has
-the load time of the weights. Model files are read into the page cache before, so that the disk is not measured.
+The clock starts with the supervisor's process. The table has, for each process: its start, the time until it is ready, its CPU
+time, and its PSS after the first token. The import time of its modules is measured in a new interpreter. The executor's log line
+has the load time of the weights. Model files are read into the page cache before, so that the disk is not measured.
 """
 
 from __future__ import annotations

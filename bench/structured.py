@@ -2,9 +2,9 @@
 
     python -m bench.structured [--rows 64] [--pairs 5] [--library-only] [--model FOLDER] [--tokens 384]
 
-Library: times to open the vocabulary of the null model (33,024 tokens, `bench.null_model`), to compile a schema, to compute a
-mask and to accept a token, along documents that the schemas allow. Mask times are CPU times of the thread, with copies of one
-matcher (a cached schema) and with new matchers.
+Library: times to open the vocabulary of the null model (33,024 tokens, `bench.null_model`) and to compile a schema. Along
+documents that the schemas allow: times to compute a mask and to accept a token. Mask times are CPU times of the thread, with
+copies of one matcher (a cached schema) and with new matchers.
 
 Batch: ``--rows`` requests of ``--tokens`` tokens through `LLM`, alternately without a schema and with one that needs more tokens.
 Prints medians of the pairs and of their ratios.

@@ -2,8 +2,8 @@
 
     python -m bench.tokenize_memory [--mib 20]
 
-Starts `quintet serve` with the embedded model, sends the requests, and prints JSON: for each kind of text the resident memory of
-the processes before, at its maximum (the kernel's high-water mark), and after the requests, in MiB.
+Starts `quintet serve` with the embedded model and sends the requests. Prints JSON with the resident memory of the processes in
+MiB, for each kind of text: before the requests, at its maximum (the kernel's high-water mark), and after them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write GGUF files with random bf16 weights for the architectures of llama.cpp. Runs in llama.cpp's environment.
 
-The time of a step depends on shapes alone. So a file has the metadata and tensors that llama.cpp needs, with the names of the
-GGUF specification, and the size of the vocabulary without its tokens.
+The time of a step depends on shapes alone. So a file has only the metadata and tensors that llama.cpp needs. Names are those of
+the GGUF specification. The vocabulary has a size, but no tokens.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class LlamaCpp:
             raise ValueError(status or "the driver of llama.cpp ended")
 
     def step_s(self, num_rows: int, context: int, steps: int) -> list[float]:
-        """Run ``steps`` decode steps; return the step_s of each. A change of ``num_rows`` prefills ``context`` tokens first."""
+        """Run ``steps`` decode steps; return the seconds of each. A change of ``num_rows`` prefills ``context`` tokens first."""
         assert self._process.stdin is not None
         print(num_rows, context, steps, file=self._process.stdin, flush=True)
         answer: list[float] = json.loads(self._read_line())

@@ -2,10 +2,10 @@
 
     python -m bench.fleet [--engines 64] [--requests 20000] [--policies prefix load round-robin] [--routers 1] [--grain 16]
 
-Replays a trace (`bench/fleet/traces.py`) with each routing policy: the same requests at the same times. Prints the prefix cache
-hits as a share of those of one unbounded cache, the time to first token, and the share of requests with a first token within
-``--within`` seconds. The first quarter of the requests fills the caches and is not counted. docs/scale.md describes the figures
-and the effect of coarse steps (``--grain``). The same command prints the same figures on every machine. `python -m
+Replays a trace (`bench/fleet/traces.py`) with each routing policy: the same requests at the same times. The table has the prefix
+cache hits as a share of those of one unbounded cache, the time to first token, and the share of requests with a first token
+within ``--within`` seconds. The first quarter of the requests fills the caches and is not counted. docs/scale.md describes the
+figures and the effect of coarse steps (``--grain``). The same command prints the same figures on every machine. `python -m
 bench.fleet.router_choice` measures the router alone.
 """
 

@@ -3,7 +3,8 @@
     python -m bench.gpu.ceilings [--device cpu]
 
 Bandwidth is that of torch's copy of 2 GiB: bytes read plus bytes written. Reads alone may be slightly faster. The multiply rate
-is that of torch's bf16 product of two 8192 x 8192 matrices of normal numbers, since zeros draw less power and raise the clock.
+is that of torch's bf16 product of two 8192 x 8192 matrices. They have normal numbers, since zeros draw less power and raise the
+clock.
 """
 
 from __future__ import annotations

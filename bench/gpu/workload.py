@@ -1,9 +1,9 @@
 """Random requests with ShareGPT-like lengths of prompts and outputs.
 
 Lengths are log-normal, a common fit for human text. Their means, 161 prompt tokens and 338 output tokens, are the usual ones of
-ShareGPT, the load of Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023.
-The standard deviations of the logarithm (1.1 and 0.8) and the limits (4 to 2,048 and 4 to 1,024) are our choice. Token ids are
-uniform over the vocabulary, so that prompts have no common prefixes.
+ShareGPT. Source of this load: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+SOSP 2023. The standard deviations of the logarithm (1.1 and 0.8) and the limits (4 to 2,048 and 4 to 1,024) are our choice. Token
+ids are uniform over the vocabulary, so that prompts have no common prefixes.
 """
 
 from __future__ import annotations

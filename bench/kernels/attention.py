@@ -2,8 +2,8 @@
 
     python -m bench.kernels.attention [--threads 2] [--repeats 9] [--save FILE]
 
-Each case has layers of scattered blocks with 1 GiB in total (of KV, for decode and draft verification), so that the processor's
-caches are cold in each repeat. The limits are measured between repeats with the same threads (`bench.kernels.limits`): read
+Each case has so many layers of scattered blocks that the processor's caches are cold in each repeat: 1 GiB in total, for decode
+and draft verification 1 GiB of KV. The limits are measured between repeats with the same threads (`bench.kernels.limits`): read
 bandwidth, and the multiply rate in registers. That is the rate of fp32 FMA; for bf16 also of dot products or the matrix unit, if
 faster. The table names the instructions. Results are medians; shares are ratios of medians of the same case.
 """

@@ -3,8 +3,8 @@
     python -m bench.kernels.linear [--threads 2] [--formats bf16 int8 ...] [--rows 1 4 ...] [--save FILE]
     python -m bench.kernels.linear --threads 1 --processor-time     # on a machine with other load
 
-The lower bound of a case's time is the larger of two: one read of its packed weight at the machine's bandwidth, and its
-multiplications at the machine's rate. The share is this bound divided by the measured time. Both limits vary, so they are
+The lower bound of a case's time is the larger of two times: a read of its packed weight, and its multiplications, both at the
+machine's rates. The share is this bound divided by the measured time. Both limits vary, so they are
 measured alternately with each case; the best repeat of each counts. The weights of a case have 256 MiB in total, so that they are
 not in a cache; x and y are small and stay in one.
 

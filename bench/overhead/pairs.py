@@ -1,8 +1,7 @@
 """Compare the overhead of this checkout with that of another one, in pairs of alternating runs.
 
 For each point of `bench.overhead.run`, both servers run at once and get loads in turn: this, that, that, this, … Prints medians
-of throughput and of CPU time per token, and medians of the ratios of each pair. CPU time hardly depends on other load on the
-machine.
+of throughput and CPU time per token, and of the ratios of each pair. CPU time hardly depends on other load on the machine.
 
     python -m bench.overhead.pairs FOLDER [--only a] [--rounds 6]    FOLDER: another built checkout
     python -m bench.overhead.pairs FOLDER --only a --streams 15 --waves 8 --output-len 256    another point

@@ -2,14 +2,16 @@
 
     python -m bench.routing.router_overhead [--repetitions 3] [--save FILE]
 
-Two stub servers respond from one process on the first processor, in the format of Quintet's servers with X-Quintet-Relay:
+One process has two stub servers on the first processor. They respond in the format of Quintet's servers with X-Quintet-Relay:
 events with ids, and tokens in comments. The router has the second processor; the client shares the first.
 
 ``first``: short sequential requests, alternating between a server and the router. The overhead is the difference at the same
-percentile. ``slow_ms`` is the total excess over the median of serve_routed requests that latencies_ms twice the median.
-``waited_ms`` is the time in which the router was runnable but not running (Linux, /proc/PID/schedstat). If both are equal, other
-processes cause the tail. ``events``: parallel streams, each event in its own write. The rate divides events by the router's
-processor seconds, so other load on the machine has little effect.
+percentile. ``slow_ms`` is the total excess over the median of routed requests that took twice the median. ``waited_ms`` is the
+time in which the router was runnable but not running (Linux, /proc/PID/schedstat). If both are equal, other processes cause the
+tail.
+
+``events``: parallel streams, with one write per event. The rate divides events by the router's CPU seconds, so other load on the
+machine has little effect.
 """
 
 from __future__ import annotations
