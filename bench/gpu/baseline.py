@@ -17,10 +17,10 @@ import torch
 import transformers
 
 from bench.arguments import command_parser
-from bench.gpu.in_process import run_in_process
 from bench.gpu.figures import Figure, Report, add_report_argument
+from bench.gpu.in_process import run_in_process
 from bench.gpu.shapes import Shape, shape_for
-from bench.gpu.workload import WorkloadRequest, Work, requests
+from bench.gpu.workload import Work, WorkloadRequest, requests
 
 STATIC_BATCH = 64
 

@@ -13,8 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.gpu.results_file import Outcome
 from bench.gpu.machine import ROOT, environment
+from bench.gpu.results_file import Outcome
 from bench.gpu.rows import PYTEST
 from bench.gpu.summary import entries_of
 

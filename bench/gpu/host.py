@@ -23,8 +23,8 @@ import torch
 from bench.arguments import command_parser
 from bench.gpu.engine import drive
 from bench.gpu.figures import Figure, Report, add_report_argument
-from bench.gpu.synthetic_plans import Batch, Plans
 from bench.gpu.shapes import BLOCK_SIZE, LLAMA_3_8B, Shape, engine_config
+from bench.gpu.synthetic_plans import Batch, Plans
 from quintet.executor.backends.cuda.boot import make_device_worker
 from quintet.executor.backends.cuda.device import Argument, Event, Kernel, Size
 from quintet.executor.backends.cuda.kernels.arguments import ArgumentBuffer

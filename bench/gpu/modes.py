@@ -18,9 +18,9 @@ from pathlib import Path
 from bench.arguments import command_parser
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.machine import ROOT, environment
-from bench.gpu.synthetic_plans import KvMemoryTooSmall
 from bench.gpu.shapes import shape_for
 from bench.gpu.steps import WARM_UP, Grid, open_bench, time_decode, time_prefill
+from bench.gpu.synthetic_plans import KvMemoryTooSmall
 
 GRID = Grid((1, 32, 256), (1024,), (2048,), 8192)
 TOY_GRID = Grid((1, 3), (32,), (64,), 64)

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 from bench.arguments import command_parser
-from bench.gpu.in_process import limits_for, run_in_process
 from bench.gpu.figures import Figure, Report, add_report_argument
+from bench.gpu.in_process import limits_for, run_in_process
 from bench.gpu.shapes import BLOCK_SIZE, shape_for
-from bench.gpu.workload import WorkloadRequest, Work, requests
+from bench.gpu.workload import Work, WorkloadRequest, requests
 from bench.null_model import write_tokenizer
 from bench.overhead.server import Server, serve
 from quintet.deploy.tools.load_client.load import Load, run_load

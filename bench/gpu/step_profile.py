@@ -25,7 +25,6 @@ from bench.gpu.ceilings import report_ceilings
 from bench.gpu.engine import drive
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.host import NUM_DECODES, PROMPT, mixed_steps
-from bench.gpu.synthetic_plans import Batch, KvMemoryTooSmall
 from bench.gpu.shapes import shape_for
 from bench.gpu.steps import (
     WARM_UP,
@@ -35,6 +34,7 @@ from bench.gpu.steps import (
     measure_prefill,
     open_bench,
 )
+from bench.gpu.synthetic_plans import Batch, KvMemoryTooSmall
 from quintet.wire.step import StepPlan
 
 GRID = Grid((1, 32, 256), (1024,), (2048, 8192), 8192)

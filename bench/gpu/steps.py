@@ -24,8 +24,8 @@ from bench.arguments import command_parser
 from bench.gpu.ceilings import Ceilings, measure_ceilings, report_ceilings
 from bench.gpu.engine import MAX_IN_FLIGHT, Timing, drive, run_idle_tasks
 from bench.gpu.figures import Figure, Report, add_report_argument
-from bench.gpu.synthetic_plans import Batch, KvMemoryTooSmall, Plans
 from bench.gpu.shapes import BLOCK_SIZE, Shape, engine_config, shape_for
+from bench.gpu.synthetic_plans import Batch, KvMemoryTooSmall, Plans
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.interface import StepWorker
 

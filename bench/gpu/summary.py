@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.gpu.figures import Figure, read_lines
-from bench.gpu.results_file import Entry, ResultsFile, Outcome
+from bench.gpu.results_file import Entry, Outcome, ResultsFile
 
 MAX_CHARS = 9000
 TAIL_LINES = 12

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from bench.arguments import command_parser
-from bench.kv.disk import NUM_OUTPUTS, PromptResult, send_prompt, compare
+from bench.kv.disk import NUM_OUTPUTS, PromptResult, compare, send_prompt
 from bench.overhead.run import Machine, _commit, machine
 from bench.overhead.server import serve
 from bench.peers.models import SHAPES, make_model

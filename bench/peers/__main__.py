@@ -28,10 +28,10 @@ from bench.peers.engines.quintet import Quintet
 from bench.peers.engines.vllm import Vllm
 from bench.peers.install import install
 from bench.peers.measure import Plan, measure
+from bench.peers.measurement_lock import MeasurementLock
 from bench.peers.models import MAX_LEN
 from bench.peers.records import Record, Report, read_records, this_machine, write_report
 from bench.peers.table import markdown
-from bench.peers.measurement_lock import MeasurementLock
 from bench.peers.workload import ROWS, Row
 
 ENGINES: tuple[Contender, ...] = (Quintet(), Vllm(), OpenVino(), LlamaCpp())

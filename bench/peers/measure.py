@@ -18,11 +18,11 @@ from bench.peers import foreign_load
 from bench.peers.engines import processes
 from bench.peers.engines.interface import Contender, EngineFailed, Home, Setup
 from bench.peers.figures import figures_of, limit_error
-from bench.peers.running_engines import RunningEngines
 from bench.peers.limits import Limits, build_probe, measure_limits
-from bench.peers.records import MACHINE, Record, append_record, measured, read_records, this_commit
-from bench.peers.token_bytes import token_bytes
 from bench.peers.measurement_lock import MeasurementLock
+from bench.peers.records import MACHINE, Record, append_record, measured, read_records, this_commit
+from bench.peers.running_engines import RunningEngines
+from bench.peers.token_bytes import token_bytes
 from bench.peers.workload import GGUF_FILES, Row, job_of, warm_up_of
 
 

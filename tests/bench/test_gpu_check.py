@@ -22,18 +22,18 @@ from typing import cast
 
 import pytest
 from bench.gpu import check
-from bench.gpu.in_process import run_in_process
 from bench.gpu.child_process import members, run
 from bench.gpu.engine import drive
 from bench.gpu.figures import Figure, Report, read_lines
-from bench.gpu.results_file import ResultsFile, Outcome, file_name
+from bench.gpu.in_process import run_in_process
 from bench.gpu.kernels import SUITES
 from bench.gpu.machine import ROOT, environment
-from bench.gpu.synthetic_plans import Batch, KvMemoryTooSmall, Plans
+from bench.gpu.results_file import Outcome, ResultsFile, file_name
 from bench.gpu.rows import ROWS, Row, rows_of
 from bench.gpu.shapes import LLAMA_3_8B
 from bench.gpu.smoke import LoggedDevice
 from bench.gpu.steps import check_is_device_worker
+from bench.gpu.synthetic_plans import Batch, KvMemoryTooSmall, Plans
 from bench.gpu.workload import DISTRIBUTIONS, Work, requests
 
 from quintet.executor.backends.cuda.device import Device, Kernel

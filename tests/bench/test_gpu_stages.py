@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from bench.gpu import diagnosis, stages
 from bench.gpu.figures import Figure
-from bench.gpu.results_file import Entry, ResultsFile, Outcome
+from bench.gpu.results_file import Entry, Outcome, ResultsFile
 from bench.gpu.stages import Group, Job, Session, run_stage
 from bench.gpu.summary import MAX_CHARS, JobResult, summarise
 

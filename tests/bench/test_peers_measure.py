@@ -15,9 +15,9 @@ from bench.peers.figures import limit_error
 from bench.peers.jobs import Job, JobResult, Served
 from bench.peers.limits import Limits, build_probe, measure_limits
 from bench.peers.measure import Plan, measure
+from bench.peers.measurement_lock import MeasurementLock
 from bench.peers.records import MACHINE, Machine, Report, measured, read_records
 from bench.peers.table import markdown
-from bench.peers.measurement_lock import MeasurementLock
 from bench.peers.workload import ROWS, Row, job_of
 
 LIMITS = Limits(2, 40.0, 908.0, 500.0, 1880.0)
