@@ -19,7 +19,7 @@ WRITE_TIMEOUT_S = 60.0
 
 
 class TracedServer:
-    """A server whose processes have `sitecustomize` installed."""
+    """A server with `sitecustomize` in each of its processes."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.target = server.target

@@ -30,7 +30,7 @@ BATCHES = (("--rows", "1", "8", "32", "--context", "256"), ("--rows", "1", "--ne
 """Flags of decode steps, and of a prefill chunk."""
 STEPS = ("20", "5")
 ONE_KV_HEAD_BATCHES = (("--rows", "1", "8", "--context", "256"), ("--rows", "1", "8", "--context", "8192"))
-"""Flags for a short context, whose heads are divided between ranks, and a long one, whose keys are."""
+"""Flags for a short context (ranks divide the heads) and for a long one (ranks divide the keys)."""
 
 
 class Layout(NamedTuple):

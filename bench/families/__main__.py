@@ -44,7 +44,7 @@ from quintet.wire.errors import ConfigError
 STEPS_PER_TURN = 4
 """Steps of one model before the next model's."""
 PAUSE_S = 0.02
-"""Pause after steps of llama.cpp, whose threads spin before they sleep."""
+"""Pause after steps of llama.cpp: its threads spin before they sleep."""
 
 
 @dataclass(frozen=True, slots=True)

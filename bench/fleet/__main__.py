@@ -147,6 +147,29 @@ def simulate(arguments: argparse.Namespace) -> list[Figures]:
     return results
 
 
+def _add_failure_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--deaths", type=int, default=0, metavar="N", help="engines that fail, evenly in time"
+    )
+    parser.add_argument(
+        "--slow", type=int, default=0, metavar="N", help="engines with --slowness times the step time"
+    )
+    parser.add_argument(
+        "--slowness", type=float, default=4.0, metavar="X", help="factor of step time (default: 4)"
+    )
+    parser.add_argument(
+        "--scarce", type=int, default=0, metavar="N", help="engines with --scarcity times the KV memory"
+    )
+    parser.add_argument(
+        "--scarcity",
+        type=float,
+        default=0.25,
+        metavar="SHARE",
+        help="share of the other engines' KV memory (default: 0.25)",
+    )
+    parser.add_argument("--routers-lost", type=int, default=0, metavar="N", help="routers that fail")
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -175,31 +198,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=16,
         help="tokens that the simulation treats as one",
     )
-    parser.add_argument(
-        "--deaths", type=int, default=0, metavar="N", help="engines that fail, evenly in time"
-    )
-    parser.add_argument(
-        "--slow", type=int, default=0, metavar="N", help="engines whose steps take --slowness times as long"
-    )
-    parser.add_argument(
-        "--slowness", type=float, default=4.0, metavar="X", help="factor of step time (default: 4)"
-    )
-    parser.add_argument(
-        "--scarce", type=int, default=0, metavar="N", help="engines with --scarcity times the KV memory"
-    )
-    parser.add_argument(
-        "--scarcity",
-        type=float,
-        default=0.25,
-        metavar="SHARE",
-        help="share of the other engines' KV memory (default: 0.25)",
-    )
+    _add_failure_arguments(parser)
     parser.add_argument(
         "--blind",
         action="store_true",
         help="routers ignore engine speed, KV memory, and evictions by a prompt",
     )
-    parser.add_argument("--routers-lost", type=int, default=0, metavar="N", help="routers that fail")
     parser.add_argument(
         "--least-loaded",
         action="store_true",

@@ -314,7 +314,7 @@ def make_router(
     is_random: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> Servers:
-    """Return a router whose servers are all healthy.
+    """Return a router with healthy servers only.
 
     is_random: with several routers, choose randomly among the servers with little load, instead of the least loaded one.
     """

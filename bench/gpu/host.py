@@ -2,7 +2,7 @@
 
     python -m bench.gpu.host [--device cpu] [--profile FILE]
 
-On a GPU: `StepWorker.begin` with the 8 B shape. With ``--device cpu``: the same Python code with a fake device, whose launches
+On a GPU: `StepWorker.begin` with the 8 B shape. With ``--device cpu``: the same Python code with a fake device; its launches
 only fill argument buffers, and 32 layers of small matrices. That measures the Python code alone and is comparable between
 commits.
 """

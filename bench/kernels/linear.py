@@ -106,7 +106,7 @@ FORMATS |= {
     if each.weight.is_integer and each.inputs is WIDE
 }
 """+8: the same with ``--activation-dtype int8``."""
-DEFAULT_FORMATS = ("bf16", "fp16", "fp32", "int8", "w8a8", "int4")
+DEFAULTS = ("bf16", "fp16", "fp32", "int8", "w8a8", "int4")
 """Formats measured by default. Others: gptq and hqq (4 bits with integer or fp32 zero points), tables (one per output),
 squeezellm (tables and outliers), nf4 (bitsandbytes), and those of GGUF files."""
 
@@ -134,7 +134,7 @@ class Timing:
 
 
 def source_of(chosen: Format, columns: int, depth: int) -> torch.Tensor:
-    """Return random weights to quantize, or random blocks whose scales are small fp16 numbers."""
+    """Return random weights to quantize, or random blocks with small fp16 numbers as scales."""
     if chosen.weight.has_singles or chosen.weight.is_coded_float:
         return torch.randint(0, chosen.weight.code_levels or TABLE_SIZE, (columns, depth), dtype=torch.uint8)
     if not chosen.has_blocks:
@@ -244,11 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure linear layers with packed weights.")
     parser.add_argument("--threads", type=int, default=2, help="threads of the kernels (default: 2)")
     parser.add_argument(
-        "--formats",
-        nargs="+",
-        choices=FORMATS,
-        default=list(DEFAULT_FORMATS),
-        help="default: " + " ".join(DEFAULT_FORMATS),
+        "--formats", nargs="+", choices=FORMATS, default=list(DEFAULTS), help="default: " + " ".join(DEFAULTS)
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="default: all")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="default: 1 to 2048")
@@ -258,7 +254,7 @@ def main() -> None:
         help="measure CPU time instead of wall time, for a machine with other load; needs --threads 1",
     )
     parser.add_argument(
-        "--repeats", type=int, default=5, help="repeats of each case; the best counts (default: 5)"
+        "--repeats", type=int, default=5, help="repeats per case; the best counts (default: 5)"
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="also write the results as JSON")
     arguments = parser.parse_args()

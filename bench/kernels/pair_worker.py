@@ -1,7 +1,7 @@
 """Measure the linear layers of one checkout on request; `bench.kernels.pairs` runs one such process for each of two checkouts.
 
 The module also runs with the code of other checkouts. So it imports nothing of `bench`, and from quintet only what all checkouts
-since 43aa0b4 have. A line of stdin is a `Case` as JSON, whose weights it loads, or a number of rows. It prints an `Answer` for
+since 43aa0b4 have. A line of stdin is a `Case` as JSON, to load its weights, or a number of rows. It prints an `Answer` for
 each.
 """
 

@@ -5,7 +5,7 @@
 FOLDER: another built checkout. Both multiply by 96 MiB of equal weights on huge pages, so that caches are cold; with
 ``--cached``, by one weight repeatedly. Runs take milliseconds and alternate: this, that, that, this, … With one thread, CPU time
 is measured, so that other load has little effect. The ratio is the median over pairs of runs; µs are minima. The last column
-tells whether the results have the same bits.
+shows whether the results have the same bits.
 
 If the first number of rows is 1, the table also has each time divided by that of one row: the relative cost of verifying drafts.
 """

@@ -127,7 +127,7 @@ FLOATS = {
     for name in FORMATS
     if name.startswith(("FP8", "MXFP8", "SqueezeLLM", "bitsandbytes nf4", "bitsandbytes fp4"))
 }
-"""Formats whose weights and activations are multiplied as floating-point numbers."""
+"""Formats with floating-point multiplications of weights and activations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def decode_steps_of(bars: Sequence[Bar], output_len: int) -> list[Step]:
 
 
 def typical_steps(steps: Sequence[Step], num: int) -> list[Step]:
-    """Return ``num`` successive steps whose durations differ least from the median."""
+    """Return the ``num`` successive steps with durations closest to the median."""
     lengths = [step.end_ns - step.begin_ns for step in steps]
     middle = median(lengths)
     starts = range(len(steps) - num + 1)

@@ -39,7 +39,7 @@ COLOURS = {
     "events": "#c97b3c",
 }
 DARK = frozenset({"plan", "layers", "sampling", "detokenize", "events", "encode"})
-"""Span names whose labels are white."""
+"""Span names with white labels."""
 
 LANES = (
     ("executor", "executor"),

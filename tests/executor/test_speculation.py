@@ -29,7 +29,7 @@ def token_at(position: int) -> int:
 
 
 class Simulation:
-    """An executor whose requests generate `token_at`, and a drafter with a simulated duration."""
+    """An executor with requests that generate `token_at`, and a drafter with a simulated duration."""
 
     step_time = 0.0, 0.0
     output_cache = None
