@@ -27,7 +27,6 @@ from quintet.process.wakeup import Wakeup
 from quintet.wire import codec
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.dropped import Dropped, carried_by, carried_by_bytes
-from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import LEAST_BYTES, FrameTooLarge
 from quintet.wire.supervision import ProcessSlot, SlotState
@@ -361,21 +360,3 @@ class Peers:
             if outbox is not None:
                 outbox.close(drop=False)
         self._outboxes.clear()
-
-
-def make_run_dir(parent: str | Path | None = None) -> Path:
-    """Create a folder for one server's sockets and key, readable only by its user.
-
-    Unix socket paths are limited to 107 bytes, so the folder is directly under ``parent`` (default: the system's
-    temporary folder). Raises `ConfigError` if the folder cannot be created.
-    """
-    import tempfile
-
-    try:
-        path = Path(tempfile.mkdtemp(prefix="quintet-", dir=parent))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot create a temporary folder ({error}); set TMPDIR to a writable folder"
-        ) from None
-    os.chmod(path, 0o700)
-    return path

@@ -28,11 +28,11 @@ from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.rules import check_ranges
 from quintet.deploy.config.sections import folder_of
 from quintet.deploy.supervisor import run_dirs
+from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.deploy.supervisor.service_manager import ServiceManager
 from quintet.executor.distributed.hosts.member import MemberSettings
 from quintet.executor.distributed.parallel.follower_processes import ending
 from quintet.process.log import configure_logging
-from quintet.process.sockets import make_run_dir
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 MODULE = "quintet.executor.distributed.hosts.member"

@@ -27,9 +27,9 @@ from quintet.deploy.config.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener, bind_unix, check_free
 from quintet.deploy.supervisor.prefork import Prefork, roles_to_fork
+from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.deploy.supervisor.store_lock import lock_stores
 from quintet.process.log import configure_logging
-from quintet.process.sockets import make_run_dir
 from quintet.wire.config import EngineConfig
 
 if TYPE_CHECKING:

@@ -29,11 +29,12 @@ from quintet.deploy.config.flag_table import make_options
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.rules import derive_max_num_seqs
 from quintet.deploy.supervisor import run_dirs
+from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox, InboxHandlers
 from quintet.process.child import CONFIG_FILE
 from quintet.process.os_tuning import open_standard_streams
 from quintet.process.runtime import SUPERVISOR
-from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
+from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId

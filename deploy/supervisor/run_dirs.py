@@ -1,4 +1,4 @@
-"""Run folder of a server: a locked mark file while its supervisor runs; folders without a lock are stale."""
+"""Run folder of a server: created for it, with a locked mark file while its supervisor runs; folders without a lock are stale."""
 
 from __future__ import annotations
 
@@ -8,8 +8,26 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from quintet.wire.errors import ConfigError
+
 _MARK = "supervisor.pid"
 _PREFIX = "quintet-"
+
+
+def make_run_dir(parent: str | Path | None = None) -> Path:
+    """Create a folder for one server's sockets and key, readable only by its user.
+
+    Unix socket paths are limited to 107 bytes, so the folder is directly under ``parent`` (default: the system's
+    temporary folder). Raises `ConfigError` if the folder cannot be created.
+    """
+    try:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot create a temporary folder ({error}); set TMPDIR to a writable folder"
+        ) from None
+    os.chmod(path, 0o700)
+    return path
 
 
 def claim(run_dir: Path) -> int:

@@ -14,8 +14,8 @@ import pytest
 from quintet.deploy.cli import collect_env
 from quintet.deploy.cli.main import COMMANDS, main
 from quintet.deploy.supervisor import run_dirs
+from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library
-from quintet.process.sockets import make_run_dir
 from quintet.wire.errors import ConfigError
 from tests.deploy.config.model_folder import write_model, write_weights
 

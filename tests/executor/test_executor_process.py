@@ -17,10 +17,11 @@ from msgspec.structs import replace
 from tests.executor.conftest import Drawer, plan_of
 from tests.processes.poison import Effect, poison
 
+from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.executor.loop import MAX_FAILURE_CHARS, MAX_FAILURES_ALONE, error_text
 from quintet.process.child import CONFIG_FILE, error_file
 from quintet.process.runtime import SUPERVISOR
-from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
+from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.config import (
     CacheConfig,
     EngineConfig,

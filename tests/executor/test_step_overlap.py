@@ -14,13 +14,14 @@ import pytest
 from tests.executor.conftest import Drawer, plan_of
 from tests.executor.test_executor_process import EXECUTOR_ID, config_of
 
+from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.deploy.tools.replay.roles import replay
 from quintet.executor import main
 from quintet.executor.interface import StepWorker
 from quintet.executor.loop import Executor
 from quintet.process.record import open_recording
 from quintet.process.runtime import Process
-from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
+from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig

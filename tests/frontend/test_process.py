@@ -17,10 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.frontend.main import Frontend
 from quintet.process.child import CONFIG_FILE
 from quintet.process.runtime import SUPERVISOR
-from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
+from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Text
 from quintet.wire.supervision import (

@@ -21,8 +21,9 @@ from tokenizers import (
     trainers,
 )
 
+from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.process.runtime import SUPERVISOR, Stopping
-from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
+from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire import messages as m
 from quintet.wire import supervision
 from quintet.wire.config import (

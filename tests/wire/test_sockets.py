@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.process.sockets import (
     HMAC_BYTES,
     KEY_BYTES,
@@ -20,7 +21,6 @@ from quintet.process.sockets import (
     Peers,
     Rejection,
     address_of,
-    make_run_dir,
     run_key,
 )
 from quintet.wire import codec

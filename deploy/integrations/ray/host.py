@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import ray
 import yaml
 
-from quintet.process.sockets import make_run_dir
+from quintet.deploy.supervisor.run_dirs import make_run_dir
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from starlette.responses import StreamingResponse
 
 from quintet.deploy.config.flag_table import make_options
 from quintet.deploy.integrations.ray.actor import with_assigned_threads
-from quintet.process.sockets import make_run_dir
+from quintet.deploy.supervisor.run_dirs import make_run_dir
 
 _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-connection"}

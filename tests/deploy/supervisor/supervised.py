@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.process.child import CONFIG_FILE
-from quintet.process.sockets import make_run_dir
 from quintet.wire.config import (
     CacheConfig,
     EngineConfig,

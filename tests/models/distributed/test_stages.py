@@ -32,6 +32,7 @@ from tests.models.test_engine import CoreAndWorker, changed
 from tests.models.test_equal import ROWS, made
 
 from quintet.core.token_messages import StepMessages
+from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
@@ -39,7 +40,6 @@ from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.distributed.parallel.rank_views import share_of_rank
 from quintet.executor.interface import StepWorker
 from quintet.executor.sampling.sampler import Sampler
-from quintet.process.sockets import make_run_dir
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, StepResult
