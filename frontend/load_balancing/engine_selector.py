@@ -100,9 +100,9 @@ class EngineSelector:
             self.history(choice.index).prefixes.note(stream.prefix_hashes)
 
     def note_start(self, stream: Stream, started: Started) -> None:
-        """Note the end of prefill: its time and its cache hit."""
+        """Note the end of prefill: its time and its cache hit. A single engine is compared with no other."""
         choice = stream.choice
-        if choice is None:
+        if choice is None or len(self._workers.engines()) < 2:
             return
         is_new = not (stream.attempt or stream.num_open_tokens or stream.submit.spec.output_ids)
         if is_new and stream.started is started:
