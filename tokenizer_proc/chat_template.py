@@ -7,9 +7,8 @@ become errors of the request.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, TypeVar
 
 import jinja2
@@ -181,7 +180,7 @@ def _render(
     may_hide = messages[0]["role"] == "developer" or any(
         message["role"] in ("system", "developer") for message in messages[1:]
     )
-    for arranged in chain([messages.copy()], rearranged(messages)):
+    for arranged in _arrangements(messages):
         final = _tag_final(arranged, compiled.source) if prompt.continue_final_message else None
         try:
             text = _run(compiled, arranged, variables)
@@ -194,6 +193,11 @@ def _render(
     if rendered is not None:
         return rendered
     raise _error_of(compiled, messages, variables, prompt)
+
+
+def _arrangements(messages: list[Message]) -> Iterator[list[Message]]:
+    yield messages.copy()
+    yield from rearranged(messages)
 
 
 def _run(compiled: CompiledTemplate, messages: Sequence[Message], variables: dict[str, Any]) -> str:
