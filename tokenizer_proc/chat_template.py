@@ -15,10 +15,11 @@ import jinja2
 import msgspec
 
 from quintet.tokenizer_proc.chat_messages import invalid, name_of, normal_messages
+from quintet.tokenizer_proc.continued_message import cut_at_tag, tag_final
 from quintet.tokenizer_proc.system_messages import hides_system, rearranged
 from quintet.tokenizer_proc.template_environment import make_environment
 from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
-from quintet.tokenizer_proc.template_values import ContentParts, PartsText, TracedMessage, text_part
+from quintet.tokenizer_proc.template_values import TracedMessage
 from quintet.tokenizer_proc.variable_fallbacks import with_optional_fields, with_other_efforts
 from quintet.wire.chat import Message, decode_messages
 from quintet.wire.codec import UNREADABLE
@@ -27,7 +28,6 @@ from quintet.wire.errors import ConfigError, RequestError
 from quintet.wire.messages import ChatPrompt
 from quintet.wire.params import shown
 
-CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 MAX_COMPILED = 64
 Decoded = TypeVar("Decoded")
 JINJA_MARKS = ("{{", "{%", "{#")
@@ -181,12 +181,12 @@ def _render(
         message["role"] in ("system", "developer") for message in messages[1:]
     )
     for arranged in _arrangements(messages):
-        final = _tag_final(arranged, compiled.source) if prompt.continue_final_message else None
+        final = tag_final(arranged, compiled.source) if prompt.continue_final_message else None
         try:
             text = _run(compiled, arranged, variables)
         except _TemplateFailed:
             continue
-        text = text if final is None else _cut_at_tag(text, final)
+        text = text if final is None else cut_at_tag(text, final)
         if not (may_hide and hides_system(arranged, text)):
             return text
         rendered = text if rendered is None else rendered
@@ -225,41 +225,6 @@ def _error_of(
     if isinstance(error, jinja2.exceptions.TemplateError):
         return invalid(f"the chat template refused {described}: {error}", where)
     return invalid(f"the chat template failed on {described}: {type(error).__name__}: {error}", where)
-
-
-def _tag_final(messages: list[Message], source: str) -> str:
-    """Append a tag to the message to be continued; return its text."""
-    if "content" not in source:
-        raise invalid(
-            "continue_final_message is true but the chat template does not use the messages' content.",
-            "continue_final_message",
-        )
-    content = messages[-1]["content"]
-    if isinstance(content, ContentParts):
-        last = next((i for i in reversed(range(len(content))) if "text" in content[i]), None)
-        if last is None:
-            content = ContentParts([*content, text_part("")])
-            last = len(content) - 1
-        final: str = content[last]["text"]
-        tagged: Any = ContentParts(content)
-        tagged[last] = text_part(final + CONTINUE_TAG)
-    else:
-        final = str(content)
-        tagged = (PartsText if isinstance(content, PartsText) else str)(final + CONTINUE_TAG)
-    messages[-1] = {**messages[-1], "content": tagged}
-    return final
-
-
-def _cut_at_tag(text: str, final: str) -> str:
-    """Cut the rendered text at the end of the final message. If the template trims the message, trim the cut too."""
-    at = text.rfind(CONTINUE_TAG.strip())
-    if at < 0 or final.strip() not in text:
-        raise invalid(
-            "continue_final_message is true but the chat template does not render the final message unchanged.",
-            "continue_final_message",
-        )
-    kept = text[:at]
-    return kept if text.startswith(CONTINUE_TAG, at) else kept.rstrip()
 
 
 _decode_tools = msgspec.json.Decoder(list[dict[str, Any]]).decode
