@@ -8,7 +8,7 @@ from typing import Any
 
 from quintet.core.engine import Engine
 from quintet.core.metrics import CoreMetrics, S
-from quintet.core.reconcile import Reconciliation, by_slot, frontend_index
+from quintet.core.reconcile import Reconciliation, by_slot
 from quintet.core.token_messages import StepMessages
 from quintet.process.child import child_main
 from quintet.process.kv_publisher import KvPublisher
@@ -173,20 +173,23 @@ class Core:
 
     def _handle(self, message: Message) -> None:
         """Apply one message and send the resulting messages."""
-        handler = self._handlers.get(
-            type(message)
-        )  # None for those of every process, which are handled already
+        handler = self._handlers.get(type(message))  # None for those of every process, handled already
         if handler is not None:
             handler(message, self.process.now_ns)
 
     def _apply_result(self, result: StepResult, now: int) -> None:
         start_ns = time.monotonic_ns()
         self.metrics.hop_result.observe(max(0, now - result.sent_ns) * S)
-        flights = self.engine.state.in_flight if self.engine.state else ()
-        if flights and flights[0].step == result.step:
-            self._compare_active_slots(result, flights[0].num_active_slots)
-            self.process.progress += 1
-        effects = self._commit(result, now)
+        state = self.engine.state
+        if state is None or not state.in_flight or state.in_flight[0].step != result.step:
+            return  # its plan was forgotten when the executor was replaced
+        self._compare_active_slots(result, state.in_flight[0].num_active_slots)
+        self.process.progress += 1
+        counters = state.counters
+        num_before = counters.computed_tokens + counters.first_tokens
+        effects = self.engine.commit(result, now)
+        # A decoded token is counted where its predecessor is computed, so that each counts once.
+        self.metrics.step_tokens.observe(counters.computed_tokens + counters.first_tokens - num_before)
         self._span("commit", result.step, start_ns)
         self._send(effects)
         self._span("send")
@@ -222,18 +225,6 @@ class Core:
         if self.engine.state is not None:
             self.metrics.note_limits(self.engine.state.limits)
             self.process.send_metrics()
-
-    def _commit(self, result: StepResult, now: int) -> StepMessages:
-        """Commit a step's result and observe its token count."""
-        state = self.engine.state
-        if state is None or not state.in_flight or state.in_flight[0].step != result.step:
-            return self.engine.commit(result, now)
-        counters = state.counters
-        num_before = counters.computed_tokens + counters.first_tokens
-        effects = self.engine.commit(result, now)
-        # A decoded token is counted where its predecessor is computed, so that each counts once.
-        self.metrics.step_tokens.observe(counters.computed_tokens + counters.first_tokens - num_before)
-        return effects
 
     def _resume(self, message: Resume, now: int) -> None:
         answer, effects = self.engine.resume(message, now)
@@ -382,6 +373,17 @@ class Core:
         """Return True when the connected executor has the known epoch. Waiting for another is not a stall of the core."""
         known = self.engine.executor_epoch
         return known is not None and self.process.peers.epoch(Role.EXECUTOR, self.process.me.index) == known
+
+
+def frontend_index(message: Admit | Cancel | Resume) -> int:
+    """Return the index of the frontend that sent the message."""
+    match message:
+        case Resume():
+            return message.frontend
+        case Admit():
+            return frontend_of(message.request_id)[0]
+        case _:
+            return frontend_of(message.request_ids[0])[0] if message.request_ids else 0
 
 
 def run(me: WorkerId, config: EngineConfig) -> None:

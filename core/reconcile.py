@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from quintet.core.engine import Engine
 from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.ids import epoch_tag, frontend_of
-from quintet.wire.messages import Admit, Cancel, InFlightReport, Live, Resume
+from quintet.wire.messages import InFlightReport, Live
 
 
 @dataclass(slots=True)
@@ -95,14 +95,3 @@ def by_slot(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     for frontend, request_id in pairs:
         grouped.setdefault(frontend, []).append(request_id)
     return grouped
-
-
-def frontend_index(message: Admit | Cancel | Resume) -> int:
-    """Return the index of the frontend that sent the message."""
-    match message:
-        case Resume():
-            return message.frontend
-        case Admit():
-            return frontend_of(message.request_id)[0]
-        case _:
-            return frontend_of(message.request_ids[0])[0] if message.request_ids else 0
