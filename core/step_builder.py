@@ -4,34 +4,14 @@ from __future__ import annotations
 
 from array import array
 from typing import Any
-from zlib import crc32
 
 from quintet.core.kv.groups import Groups
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import InFlightPlan, SchedulerState
-from quintet.wire.codec import encode, pack_i32, pack_i64
+from quintet.core.table_audit import table_checksum
+from quintet.wire.codec import encode, pack_i32
 from quintet.wire.embeds import num_leading
 from quintet.wire.step import NewRow, StepPlan
-
-
-def table_checksum(flight: InFlightPlan, starts: list[int], groups: Groups) -> int:
-    """Return the CRC-32 of the block tables that a step reads.
-
-    It covers the rows in order: slot and generation (int64), then per group the blocks (int32) that the row reads and
-    writes (`quintet.wire.kv_spec.KvGroup.used`).
-    """
-    checksum = 0
-    rows = zip(flight.rows, flight.generations, starts, flight.ends, strict=True)
-    for request, generation, start, end in rows:
-        checksum = crc32(pack_i64((request.slot, generation)), checksum)
-        for group, held in zip(groups.all, request.kv.held, strict=True):
-            if group.is_state:
-                blocks = [held.blocks[0], held.blocks[-1]]
-            else:
-                used = group.used(start, end, groups.spec.block_size)
-                blocks = held.blocks[used.start - held.begin : used.stop - held.begin]
-            checksum = crc32(pack_i32(blocks), checksum)
-    return checksum
 
 
 class StepBuilder:
@@ -88,7 +68,7 @@ class StepBuilder:
             num_prompt_tokens=request.num_prompt,
             params=request.spec.params,
             seed=request.seed,
-            stop_ids=request.stop_ids,
+            stop_ids=list(request.stops),
             bad_word_ids=request.bad_word_ids,
             num_embedded=num_leading(request.embeds) if request.embeds else 0,
             draft_scope=int.from_bytes(request.salt_digest[:8], "little"),
@@ -138,6 +118,10 @@ class StepBuilder:
             num_active_slots=len(state.running),
             planned_ns=now_ns,
         )
+        checksum = 0
+        if state.limits.audit:
+            audited = zip(rows, flight.generations, starts, flight.ends, strict=True)
+            checksum = table_checksum(audited, state.limits.groups)
         tiers = state.pool.tiers
         swaps_out = tiers.take_copies() if tiers.is_configured else []
         plan = StepPlan(
@@ -151,7 +135,7 @@ class StepBuilder:
             starts=array("i", starts).tobytes(),
             counts=array("i", counts).tobytes(),
             samples=samples,
-            checksum=table_checksum(flight, starts, state.limits.groups) if state.limits.audit else 0,
+            checksum=checksum,
             swaps_out=pack_i32(swaps_out),
             swaps_in=pack_i32(self.swaps_in),
         )

@@ -3,15 +3,12 @@
 Only plans change them: freed slots first, then new rows, then block entries. Block ids and lengths are on the host,
 which computes indexes from them. Token ids are on the device: the sampler writes drawn tokens there, so a plan can
 refer to a token before the host knows it.
-
-`check_tables` compares the tables with the core's, a debug check: `SchedulerConfig.audit`.
 """
 
 from __future__ import annotations
 
 import copy
 from functools import cached_property
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -150,38 +147,3 @@ class SlotTables:
     def reset(self) -> None:
         """Free every slot. Later requests overwrite its tokens and blocks."""
         self.is_used[:] = False
-
-
-class TablesDiffer(Exception):
-    """The tables differ from the core's: a delta was lost, duplicated or misapplied."""
-
-
-def table_checksum(plan: StepPlan, tables: SlotTables) -> int:
-    """Return the CRC-32 of the tables that a plan's rows read, after its deltas.
-
-    It covers the rows in order: slot and generation (int64; the slot alone if it is free). Then, for each group, the
-    blocks (int32) that the row reads and writes (`KvGroup.used`).
-    """
-    slots, starts, counts = (
-        np.frombuffer(column, np.int32).tolist() for column in (plan.slots, plan.starts, plan.counts)
-    )
-    groups, block_size = tables.kv.groups, tables.kv.block_size
-    checksum = 0
-    for slot, start, count in zip(slots, starts, counts, strict=True):
-        generation = tables.generation(slot)
-        row = [slot] if generation is None else [slot, generation]
-        checksum = crc32(np.array(row, np.int64).tobytes(), checksum)
-        for group, table in zip(groups, tables.block_table[:, slot], strict=True):
-            used = group.used(start, start + count, block_size)
-            checksum = crc32(table[used.start : used.stop].tobytes(), checksum)
-    return checksum
-
-
-def check_tables(plan: StepPlan, tables: SlotTables) -> None:
-    """Raise `TablesDiffer` if the plan has a checksum that differs from the tables' checksum."""
-    if plan.checksum and plan.checksum != (found := table_checksum(plan, tables)):
-        slots = np.frombuffer(plan.slots, np.int32)
-        raise TablesDiffer(
-            f"step {plan.step}: the tables' checksum is {found}, the core expects {plan.checksum};"
-            f" slots {slots.tolist()} of generations {[tables.generation(slot) for slot in slots]}"
-        )

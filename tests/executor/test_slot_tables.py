@@ -10,7 +10,8 @@ import torch
 from tests.executor.conftest import Drawer, new_row
 
 from quintet.executor.ragged import RaggedTable, ranges
-from quintet.executor.slots import SlotTables, TablesDiffer, check_tables
+from quintet.executor.slots import SlotTables
+from quintet.executor.table_audit import TablesDiffer, check_tables
 from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
