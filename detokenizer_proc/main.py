@@ -78,16 +78,6 @@ class Detokenizer:
         )
         self._num_open = metrics.gauge("detokenizer_open_requests", "Requests open in the detokenizer.")
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids in the tables."""
-        return self._showing.num_ids
-
-    @property
-    def style(self) -> str:
-        """Decoder type: ``bytes``, ``pieces``, ``metaspace`` or ``library``."""
-        return self._showing.spec.kind
-
     def run(self) -> None:
         """Handle messages until stopped."""
         process = self._process
@@ -245,7 +235,7 @@ def serve(process: Process[Tokens | DetokenizeQuery | Live], tables: Tables) -> 
     """Turn tokens into text until stopped."""
     try:
         detokenizer = Detokenizer(process, tables)
-        process.ready(tokens=str(detokenizer.vocab_size), style=detokenizer.style)
+        process.ready(tokens=str(tables.showing.num_ids), style=tables.showing.spec.kind)
         detokenizer.run()
     finally:
         process.close()

@@ -174,10 +174,10 @@ class Steps:
                 and (piece := request.pieces[token_ids[start]]) is not None
             ):
                 if request.builder is not builder:
-                    builder = request.builder
-                    add_id, add_delta = builder.request_ids.append, builder.deltas.append
-                    add_offset, add_first = builder.offsets.append, builder.first_indexes.append
-                    add_count, add_token = builder.num_tokens.append, builder.token_ids.append
+                    builder, text = request.builder, request.builder.text
+                    add_id, add_delta = text.request_ids.append, text.deltas.append
+                    add_offset, add_first = text.offsets.append, text.first_indexes.append
+                    add_count, add_token = text.num_tokens.append, builder.token_ids.append
                 offset = request.length
                 request.length = offset + len(piece)
                 request.num_tokens = first + 1
@@ -274,16 +274,18 @@ class Steps:
         if token_ids or delta:
             if entries is not None and offsets is not None:
                 positions = self._positions(request, entries[replayed:], offsets)
-                builder.logprobs.append(RowLogprobs(len(builder.request_ids), positions))
+                builder.text.logprobs.append(RowLogprobs(len(builder.text.request_ids), positions))
             if request.reader is not None and delta:
-                builder.spans.append(RowSpans(len(builder.request_ids), request.reader.take_spans()))
+                builder.text.spans.append(
+                    RowSpans(len(builder.text.request_ids), request.reader.take_spans())
+                )
             builder.add(opened.request_id, delta, offset, applied, token_ids)
         if request.hit is not None or finish:
             self._end(request, finish, stop_id)
 
     def _queue_started(self, request: OpenRequest) -> None:
         if not request.started:
-            request.builder.started.append(self._started(request))
+            request.builder.text.started.append(self._started(request))
             request.prompt_offsets = None
             request.start()
 
@@ -301,7 +303,7 @@ class Steps:
             ended.num_reasoning_tokens = request.reader.num_reasoning_tokens
             ended.num_calls = request.reader.num_calls
         ended.drafts = request.drafts
-        request.builder.finishes.append(ended)
+        request.builder.text.finishes.append(ended)
 
     def _queue_stop_hit(self, request: OpenRequest) -> None:
         """Queue a stop hit for the core, and ignore its further rows for the request."""

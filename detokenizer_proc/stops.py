@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from quintet.detokenizer_proc.incremental import Decoder
+
 ROOT = 0
 MAX_CACHED = 256
 MAX_CACHED_CHARACTERS = 1 << 18
@@ -120,6 +122,78 @@ class StopAutomaton:
             if armed and (stop := ends[node]) is not None:
                 return node, Hit(position, stop)
         return node, None
+
+
+class StopSearch:
+    """Search in the text of one output, with the text held back because a stop string may begin in it."""
+
+    __slots__ = (
+        "_automaton",
+        "_decoder",
+        "_include_stop",
+        "_node",
+        "_run_node",
+        "_run_scanned",
+        "held",
+        "hit",
+    )
+
+    def __init__(self, automaton: StopAutomaton, decoder: Decoder, include_stop: bool) -> None:
+        self._automaton = automaton
+        self._decoder = decoder
+        self._include_stop = include_stop
+        self._node = ROOT  # automaton node after the released and the held text
+        self._run_node = ROOT  # automaton node after the tentative characters too
+        self._run_scanned = 0  # tentative characters scanned
+        self.held = ""
+        self.hit: str | None = None
+        """The stop string that ended the text."""
+
+    def release(self, text: str, armed: bool) -> str:
+        """Scan final text, then the decoder's tentative characters; return the text to release.
+
+        If not ``armed``, hits are ignored.
+        """
+        released = self._release_final(text, armed) if text else ""
+        tentative = self._decoder.tentative
+        if self.hit is None and tentative:
+            # ``decode`` of all tokens so far includes these characters. If they complete a stop string, the output
+            # ends, and no later token can change them.
+            if not self._run_scanned:
+                self._run_node = self._node
+            self._run_node, hit = self._automaton.scan(self._run_node, tentative, armed)
+            self._run_scanned += len(tentative)
+            if hit is not None:
+                end = self._run_scanned - len(tentative) + hit.end
+                released += self._end_at(Hit(end, hit.stop), self._decoder.flush())
+        return released
+
+    def take_held(self) -> str:
+        """Return the held text at the end of the output."""
+        held, self.held = self.held, ""
+        return held
+
+    def _release_final(self, text: str, armed: bool) -> str:
+        """Append final text to the held text; return the part that cannot belong to a stop string."""
+        node, start = self._node, 0
+        if self._run_scanned and not self._decoder.revoked:
+            node, start = self._run_node, self._run_scanned  # already scanned as tentative, without a hit
+        self._run_scanned = 0
+        self._node, hit = self._automaton.scan(node, text[start:] if start else text, armed)
+        if hit is not None:
+            return self._end_at(Hit(start + hit.end, hit.stop), text)
+        whole = self.held + text
+        cut = len(whole) - self._automaton.hold[self._node]
+        self.held = whole[cut:]
+        return whole[:cut]
+
+    def _end_at(self, hit: Hit, text: str) -> str:
+        """End the output at a hit in ``text``, which follows the held text."""
+        self.hit = hit.stop
+        end = len(self.held) + hit.end
+        released = (self.held + text)[: end if self._include_stop else end - len(hit.stop)]
+        self.held = ""
+        return released
 
 
 class StopCache:

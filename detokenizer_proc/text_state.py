@@ -7,26 +7,18 @@ from collections.abc import Sequence
 
 from quintet.detokenizer_proc.incremental import Decoder, PieceTable
 from quintet.detokenizer_proc.output_parsing import OutputReader
-from quintet.detokenizer_proc.stops import ROOT, Hit, StopAutomaton
-from quintet.wire.channels import RowSpans
+from quintet.detokenizer_proc.stops import StopAutomaton, StopSearch
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.messages import Finish, Open, PositionLogprobs, RowLogprobs, Started, Text
+from quintet.wire.messages import Open, PositionLogprobs, Text
 
 
 class TextState:
     """Text and offsets of one request. Can be rebuilt from `Open` at any time."""
 
     __slots__ = (
-        "_armed_after",
         "_decoder",
-        "_held",
-        "_include_stop",
-        "_node",
-        "_run_node",
-        "_run_scanned",
-        "_stops",
+        "_search",
         "_table",
-        "hit",
         "length",
         "num_tokens",
         "opened",
@@ -57,28 +49,25 @@ class TextState:
         """Output tokens applied."""
         self.length = 0
         """Characters of output text released, to the reader if there is one."""
-        self.hit: str | None = None
-        """The stop string that ended the text."""
         self.prompt_text: str | None = None
         self.prompt_logprobs: list[PositionLogprobs | None] | None = (
             [None] * opened.num_prompt_tokens if opened.prompt_logprobs else None
         )
         """If requested: one entry per prompt token; the first is always None."""
         self._table = table
-        self._stops = stops
-        self._include_stop = opened.include_stop
-        self._armed_after = opened.min_tokens  # first token, counted from 1, in which a stop string may end
-        self._held = ""
-        self._node = ROOT  # automaton node after the released and the held text
-        self._run_node = ROOT  # automaton node after the tentative characters too
-        self._run_scanned = 0  # tentative characters scanned
         self._decoder = self._begin(echo_table or table)
+        self._search = None if stops is None else StopSearch(stops, self._decoder, opened.include_stop)
         self.pieces = table.pending
         """Table for the row loop's fast path; all entries are None while `add` must be called."""
         if opened.num_seen:
             self.add(unpack_i32(opened.output_ids)[: opened.num_seen])
             if reader is not None:
                 reader.take_spans()
+
+    @property
+    def hit(self) -> str | None:
+        """The stop string that ended the text."""
+        return None if self._search is None else self._search.hit
 
     @property
     def num_sent(self) -> int:
@@ -88,7 +77,8 @@ class TextState:
     @property
     def text_length(self) -> int:
         """Characters of output text, released or held."""
-        return self.length + len(self._held) + self._decoder.tentative_length
+        num_held = 0 if self._search is None else len(self._search.held)
+        return self.length + num_held + self._decoder.tentative_length
 
     def _begin(self, echo_table: PieceTable) -> Decoder:
         opened = self.opened
@@ -108,7 +98,7 @@ class TextState:
 
         Appends to ``offsets``, per token, the number of output characters before it.
         """
-        decoder, reader, released = self._decoder, self.reader, []
+        decoder, reader, search, released = self._decoder, self.reader, self._search, []
         for token_id in token_ids:
             self.num_tokens += 1
             if offsets is not None:
@@ -116,12 +106,11 @@ class TextState:
             if not self.opened.detokenize:
                 continue
             text = decoder.push(token_id)
-            if self._stops is None:
-                self.length += len(text)
-            else:
-                text = self._search(self._stops, text, self.num_tokens >= self._armed_after)
+            if search is not None:
+                text = search.release(text, self.num_tokens >= self.opened.min_tokens)
+            self.length += len(text)
             released.append(text if reader is None else reader.read(text))
-            if self.hit is not None:
+            if search is not None and search.hit is not None:
                 if reader is not None:
                     released.append(reader.finish(is_cut=True))
                 break
@@ -144,84 +133,26 @@ class TextState:
         return text if self.reader is None else self.reader.finish(text, is_cut=is_cut)
 
     def _end(self) -> str:
-        text = self._decoder.flush()
-        if self._stops is None:
-            self.length += len(text)
-            return text
-        released = self._search(self._stops, text, self.num_tokens >= self._armed_after)
-        if self.hit is None:
-            self.length += len(self._held)
-            released += self._held
-            self._held = ""
-        return released
-
-    def _search(self, stops: StopAutomaton, text: str, armed: bool) -> str:
-        """Scan final text, then tentative characters; return the text to release."""
-        released = self._release_text(stops, text, armed) if text else ""
-        tentative = self._decoder.tentative
-        if self.hit is None and tentative:
-            # ``decode`` of all tokens so far includes these characters. If they complete a stop string, the output
-            # ends, and no later token can change them.
-            if not self._run_scanned:
-                self._run_node = self._node
-            self._run_node, hit = stops.scan(self._run_node, tentative, armed)
-            self._run_scanned += len(tentative)
-            if hit is not None:
-                end = self._run_scanned - len(tentative) + hit.end
-                released += self._end_at(Hit(end, hit.stop), self._decoder.flush())
-        return released
-
-    def _release_text(self, stops: StopAutomaton, text: str, armed: bool) -> str:
-        """Append final text to the held text; return the part that cannot belong to a stop string."""
-        node, start = self._node, 0
-        if self._run_scanned and not self._decoder.revoked:
-            node, start = self._run_node, self._run_scanned  # already scanned as tentative, without a hit
-        self._run_scanned = 0
-        self._node, hit = stops.scan(node, text[start:] if start else text, armed)
-        if hit is not None:
-            return self._end_at(Hit(start + hit.end, hit.stop), text)
-        whole = self._held + text
-        cut = len(whole) - stops.hold[self._node]
-        self._held = whole[cut:]
-        self.length += cut
-        return whole[:cut]
-
-    def _end_at(self, hit: Hit, text: str) -> str:
-        """End the output at a hit in ``text``, which follows the held text."""
-        self.hit = hit.stop
-        end = len(self._held) + hit.end
-        cut = end if self._include_stop else end - len(hit.stop)
-        released = (self._held + text)[:cut]
-        self._held = ""
-        self.length += cut
-        return released
+        text, search = self._decoder.flush(), self._search
+        if search is not None:
+            text = search.release(text, self.num_tokens >= self.opened.min_tokens)
+            text += search.take_held() if search.hit is None else ""
+        self.length += len(text)
+        return text
 
     def _update_pieces(self) -> None:
         if not self.opened.detokenize:
             table = self._table.silent
         else:
-            is_plain = self._decoder.clean and self._stops is None and self.reader is None
+            is_plain = self._decoder.clean and self._search is None and self.reader is None
             table = self._table.pieces if is_plain else self._table.pending
         self.pieces = table if self.started else self._table.pending
 
 
 class TextBuilder:
-    """Columns of one frontend's `Text` for the current step."""
+    """`Text` of one frontend for the current step."""
 
-    __slots__ = (
-        "deltas",
-        "epoch_tag",
-        "finishes",
-        "first_indexes",
-        "index",
-        "logprobs",
-        "num_tokens",
-        "offsets",
-        "request_ids",
-        "spans",
-        "started",
-        "token_ids",
-    )
+    __slots__ = ("epoch_tag", "index", "text", "token_ids")
 
     def __init__(self, index: int, epoch_tag: int) -> None:
         self.index = index
@@ -229,44 +160,25 @@ class TextBuilder:
         self._begin()
 
     def _begin(self) -> None:
-        self.started: list[Started] = []
-        self.request_ids: list[int] = []
-        self.deltas: list[str] = []
-        self.offsets: list[int] = []
-        self.first_indexes: list[int] = []
-        self.num_tokens: list[int] = []
+        self.text = Text(0, 0, 0, [], [], [], [], [], [], b"", [], [], spans=[])
         self.token_ids: list[int] = []
-        self.finishes: list[Finish] = []
-        self.logprobs: list[RowLogprobs] = []
-        self.spans: list[RowSpans] = []
 
     def add(self, request_id: int, delta: str, offset: int, first: int, token_ids: Sequence[int]) -> None:
         """Add a row."""
-        self.request_ids.append(request_id)
-        self.deltas.append(delta)
-        self.offsets.append(offset)
-        self.first_indexes.append(first)
-        self.num_tokens.append(len(token_ids))
+        text = self.text
+        text.request_ids.append(request_id)
+        text.deltas.append(delta)
+        text.offsets.append(offset)
+        text.first_indexes.append(first)
+        text.num_tokens.append(len(token_ids))
         self.token_ids.extend(token_ids)
 
     def take(self, step: int, tokens_sent_ns: int) -> Text | None:
-        """Return the message and clear the columns; None if they are empty."""
-        if not (self.request_ids or self.finishes or self.started):
+        """Return the message and begin the next one; None if it is empty."""
+        text = self.text
+        if not (text.request_ids or text.finishes or text.started):
             return None
-        text = Text(
-            step,
-            time.monotonic_ns(),
-            tokens_sent_ns,
-            self.started,
-            self.request_ids,
-            self.deltas,
-            self.offsets,
-            self.first_indexes,
-            self.num_tokens,
-            pack_i32(self.token_ids),
-            self.finishes,
-            self.logprobs,
-            spans=self.spans,
-        )
+        text.step, text.sent_ns, text.tokens_sent_ns = step, time.monotonic_ns(), tokens_sent_ns
+        text.token_ids = pack_i32(self.token_ids)
         self._begin()
         return text
