@@ -283,7 +283,7 @@ class LiveRequests:
                     itl.observe((now - choice.last_ns) * 1e-9)
                 elif not stream.first_token_ns:
                     stream.first_token_ns = now
-                    self.metrics.first_token((now - stream.submit.spec.arrival_ns) * 1e-9)
+                    self.metrics.time_to_first_token.observe((now - stream.submit.spec.arrival_ns) * 1e-9)
                 choice.last_ns = now
             elif num_tokens and len(delta) <= seen_chars:
                 self.metrics.stale_deltas.inc()
@@ -301,7 +301,7 @@ class LiveRequests:
     def _start(self, stream: Stream, started: Started) -> None:
         stream.note_start(started)
         self._dispatcher.note_start(stream, started)
-        self.metrics.started(started)
+        self.metrics.prompt_tokens.observe(started.num_prompt_tokens)
 
     def _end_choice(self, choice: StreamChoice, finish: Finish, now: int) -> None:
         stream = choice.stream
@@ -320,7 +320,7 @@ class LiveRequests:
             return
         for choice in stream.choices:
             if self._live.pop(choice.request_id, None) is not None:
-                self.metrics.choice_failed()
+                self.metrics.success[FinishReason.ERROR].inc()
         stream.num_open = 0
         stream.note_error(error)
         self._release(stream)

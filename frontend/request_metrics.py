@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.wire.messages import Finish, FinishReason, Started, Submit
+from quintet.wire.messages import Finish, FinishReason, Submit
 from quintet.wire.metrics import COUNT_BUCKETS, PACE_BUCKETS_S, Metrics
 from quintet.wire.params import SamplingParams
 
@@ -13,7 +13,6 @@ class RequestMetrics:
     """The series of `quintet.frontend.live_requests`."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
         self.hop = metrics.histogram(
             "hop_seconds", "Time of a message from sender to receiver.", hop="detokenizer_frontend"
         )
@@ -63,14 +62,6 @@ class RequestMetrics:
         if params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)
 
-    def started(self, started: Started) -> None:
-        """Count a finished prefill."""
-        self.prompt_tokens.observe(started.num_prompt_tokens)
-
-    def first_token(self, seconds: float) -> None:
-        """Count a first token."""
-        self.time_to_first_token.observe(seconds)
-
     def choice_ended(
         self, submit: Submit, finish: Finish, num_tokens: int, first_token_ns: int, now_ns: int
     ) -> None:
@@ -80,7 +71,3 @@ class RequestMetrics:
         self.generation_tokens.observe(num_tokens)
         if num_tokens > 1 and first_token_ns:
             self.time_per_output_token.observe((now_ns - first_token_ns) * NS / (num_tokens - 1))
-
-    def choice_failed(self) -> None:
-        """Count a choice that failed."""
-        self.success[FinishReason.ERROR].inc()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -19,24 +18,18 @@ from quintet.frontend.response_store import ResponseStore
 from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.metrics import CounterSeries, HistogramSeries, Metrics
+from quintet.wire.metrics import CounterSeries, Metrics
 from quintet.wire.supervision import Drain, Drained, Topology
 
 
-@dataclass(slots=True)
 class HttpMetrics:
     """HTTP request counts and write times."""
 
-    metrics: Metrics
-    write_seconds: HistogramSeries
-    _requests: dict[tuple[str, str, int], CounterSeries] = field(default_factory=dict)
-
-    @classmethod
-    def declare(cls, metrics: Metrics) -> HttpMetrics:
-        """Declare the series."""
-        return cls(
-            metrics,
-            metrics.histogram("stream_write_seconds", "Time to hand the events of one step to the socket."),
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._requests: dict[tuple[str, str, int], CounterSeries] = {}
+        self.write_seconds = metrics.histogram(
+            "stream_write_seconds", "Time to hand the events of one step to the socket."
         )
 
     def answered(self, route: str, method: str, status: int) -> None:
@@ -44,7 +37,7 @@ class HttpMetrics:
         key = (route, method, status)
         series = self._requests.get(key)
         if series is None:
-            series = self._requests[key] = self.metrics.counter(
+            series = self._requests[key] = self._metrics.counter(
                 "http_requests", "HTTP responses.", route=route, method=method, status=str(status)
             )
         series.inc()
@@ -67,7 +60,7 @@ class Service:
         self.write_timeout = WriteTimeout(config.frontend.write_timeout_s, lambda: self.draining)
         max_bytes = config.frontend.max_body_bytes
         self.bodies = BodyBuffers(max_bytes, max_open_bytes=max(max_bytes, MAX_OPEN_BYTES))
-        self.http = HttpMetrics.declare(metrics)
+        self.http = HttpMetrics(metrics)
         self.started_at = int(time.time())
         self.num_exchanges = 0
         """HTTP requests being answered, plus background responses."""
