@@ -17,6 +17,7 @@ import msgspec
 from quintet.frontend.deadlines import DeadlineTimer, expired, is_expired_by_core
 from quintet.frontend.load_balancing.dispatcher import UNENCODABLE, Dispatcher, Send, not_encodable
 from quintet.frontend.load_balancing.load_ledger import LoadLedger
+from quintet.frontend.load_balancing.loss_recovery import LossRecovery
 from quintet.frontend.load_balancing.workers import Workers
 from quintet.frontend.reconcile import (
     MAX_RESENDS,
@@ -71,7 +72,8 @@ class LiveRequests:
         self.metrics = RequestMetrics(metrics)
         self.workers = Workers(me, config.run_dir)
         self.ledger = LoadLedger(self.workers, config)
-        self._dispatcher = Dispatcher(self.ledger, send, config, metrics)
+        self._dispatcher = Dispatcher(self.ledger, send, config)
+        self._recovery = LossRecovery(self._dispatcher, metrics)
         self._deadlines = DeadlineTimer(self._expire)
         self._max_logprobs = config.frontend.max_logprobs
         self._vocab_size = config.model.vocab_size
@@ -219,7 +221,7 @@ class LiveRequests:
 
     def apply_text(self, text: Text) -> None:
         """Apply the output of one step and wake the readers."""
-        if self._dispatcher.is_stale(text.sender):
+        if self.workers.is_lost(text.sender):
             self.metrics.stale_deltas.inc(len(text.request_ids))
             return
         now = time.monotonic_ns()
@@ -355,7 +357,7 @@ class LiveRequests:
             elif stream.num_resends > MAX_RESENDS:
                 self._give_up(stream, unknown_request_error())
             else:
-                self._dispatcher.restart(stream, Role.CORE)
+                self._recovery.restart(stream, Role.CORE)
         self._place_parked()
 
     def give_up(self, request_ids: Sequence[int], error: RequestError) -> None:
@@ -377,7 +379,7 @@ class LiveRequests:
 
     def follow(self, topology: Topology) -> None:
         """Apply a topology: re-dispatch the requests of lost workers with the output received so far."""
-        for stream in self._dispatcher.follow(topology, self._streams.values()):
+        for stream in self._recovery.follow(topology, self._streams.values()):
             self._give_up(stream, poison_error())
         self._place_parked()
 

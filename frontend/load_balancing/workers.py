@@ -20,6 +20,8 @@ class Workers:
         self.work_lost: frozenset[WorkId] = frozenset()
         """Requests and queries that tokenizers were encoding when they died, in the newest topology."""
         self._alive: dict[tuple[Role, int], WorkerId] = {}
+        self._lost_detokenizers: dict[int, int] = {}
+        """Newest lost epoch of each detokenizer index."""
         self.topology = Topology(0, [])
         self._engines: list[int] = []
         self._available: dict[Role, list[int]] = {}
@@ -41,15 +43,23 @@ class Workers:
             if slot.state is not SlotState.DOWN
         }
         lost = [worker for key, worker in self._alive.items() if alive.get(key) != worker]
+        self._lost_detokenizers |= {
+            worker.index: worker.epoch for worker in lost if worker.role is Role.DETOKENIZER
+        }
         dead = [work_at_death(self._run_dir, worker) for worker in lost if worker.role is Role.TOKENIZER]
         self.work_lost = frozenset[WorkId]().union(*dead)
         self._alive = alive
-        self._engines = self._usable_engines()
+        self._engines = self.ready_engines() or self._available_workers(Role.CORE)
         self.num_frontends = sum(
             slot.worker.role is Role.FRONTEND and slot.state is SlotState.READY for slot in topology.slots
         )
         self._available = {role: self._available_workers(role) for role in SERVING_ROLES}
         return lost
+
+    def is_lost(self, detokenizer: tuple[int, int]) -> bool:
+        """True for the index and epoch of a lost detokenizer: its requests were dispatched anew."""
+        index, epoch = detokenizer
+        return epoch <= self._lost_detokenizers.get(index, -1)
 
     def available(self, role: Role) -> list[int]:
         """Return the ready workers of a role; without any, the stalled ones."""
@@ -85,9 +95,6 @@ class Workers:
     def engines(self) -> list[int]:
         """Return the engines that accept requests: ready ones, else those with an available core."""
         return self._engines
-
-    def _usable_engines(self) -> list[int]:
-        return self.ready_engines() or self._available_workers(Role.CORE)
 
     def cores(self) -> list[int]:
         """Return the engines with a live core, whether it accepts requests or not."""

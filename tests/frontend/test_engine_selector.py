@@ -283,7 +283,7 @@ def test_requests_without_cache_reads_do_not_change_affinity() -> None:
                 assert world.requests.ledger.of(stream).num_queued == 640
                 request_id = stream.request_id
                 world.text([], started=[request_id], finished=[(request_id, FinishReason.STOP)])
-        history = world.requests._dispatcher._selector.history(at)
+        history = world.requests._dispatcher.selector.history(at)
         assert history.prefixes.find(hash_prefixes(LONG))[0] == 10
 
     run(scenario())
