@@ -28,10 +28,9 @@ from quintet.frontend.reconcile import (
     unknown_request_error,
 )
 from quintet.frontend.request_metrics import RequestMetrics
-from quintet.frontend.resume.stream_state import has_started, resumed_submit
 from quintet.frontend.streams import Mailbox, Received, Stream, StreamChoice
 from quintet.process.spans import TraceSpan, no_span
-from quintet.wire.codec import ID_BYTES, unpack_i32, unpack_i64
+from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import RequestIds, Role, WorkerId
@@ -40,7 +39,6 @@ from quintet.wire.messages import (
     Finish,
     FinishReason,
     Prompt,
-    Resumed,
     Started,
     Submit,
     Text,
@@ -127,46 +125,19 @@ class LiveRequests:
             session=session,
         )
         stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
-        return self._enter(stream, received)
-
-    def _enter(self, stream: Stream, received: Sequence[Received]) -> Stream:
         if received:
             stream.resume(received)
         if stream.num_open:  # else another server delivered all of it
-            self._begin(stream)
-            self.metrics.submitted(stream.submit.spec.params)
+            self.begin(stream)
+            self.metrics.submitted(spec.params)
         return stream
 
     def take_ids(self, count: int) -> int:
         """Reserve consecutive ids for requests to resume; return the first."""
         return self._ids.take(count)
 
-    def resume(
-        self,
-        resumed: Resumed,
-        first_id: int,
-        received: Sequence[Received],
-        mailbox: Mailbox,
-        interval: int,
-    ) -> Stream:
-        """Resume a request that the core retained, and return a stream of the output the client has not received.
-
-        ``first_id`` comes from `take_ids`; the core has the request under that id.
-        """
-        submit = resumed_submit(resumed, first_id, received)
-        stream = Stream(submit, mailbox, self.cancel, interval=interval)
-        stream.pinned_core = resumed.core
-        stream.resume(received)
-        if has_started(received):
-            assert resumed.admit is not None
-            arrival_ns, num_prompt = submit.spec.arrival_ns, len(resumed.admit.prompt_ids) // ID_BYTES
-            stream.started = Started(first_id, num_prompt, 0, arrival_ns, arrival_ns)
-        if stream.num_open:
-            self._begin(stream)
-            self.metrics.resumed.inc()
-        return stream
-
-    def _begin(self, stream: Stream) -> None:
+    def begin(self, stream: Stream) -> None:
+        """Register and dispatch the open choices of a stream."""
         self._streams[stream.request_id] = stream
         open_choices = [choice for choice in stream.choices if choice.finish is None]
         for choice in open_choices:

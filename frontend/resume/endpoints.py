@@ -35,6 +35,7 @@ from quintet.frontend.api.responses.output import ResponsesAnswer
 from quintet.frontend.api.responses.response_history import store_end
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import HttpRequest
+from quintet.frontend.resume.retained import resume_retained
 from quintet.frontend.resume.stream_state import (
     LAST_EVENT,
     Answer,
@@ -128,7 +129,8 @@ async def _resume(service: Service, http_request: HttpRequest, stream_id: Stream
         for offset, each in zip(range(0, total, n), resumed, strict=True):
             has = _received(each, position, offset, n)
             received += has
-            stream = service.requests.resume(
+            stream = resume_retained(
+                service.requests,
                 each,
                 first_id + offset,
                 [(None, False)] * n if api.needs_replay else has,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,9 +24,7 @@ import msgspec
 from quintet.frontend.api import sse
 from quintet.frontend.streams import Received
 from quintet.wire.config import EngineConfig
-from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.messages import Admit, Resumed, Submit, TokenPrompt
 from quintet.wire.params import shown
 from quintet.wire.request import ResumeToken
 
@@ -209,41 +206,3 @@ class PartialResponse:
     """Unix time, in seconds."""
     name: str = ""
     """Response id, in APIs where the server makes one up; else ""."""
-
-
-def resumed_submit(resumed: Resumed, first_id: int, received: Sequence[Received]) -> Submit:
-    """Return the submission of a request that a core retained, under ids from ``first_id``."""
-    admit = resumed.admit
-    assert admit is not None
-    changes: dict[str, object] = {"n": len(received)}
-    if has_started(received):
-        changes["prompt_logprobs"] = None  # sent with the start
-    return Submit(
-        request_id=first_id,
-        prompt=_prompt_of(admit),
-        spec=msgspec.structs.replace(
-            admit.spec,
-            params=msgspec.structs.replace(admit.spec.params, **changes),
-            arrival_ns=time.monotonic_ns(),
-            choice=0,
-            output_ids=b"",
-            attempt=0,
-        ),
-        sent_ns=0,
-        core=0,
-        clamp_max_tokens=True,  # the limit was accepted when the request arrived
-    )
-
-
-def _prompt_of(admit: Admit) -> TokenPrompt | EmbedsPrompt:
-    """Return the prompt of an admitted request."""
-    if not admit.embeds:
-        return TokenPrompt(admit.prompt_ids)
-    span = admit.embeds[0]
-    assert span.end * 4 == len(admit.prompt_ids), "clients send embeddings for the whole prompt"
-    return EmbedsPrompt(span.dtype, span.width, span.values)
-
-
-def has_started(received: Sequence[Received]) -> bool:
-    """True if a client has the start of a response."""
-    return any(ids is not None for ids, _ in received)

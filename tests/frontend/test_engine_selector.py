@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quintet.frontend.load_balancing.prefix_affinity import hash_prefixes
+from quintet.frontend.resume.retained import resume_retained
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i64
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import (
@@ -220,8 +221,13 @@ def test_resumed_request_continues_at_its_core() -> None:
         for core in (2, 0):
             first = world.requests.take_ids(1)
             resumed = Resumed(1, Admit(7, pack_i32([5]), spec, 0), [(0, b"")], core)
-            world.requests.resume(
-                resumed, first, [(None, False)], world.requests.submit(PROMPT, spec_of()).mailbox, 1
+            resume_retained(
+                world.requests,
+                resumed,
+                first,
+                [(None, False)],
+                world.requests.submit(PROMPT, spec_of()).mailbox,
+                1,
             )
             assert world.of(Submit)[-1].core == core
         world.slots[Role.CORE, 2] = (1, SlotState.DOWN)
@@ -237,7 +243,9 @@ def test_resumed_request_counts_as_live() -> None:
         world = engines(1)
         resumed = Resumed(1, Admit(7, pack_i32([5]), spec_of(), 0), [(0, b"")], 0)
         other = world.requests.submit(PROMPT, spec_of())
-        world.requests.resume(resumed, world.requests.take_ids(1), [(None, False)], other.mailbox, 1)
+        resume_retained(
+            world.requests, resumed, world.requests.take_ids(1), [(None, False)], other.mailbox, 1
+        )
         assert world.requests.metrics.live.value == 2
 
     run(scenario())

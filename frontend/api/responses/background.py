@@ -19,6 +19,7 @@ from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.output import CANCELLED, FAILED, ResponsesAnswer, response_json
 from quintet.frontend.api.responses.response_history import answer_of, conversation_turn
 from quintet.frontend.response_store import Events, Record, ResponseFile
+from quintet.frontend.resume.retained import resume_retained
 from quintet.frontend.resume.stream_state import StreamCursor, StreamId, resume_token_for
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
@@ -168,7 +169,8 @@ async def _resumed(service: Service, record: Record) -> Submissions | None:
     if resumed.admit is None:
         return None
     submissions = Submissions()
-    submissions.add(service.requests.resume(resumed, first_id, [(None, False)], submissions.mailbox, 1))
+    received, mailbox = [(None, False)], submissions.mailbox
+    submissions.add(resume_retained(service.requests, resumed, first_id, received, mailbox, 1))
     return submissions
 
 
