@@ -146,12 +146,20 @@ def _free_blocks(state: SchedulerState, request: Request, num_wanted: int, num_r
     pool = state.pool
     if pool.num_available >= num_wanted:
         return True
-    while num_reserved + num_wanted > pool.num_available + len(pool.fenced) + state.num_deferred_blocks:
+    while num_reserved + num_wanted > pool.num_available + len(pool.fenced) + _num_deferred_blocks(state):
         victim = next(each for each in reversed(state.running) if not each.is_preempt_deferred)
         state.defer_preempt(victim)
         if victim is request:
             return False
     return pool.num_available >= num_wanted
+
+
+def _num_deferred_blocks(state: SchedulerState) -> int:
+    """Return the number of blocks freed when the requests marked for preemption leave."""
+    if not state.limits.groups.states:
+        return 0
+    deferred = [held for request in state.running if request.is_preempt_deferred for held in request.kv.held]
+    return sum(state.pool.refs[block] == 1 for held in deferred for block in held.blocks)
 
 
 def _may_use_blocks(request: Request) -> bool:

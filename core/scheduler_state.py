@@ -197,16 +197,6 @@ class SchedulerState:
         else:
             self.preempt(request)
 
-    @property
-    def num_deferred_blocks(self) -> int:
-        """Number of blocks freed when the requests marked for preemption leave."""
-        if not self.limits.groups.states:
-            return 0
-        deferred = [
-            held for request in self.running if request.is_preempt_deferred for held in request.kv.held
-        ]
-        return sum(self.pool.refs[block] == 1 for held in deferred for block in held.blocks)
-
     def preempt(self, request: Request) -> None:
         """Release all slots and blocks of a running request and queue it again. Its token ids suffice to recompute it.
 
@@ -367,6 +357,12 @@ class SchedulerState:
         request = self.live.get(request_id)
         newest = self.ended.get(request_id) if request is None else request.delivery.attempt
         return newest is not None and newest >= attempt
+
+    def note_first_token(self, request: Request, now_ns: int) -> None:
+        """Record the time of a request's first drawn token."""
+        if not request.has_drawn:
+            request.has_drawn, request.stats.first_token_ns = True, now_ns
+            self.counters.first_tokens += 1
 
     def note_ended(self, request: Request) -> None:
         """Remember an ended request; forget the oldest beyond `MAX_ENDED`."""

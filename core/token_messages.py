@@ -32,6 +32,18 @@ Ending = tuple[FinishReason, bool]
 """Finish reason, and True for a stop token that the request named."""
 
 
+def ending_of(request: Request) -> Ending | None:
+    """Return the finish reason caused by the newest output; None when the request continues."""
+    if request.num_outputs > request.spec.params.min_tokens:
+        is_named = request.stops.get(request.tokens[-1])
+        if is_named is not None:
+            return FinishReason.STOP, is_named
+        watch = request.repetition
+        if watch is not None and watch.has_repeated(request.tokens, request.num_prompt):
+            return FinishReason.REPETITION, False
+    return (FinishReason.LENGTH, False) if len(request.tokens) >= request.limit else None
+
+
 class TokensBuilder:
     """Columns of one `Tokens` message. Rows are appended in order; most have one token and no finish."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quintet.core.commit import ending_of
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefix import salt_digest
 from quintet.core.poison_isolation.rejections import Rejections
@@ -20,7 +19,7 @@ from quintet.core.requests.deadlines import check_deadline, check_feasible
 from quintet.core.requests.request import Delivery, Repetition, Request
 from quintet.core.requests.resumption import RetainedRequests, can_resume
 from quintet.core.scheduler_state import Limits, SchedulerState
-from quintet.core.token_messages import StepMessages, TokensBuilders
+from quintet.core.token_messages import StepMessages, TokensBuilders, ending_of
 from quintet.process.deadlines import DeadlineHeap
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import SchedulerConfig
