@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
 from quintet.core.commit import commit
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
@@ -20,7 +18,8 @@ from quintet.core.kv_services.kv_tier_client import KvTierClient
 from quintet.core.poison_isolation.rejections import Rejections
 from quintet.core.poison_isolation.suspects import PoisonIsolation
 from quintet.core.poison_isolation.trial import advance_trial, cancel_trial, reject_poison
-from quintet.core.requests.admission import AdmissionContext, admit, apply_limits, resolve_limits
+from quintet.core.requests.admission import AdmissionContext, admit
+from quintet.core.requests.executor_limits import apply_limits, resolve_limits
 from quintet.core.requests.request import Request, Status
 from quintet.core.requests.resumption import RetainedRequests
 from quintet.core.scheduler import schedule
@@ -107,16 +106,7 @@ class Engine:
         if known is not None and (message.executor_epoch, message.tables_epoch) <= (known, self._tables):
             return StepMessages()
         self.executor_epoch, self._tables = message.executor_epoch, message.tables_epoch
-        limits = resolve_limits(
-            self._scheduler,
-            kv=msgspec.structs.replace(self._model.kv, block_size=message.block_size),
-            num_blocks=message.num_blocks,
-            max_num_seqs=message.max_num_seqs,
-            max_model_len=min(message.max_model_len, self._model.max_model_len),
-            prefix_caching=cache.enable_prefix_caching,
-            swap_bytes_per_s=message.swap_bytes_per_s,
-            num_parts=cache.num_parts,
-        )
+        limits = resolve_limits(self._model, cache, self._scheduler, message)
         before, culprit = self.state, None
         if before is not None:
             before.counters.executor_losses += 1

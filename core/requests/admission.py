@@ -2,8 +2,6 @@
 
 Each step answers the request, which ends its admission, or passes it on by returning None. The order matters: a
 message of a lost frontend must not end a live attempt, and only a request that is new may be rejected.
-
-`apply_limits` checks the live requests again when the limits of the server change.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefix import salt_digest
 from quintet.core.poison_isolation.rejections import Rejections
 from quintet.core.policy import POLICIES, Policy
@@ -24,8 +21,7 @@ from quintet.process.deadlines import DeadlineHeap
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import SchedulerConfig
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.kv_spec import KvSpec
-from quintet.wire.messages import Admit, Failed, FinishReason
+from quintet.wire.messages import Admit, Failed
 from quintet.wire.params import SamplingParams, seed_of_choice
 from quintet.wire.request import check_length
 
@@ -281,55 +277,3 @@ def check_fits(num_prompt: int, limits: Limits) -> None:
     if limits.max_prompt is not None:
         cause = " without chunked prefill (enable it, or raise --max-num-batched-tokens)"
         check_length(num_prompt, limits.max_prompt + 1, cause=cause)
-
-
-def resolve_limits(
-    config: SchedulerConfig,
-    *,
-    kv: KvSpec,
-    num_blocks: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    prefix_caching: bool,
-    swap_bytes_per_s: int,
-    num_parts: int = 1,
-) -> Limits:
-    """Return the limits on which the configuration and the executor's capacity agree."""
-    step_tokens, part_bytes = config.max_num_batched_tokens, kv.offloaded_bytes_per_block
-    return Limits(
-        num_blocks=num_blocks,
-        block_size=kv.block_size,
-        num_slots=max_num_seqs,
-        max_running=min(max_num_seqs, config.max_num_seqs, config.max_num_batched_tokens),
-        max_model_len=max_model_len,
-        max_batched=config.max_num_batched_tokens,
-        watermark=num_blocks // 100,
-        max_prompt=None if config.enable_chunked_prefill else config.max_num_batched_tokens,
-        prefix_caching=prefix_caching,
-        audit=config.audit,
-        block_bytes=part_bytes * num_parts,
-        block_copy_ns=part_bytes * 1_000_000_000 // swap_bytes_per_s if swap_bytes_per_s else 0,
-        groups=Groups(kv, step_tokens),
-        stages=config.stages,
-        max_request_len=kv.longest(num_blocks, max_model_len, step_tokens),
-    )
-
-
-def apply_limits(state: SchedulerState, now_ns: int) -> StepMessages:
-    """Check every live request against new limits; end those that no longer fit with an error."""
-    outbox = TokensBuilders()
-    for request in list(state.waiting):
-        request.kv.digests.clear()
-        request.limit = length_limit(request.num_prompt, request.spec.params.max_tokens, state.limits)
-        request.plan_until = request.limit
-        state.num_reserved += state.limits.taken_by(request.limit)
-        state.claim(request)
-        try:
-            check_fits(request.num_prompt, state.limits)
-            fits = len(request.tokens) < request.limit
-        except RequestError:
-            fits = False
-        if not fits:
-            outbox.end(request, FinishReason.ERROR, now_ns)
-            state.retire(request)
-    return outbox.effects(state.step, now_ns)

@@ -33,7 +33,6 @@ MAX_TEST_FILE_LINES = 600
 """A test file has one subject; further cases add length but no ideas."""
 
 LONG_FILES = {
-    "core/engine.py": (490, "the core's entry points: every message handler in one place"),
     "csrc/cpu/runtime/simd.hpp": (500, "the one file that knows instructions by name"),
     "deploy/config/flags.py": (900, "the one table of flags, a row for each"),
     "executor/backends/cpu/program/graph_builder.py": (500, "every operation of a pass in order"),
