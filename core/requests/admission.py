@@ -13,7 +13,8 @@ from quintet.core.kv.prefix import salt_digest
 from quintet.core.poison_isolation.rejections import Rejections
 from quintet.core.policy import POLICIES, Policy
 from quintet.core.requests.deadlines import check_deadline, check_feasible
-from quintet.core.requests.request import Delivery, Repetition, Request
+from quintet.core.requests.repetition import Repetition
+from quintet.core.requests.request import Delivery, Request
 from quintet.core.requests.resumption import RetainedRequests, can_resume
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.core.token_messages import StepMessages, TokensBuilders, ending_of

@@ -12,47 +12,19 @@ Lengths of a request, and their writers:
 
 ``length`` counts the tokens that steps in flight will draw, so plans do not wait for their values. A request has
 uncomputed tokens while ``planned < length``, whether prompt or output.
-
-`Repetition` ends a request when its outputs repeat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 from quintet.core.kv.groups import GroupBlocks
 from quintet.core.kv.prefix import extend_chain
+from quintet.core.requests.repetition import Repetition
 from quintet.wire.embeds import EmbedsSpan
 from quintet.wire.messages import Admit
-from quintet.wire.params import RepetitionDetectionParams
 from quintet.wire.request import RequestSpec
-
-
-class Repetition:
-    """Detector of one request: per pattern size, the length of the current periodic run.
-
-    A function of the outputs alone, read in any portions. So a recomputed request ends at the same token.
-    """
-
-    __slots__ = ("_least", "_num_read", "_runs", "_times")
-
-    def __init__(self, params: RepetitionDetectionParams) -> None:
-        self._least = max(1, params.min_pattern_size)
-        self._times = params.min_count - 1
-        self._runs = [0] * (params.max_pattern_size - self._least + 1)
-        self._num_read = 0
-
-    def has_repeated(self, tokens: Sequence[int], num_prompt: int) -> bool:
-        """Read the new outputs after ``num_prompt``; return True when they end with a pattern repeated often enough."""
-        runs, least = self._runs, self._least
-        for position in range(num_prompt + self._num_read, len(tokens)):
-            token = tokens[position]
-            for index in range(min(len(runs), position - num_prompt - least + 1)):
-                runs[index] = runs[index] + 1 if tokens[position - least - index] == token else 0
-        self._num_read = len(tokens) - num_prompt
-        return any(run >= (least + index) * self._times for index, run in enumerate(runs))
 
 
 class Status(IntEnum):
@@ -188,8 +160,3 @@ class Request:
         """Return its block digests, extended to at least the first ``num_blocks`` full blocks."""
         extend_chain(self.kv.digests, self.salt_digest, self.tokens, block_size, num_blocks, self.embeds)
         return self.kv.digests
-
-    @property
-    def stop_ids(self) -> list[int]:
-        """Tokens that end the request, in the order in which they were given."""
-        return list(self.stops)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quintet.core.requests.request import Repetition
+from quintet.core.requests.repetition import Repetition
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import FinishReason
 from quintet.wire.params import RepetitionDetectionParams, SamplingParams
