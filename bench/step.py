@@ -29,6 +29,7 @@ import torch
 from bench.arguments import command_parser
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
+from quintet.executor.backends.cpu.program.op_balance import profile
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.backends.registry import make_worker
@@ -306,11 +307,11 @@ def measure(worker: Worker, num_rows: int, args: argparse.Namespace, vocab_size:
     runner = worker.runner
     assert isinstance(runner, ProgramRunner), "the compiled kernels are not built"
     for _ in range(args.repetitions):
-        program_s = runner.seconds
+        program_s = runner.program.seconds
         begin_s = time.perf_counter()
         worker.execute(steps.next(advance=args.new == 1))
         seconds.append(time.perf_counter() - begin_s)
-        program.append(runner.seconds - program_s)
+        program.append(runner.program.seconds - program_s)
     step, program_s = statistics.median(seconds), statistics.median(program)
     tokens = num_rows * args.new
     print(
@@ -323,7 +324,7 @@ def measure(worker: Worker, num_rows: int, args: argparse.Namespace, vocab_size:
     rows = Rows(plan)
     last = rows.offsets + rows.counts - 1
     totals: dict[str, list[float]] = defaultdict(list)
-    for name, spent in runner.profile(rows, worker.tables, last):
+    for name, spent in profile(runner, rows, worker.tables, last):
         totals[name].append(spent)
     whole = sum(sum(values) for values in totals.values())
     for name, values in sorted(totals.items(), key=lambda item: -sum(item[1])):

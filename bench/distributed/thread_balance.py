@@ -23,7 +23,8 @@ from pathlib import Path
 
 from bench.arguments import command_parser
 from bench.step import SHAPES, Setup, config_of
-from quintet.executor.backends.cpu.program.runner import OpBalance, ProgramRunner
+from quintet.executor.backends.cpu.program.op_balance import OpBalance, balance_of
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.worker import Worker
 
@@ -44,7 +45,7 @@ def rows_of_table(runner: ProgramRunner, shape: str, all_threads: Sequence[int])
     for name, (rows, context, new) in STEPS.items():
         balances, barriers, repeated = [], [], []
         for threads in all_threads:
-            operations = runner.balance([context] * rows, [new] * rows, threads)
+            operations = balance_of(runner, [context] * rows, [new] * rows, threads)
             balances.append(f"{balance(operations, threads):.1%}")
             barriers.append(sum(each.pieces > 0 for each in operations))
             repeated.append(sum(each.bytes_again for each in operations))
@@ -59,7 +60,7 @@ def print_operations(runner: ProgramRunner, shape: str, threads: int) -> None:
     """Print the operations of each kind of step, those with most work first."""
     for name, (rows, context, new) in STEPS.items():
         groups: dict[str, list[OpBalance]] = defaultdict(list)
-        operations = runner.balance([context] * rows, [new] * rows, threads)
+        operations = balance_of(runner, [context] * rows, [new] * rows, threads)
         for each in operations:
             if each.pieces:
                 groups[f"{each.name} ({each.pieces} pieces)"].append(each)

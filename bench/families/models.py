@@ -17,6 +17,7 @@ import msgspec
 from bench.step import BLOCK_SIZE, Steps
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
+from quintet.executor.backends.cpu.program.op_balance import balance_of, profile
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.backends.torch.fallback.host_runner import HostRunner
@@ -94,7 +95,7 @@ class Decoding:
         if isinstance(runner, HostRunner):
             return runner.weight_bytes + kv.bytes_per_token * self._context * self._num_rows
         assert isinstance(runner, ProgramRunner), runner
-        parts = runner.balance([self._context] * self._num_rows, [1] * self._num_rows, 1)
+        parts = balance_of(runner, [self._context] * self._num_rows, [1] * self._num_rows, 1)
         return sum(part.bytes - part.bytes_again for part in parts)
 
     def operations(self, repetitions: int) -> dict[str, tuple[int, float]]:
@@ -109,7 +110,7 @@ class Decoding:
         rows = Rows(plan)
         spent: dict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in range(repetitions)])
         for step in range(repetitions):
-            for name, step_s in runner.profile(rows, self._worker.tables, rows.offsets):
+            for name, step_s in profile(runner, rows, self._worker.tables, rows.offsets):
                 spent[name][step].append(step_s)
         whole = {name: (len(steps[0]), statistics.median(map(sum, steps))) for name, steps in spent.items()}
         return dict(sorted(whole.items(), key=lambda item: -item[1][1]))

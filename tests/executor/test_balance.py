@@ -9,7 +9,8 @@ from bench.distributed.thread_balance import STEPS, share
 from bench.step import SHAPES, Setup, config_of
 
 from quintet.executor.backends.cpu.ops.host_library import open_library
-from quintet.executor.backends.cpu.program.runner import OpBalance, ProgramRunner
+from quintet.executor.backends.cpu.program.op_balance import OpBalance, balance_of
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.worker import Worker
 
@@ -36,7 +37,7 @@ def test_linear_layers_keep_64_threads_busy(worker: Worker, step: str) -> None:
     assert isinstance(runner, ProgramRunner)
     costs = []
     for threads in (1, 2, 64, 300):
-        operations = runner.balance([before] * rows, [new] * rows, threads)
+        operations = balance_of(runner, [before] * rows, [new] * rows, threads)
         layers = [each for each in operations if each.name.startswith("linear") and each.bytes]
         logits = layers.pop()  # a smaller vocabulary than any model has
         assert len(layers) == 4
@@ -53,7 +54,7 @@ def test_linear_layers_keep_64_threads_busy(worker: Worker, step: str) -> None:
 def test_each_panel_reads_a_prompt_row_again(worker: Worker) -> None:
     runner = worker.runner
     assert isinstance(runner, ProgramRunner)
-    decode, prompt = (runner.balance([0], [new], 2) for new in (1, 2048))
+    decode, prompt = (balance_of(runner, [0], [new], 2) for new in (1, 2048))
     for one, many in zip(decode, prompt, strict=True):
         if one.name.startswith("linear"):
             assert one.bytes_again == 0
@@ -67,7 +68,7 @@ def test_decode_with_few_kv_heads_keeps_64_threads_busy(worker: Worker) -> None:
     assert isinstance(runner, ProgramRunner)
 
     def attention(context: int, threads: int, rows: int = 1) -> list[OpBalance]:
-        operations = runner.balance([context] * rows, [1] * rows, threads)
+        operations = balance_of(runner, [context] * rows, [1] * rows, threads)
         return [each for each in operations if each.name.startswith("attention") and each.pieces]
 
     for context in (255, 2047):
@@ -85,7 +86,7 @@ def test_threads_share_the_query_heads_of_one_kv_head(tmp_path: Path) -> None:
     assert isinstance(runner, ProgramRunner)
 
     def attention(context: int, threads: int) -> OpBalance:
-        operations = runner.balance([context], [1], threads)
+        operations = balance_of(runner, [context], [1], threads)
         return next(each for each in operations if each.name.startswith("attention"))
 
     alone, shared, few = attention(255, 1), attention(255, 2), attention(15, 2)
@@ -99,7 +100,7 @@ def test_drafts_of_a_row_read_its_context_once(tmp_path: Path, threads: int) -> 
     """Nine tokens of seven query heads each exceed a group of tokens. Threads divide the keys, not the tokens."""
     runner = worker_of(SHAPES["S"], tmp_path).runner
     assert isinstance(runner, ProgramRunner)
-    operations = runner.balance([2039], [9], threads)
+    operations = balance_of(runner, [2039], [9], threads)
     attention = next(each for each in operations if each.name.startswith("attention") and each.pieces)
     assert attention.bytes_again == 0
     assert attention.busiest * threads <= 1.05 * attention.cost

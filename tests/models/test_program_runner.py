@@ -34,7 +34,7 @@ def test_step_arrays_outlive_an_interrupted_call(
     core.run()
     runner = served.core.worker.runner
     assert isinstance(runner, ProgramRunner)
-    step = runner._step
+    step = runner.step
     own = step.columns["output_tokens"].ctypes.data
 
     def interrupted(begin: int, end: int) -> float:

@@ -28,6 +28,7 @@ from tests.models.rows import latent
 from tests.models.test_engine import CoreAndWorker, changed
 from tests.models.test_equal import ROWS, check_tokens, made
 
+from quintet.executor.backends.cpu.program.op_balance import balance_of
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.worker import Worker
@@ -116,7 +117,7 @@ def pieces_of(loaded: Loaded, starts: list[int]) -> set[int]:
     """Return the number of partitions that a rank computes in a step of these new tokens, by layer."""
     runner = loaded.worker.runner
     assert isinstance(runner, ProgramRunner)
-    balance = runner.balance(starts, [1] * len(starts), 1)
+    balance = balance_of(runner, starts, [1] * len(starts), 1)
     of_layers = [
         [each.pieces for each in its]
         for name, its in groupby(balance, lambda op: op.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -130,21 +130,6 @@ class Step:
             yield
         finally:
             c.output_tokens = saved  # also if a signal handler raises: the next plan is written there
-
-    def fill_counts(self, starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Fill in row lengths without tokens, in the first slots; every row draws. Only for `ProgramRunner.balance`."""
-        num_rows, c = len(counts), self.c
-        c.num_tokens, c.num_rows, c.num_outputs = sum(counts), num_rows, num_rows
-        assert num_rows <= c.max_rows and c.num_tokens <= c.max_tokens, (num_rows, c.num_tokens)
-        ends = np.cumsum(counts)
-        for name, column in (
-            ("row_slots", np.arange(num_rows)),
-            ("row_starts", starts),
-            ("row_counts", counts),
-            ("row_offsets", ends - counts),
-            ("output_tokens", ends - 1),
-        ):
-            self.columns[name][:num_rows] = column
 
     def _bind(self, tables: SlotTables, settings: Settings | None) -> None:
         """Point the step at the tables. A worker uses the same tables in every step."""
