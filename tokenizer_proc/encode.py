@@ -32,17 +32,12 @@ class Encoder:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._templates = templates
+        self.templates = templates
         self._max_model_len = model.max_model_len
         self._vocab_size = model.vocab_size
         self._infill = open_infill(tokenizer, model.vocab_size, model.eos_token_ids)
         self._most_chars = most_chars_per_token(tokenizer)
         self._cutter = cutter_of(tokenizer)
-
-    @property
-    def template_names(self) -> list[str]:
-        """Names of the model's chat templates."""
-        return self._templates.names
 
     def prompt_ids(
         self, prompt: Prompt, params: SamplingParams, *, clamp_max_tokens: bool = False
@@ -97,7 +92,7 @@ class Encoder:
 
     def text_of(self, prompt: TextPrompt | ChatPrompt) -> str:
         """Return the prompt's text. Chat messages are rendered by the chat template."""
-        return prompt.text if isinstance(prompt, TextPrompt) else self._templates.render(prompt)
+        return prompt.text if isinstance(prompt, TextPrompt) else self.templates.render(prompt)
 
     def whole(self, prompt: TextPrompt | ChatPrompt) -> Sequence[int]:
         """Return the prompt's ids without truncation and length limits. Raises `RequestError`."""
@@ -248,16 +243,13 @@ def load_encoder(model: ModelConfig) -> Encoder:
 
 def size_of(prompt: Prompt, bad_words: Sequence[str] = ()) -> int:
     """Estimate the bytes to encode; decides between inline encoding and a worker thread."""
-    return _size_of_prompt(prompt) + 2 * sum(map(len, bad_words))  # each word is encoded twice
-
-
-def _size_of_prompt(prompt: Prompt) -> int:
+    num_bytes = 2 * sum(map(len, bad_words))  # each word is encoded twice
     match prompt:
         case TextPrompt():
-            return len(prompt.text) + len(prompt.suffix)
+            return num_bytes + len(prompt.text) + len(prompt.suffix)
         case ChatPrompt():
-            return len(prompt.messages) + len(prompt.tools) + len(prompt.template_kwargs)
+            return num_bytes + len(prompt.messages) + len(prompt.tools) + len(prompt.template_kwargs)
         case TokenPrompt():
-            return len(prompt.token_ids) // 16  # validated, not encoded
+            return num_bytes + len(prompt.token_ids) // 16  # validated, not encoded
         case EmbedsPrompt():
-            return len(prompt.values) // 16  # validated, not encoded
+            return num_bytes + len(prompt.values) // 16  # validated, not encoded

@@ -1,6 +1,8 @@
-"""Checks of messages to the tokenizer process: prompt embeddings, and the answer to a message that cannot be queued."""
+"""Checks of messages to the tokenizer process, and error answers: no request may end the process."""
 
 from __future__ import annotations
+
+import logging
 
 from quintet.wire.codec import pack_i64
 from quintet.wire.config import EngineConfig
@@ -37,6 +39,25 @@ def dropped_answers(dropped: Dropped) -> list[tuple[int, int | None, Failed | To
     for request_id in dropped.request_ids:
         answers.append((*frontend_of(request_id), Failed(request_id, error.code, error.message)))
     return answers
+
+
+def request_error(error: BaseException, what: str, log: logging.Logger) -> RequestError:
+    """Return the error for an exception raised while ``what`` was encoded; an unexpected one is logged with its traceback.
+
+    A panic of a Rust library is a `BaseException` without being an `Exception`. Raises requests to exit again.
+    """
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    if isinstance(error, RecursionError):
+        return RequestError(
+            ErrorCode.INVALID, "A part of the request is nested too deeply; send it with fewer levels."
+        )
+    log.error("%s failed in the tokenizer", what, exc_info=error)
+    return RequestError(
+        ErrorCode.INTERNAL, f"Internal server error in the tokenizer ({what}); see the server's log."
+    )
 
 
 def check_embeds(spec: RequestSpec, embeds: EmbedsPrompt, config: EngineConfig) -> None:

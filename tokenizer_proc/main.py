@@ -20,10 +20,10 @@ from quintet.process.pending_topology import PendingTopology
 from quintet.process.runtime import Process
 from quintet.process.work_journal import REQUEST, Journal, WorkId, entries_of, open_journal
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
-from quintet.tokenizer_proc.inbox_checks import check_embeds, dropped_answers, error_answer
+from quintet.tokenizer_proc.inbox_checks import check_embeds, dropped_answers, error_answer, request_error
 from quintet.tokenizer_proc.lanes import Lanes
 from quintet.tokenizer_proc.offloaded import OffloadedRequests
-from quintet.tokenizer_proc.request_errors import request_error
+from quintet.tokenizer_proc.queries import send_answer, tokenized
 from quintet.tokenizer_proc.structured import Forms
 from quintet.tokenizer_proc.thinking import Budgets
 from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i32, unpack_i64
@@ -113,18 +113,12 @@ class Tokenizer:
         sender = sender_of(message)
         if sender is None:
             return
-        index, tag = sender
-        version = message.spec.topology if isinstance(message, Submit) else 0
-        if isinstance(message, InFlightReport) and (
-            sender in self._queued.waiting or self._is_unknown_frontend(index, tag)
-        ):
+        is_early = sender in self._queued.waiting or self._is_unknown_frontend(*sender)
+        if isinstance(message, InFlightReport) and is_early:
             return  # some of its requests are still queued; frontends repeat the report
-        if (
-            sender in self._queued.waiting
-            or version > self._process.topology.version
-            or self._is_unknown_frontend(index, tag)
-        ):
-            self._keep(index, tag, message)
+        version = message.spec.topology if isinstance(message, Submit) else 0
+        if is_early or version > self._process.topology.version:
+            self._keep(*sender, message)
         else:
             self._handle(message)
 
@@ -180,10 +174,11 @@ class Tokenizer:
             case InFlightReport():
                 self._forward_report(message)
             case TokenizeQuery():
+                work = WorkId(1 + message.frontend, message.query_id)
                 self._dispatch(
                     size_of(message.prompt),
-                    lambda: self._answer(message),
-                    lambda answer: self._send_answer(message, answer),
+                    lambda: self._isolated(work, lambda: tokenized(self._encoder, message)),
+                    lambda result: send_answer(self._process.peers, message, result),
                 )
             case _:
                 pass
@@ -327,29 +322,6 @@ class Tokenizer:
         if rest is not None:
             self._process.peers.send(Role.CORE, cancel.core, rest)
 
-    def _answer(self, query: TokenizeQuery) -> Tokenized:
-        result = self._isolated(WorkId(1 + query.frontend, query.query_id), lambda: self._tokenized(query))
-        if isinstance(result, RequestError):
-            failed = Failed(query.query_id, result.code, result.message, result.param)
-            return Tokenized(query.query_id, b"", None, failed)
-        return result
-
-    def _tokenized(self, query: TokenizeQuery) -> Tokenized:
-        if query.until_ns is not None and time.monotonic_ns() > query.until_ns:
-            raise RequestError(ErrorCode.TIMEOUT, "The query timed out in the tokenizer's queue; retry.")
-        ids = self._encoder.whole(query.prompt)
-        strs = self._encoder.token_strs(ids) if query.return_token_strs else None
-        return Tokenized(query.query_id, pack_i32(ids), strs)
-
-    def _send_answer(self, query: TokenizeQuery, answer: Tokenized) -> None:
-        try:
-            self._process.peers.send(Role.FRONTEND, query.frontend, answer)
-        except FrameTooLarge as error:
-            cause = f"The answer has {error.num_bytes} bytes, but at most {error.most} are allowed; send a shorter text."
-            failed = Failed(query.query_id, ErrorCode.TOO_LARGE, cause)
-            answer = Tokenized(query.query_id, b"", None, failed)
-            self._process.peers.send(Role.FRONTEND, query.frontend, answer)
-
 
 def sender_of(message: object) -> tuple[int, int | None] | None:
     """Return the frontend's index and its epoch tag, if the message has it; None for other messages."""
@@ -385,7 +357,7 @@ def run(me: WorkerId, config: EngineConfig, encoder: Encoder) -> None:
 
     loop.set_exception_handler(end)
     process.attach(loop, service.handle)
-    process.ready(chat_templates=", ".join(encoder.template_names) or "none")
+    process.ready(chat_templates=", ".join(encoder.templates.names) or "none")
     try:
         loop.run_forever()
     finally:
