@@ -1,6 +1,6 @@
 """ASGI application: routing, authentication, error responses and request metrics.
 
-uvicorn ─▶ CORS (http/auth.py) ─▶ FrontendApp: id, API key, errors, metrics ─▶ Starlette router ─▶ Endpoint ─▶ handler
+uvicorn ─▶ CORS (http/server.py) ─▶ FrontendApp: id, API key, errors, metrics ─▶ Starlette router ─▶ Endpoint ─▶ handler
 
 A thread returns free heap memory to the system shortly after a large request.
 """
@@ -21,8 +21,9 @@ from quintet.frontend.api.openai import errors as openai_errors
 from quintet.frontend.api.responses.background import resume_lost
 from quintet.frontend.http.auth import Keys, operator_keys
 from quintet.frontend.http.error_shape import ErrorShape
-from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path, without_alias
+from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.frontend.http.openapi import RouteSpec
+from quintet.frontend.http.paths import tidy_path, without_alias
 from quintet.frontend.metrics import FORMAT_HEADER, LoadReport
 from quintet.frontend.resume.endpoints import resume_repeated
 from quintet.frontend.resume.stream_state import LAST_EVENT
@@ -53,7 +54,6 @@ class Endpoint:
 
     row: RouteSpec
     service: Service
-    methods: tuple[str, ...]
     keys: Keys
     load: LoadReport
 
@@ -66,8 +66,8 @@ class Endpoint:
         http_request.route = row.path
         http_request.path_params = scope["path_params"]
         method = "GET" if http_request.method == "HEAD" else http_request.method
-        if method not in self.methods:
-            allowed = ", ".join(self.methods)
+        if method not in row.methods:
+            allowed = ", ".join(row.methods)
             http_request.headers_out.append((b"allow", allowed.encode()))
             raise RequestError(
                 ErrorCode.METHOD_NOT_ALLOWED,
@@ -93,7 +93,7 @@ class FrontendApp:
         service.on_topology = partial(resume_lost, service)
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
-            routes=[Route(row.path, Endpoint(row, service, row.methods, self._keys, load)) for row in ROUTES],
+            routes=[Route(row.path, Endpoint(row, service, self._keys, load)) for row in ROUTES],
             redirect_slashes=False,
             default=self._not_found,
         )
@@ -107,8 +107,7 @@ class FrontendApp:
         path: str = scope["path"]
         if path not in self._errors:
             scope["path"] = self._normalized(path)
-        http_request = HttpRequest(scope, receive, send, openai_errors.ERRORS)
-        http_request.errors = self._errors_of(http_request.path)
+        http_request = HttpRequest(scope, receive, send, self._errors_of(scope["path"]))
         scope["http_request"] = http_request
         service.num_exchanges += 1
         try:

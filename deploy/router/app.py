@@ -21,7 +21,8 @@ from quintet.frontend.api.openai import errors as openai_errors
 from quintet.frontend.http.auth import Keys
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.error_shape import ErrorShape
-from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path, without_alias
+from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
+from quintet.frontend.http.paths import tidy_path, without_alias
 from quintet.frontend.metrics import CONTENT_TYPE
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown

@@ -33,26 +33,6 @@ MAX_REQUEST_ID = 256
 REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
 """Valid client request ids: the response repeats the id in every event of every choice."""
 
-_ALIAS, _ALIASED = "/openai", "/openai/v1/"
-"""Azure's path prefix, and the paths on which it is removed."""
-_MODEL_NAME = re.compile(r"(.*?/v[12]/+models/)(/*[^/].*)")
-"""Paths that end with a model name, which may be a folder's path."""
-
-
-def tidy_path(path: str) -> str:
-    """Merge slashes of a path and strip the final one: client base URLs often end with a slash."""
-    if "//" not in path and not path.endswith("/"):
-        return path
-    match = _MODEL_NAME.fullmatch(path)
-    head, name = match.groups() if match is not None else (path, "")
-    head = re.sub("/{2,}", "/", head)
-    return head + name.rstrip("/") if name else head.rstrip("/") or "/"
-
-
-def without_alias(path: str) -> str:
-    """Strip Azure's prefix from a path of OpenAI's API."""
-    return path.removeprefix(_ALIAS) if path.startswith(_ALIASED) else path
-
 
 class ClientDisconnected(Exception):
     """The client closed the connection; no response can be sent."""
@@ -81,7 +61,6 @@ class HttpRequest:
         self.partial_response: PartialResponse | None = None
         """Response received from another server, to continue."""
         self._connection: dict[str, Callable[[], None]] = scope.get("extensions", {}).get(CONNECTION, {})
-        self._query: bytes = scope["query_string"]
         self._receive = receive
         self._send = send
         self._body: bytes | None = None
@@ -103,7 +82,7 @@ class HttpRequest:
 
     def query_param(self, name: str) -> str | None:
         """Return the last value of a query parameter, or None."""
-        values = parse_qs(self._query.decode("latin-1"), keep_blank_values=True).get(name)
+        values = parse_qs(self.query, keep_blank_values=True).get(name)
         return None if values is None else values[-1]
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quintet.frontend.api.anthropic import errors as anthropic_errors
-from quintet.frontend.http.http_request import tidy_path
+from quintet.frontend.http.paths import tidy_path
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.request import check_length
 
