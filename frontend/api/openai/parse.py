@@ -216,10 +216,7 @@ def checked(
     try:
         return params.checked(max_logprobs, model.vocab_size)
     except RequestError as error:
-        ours = error.param or ""
-        if ours not in names:
-            raise
-        raise invalid(names[ours] + error.message.removeprefix(ours), names[ours]) from None
+        raise renamed(error, names) from None
 
 
 def names_of(body: GenerationBody) -> dict[str, str]:
