@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quintet.executor.interface import Pending
-from quintet.process.runtime import Receives
 from quintet.process.wakeup import Wakeup
+from quintet.process.wires import Receives
 from quintet.wire.step import StepPlan, StepsEnded
 
 JOIN_TIMEOUT_S = 1.0

@@ -12,22 +12,21 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic
 
 import msgspec
 
 from quintet.process.os_tuning import set_batch_scheduling, trim_memory
 from quintet.process.record import Recorder
-from quintet.process.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
+from quintet.process.sockets import MessageT, Peers, Rejection, address_of
 from quintet.process.spans import TraceSpan, no_span
 from quintet.process.trace import Tracer
-from quintet.process.wakeup import Wakeup
+from quintet.process.wires import Wires, open_wires
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.limits import largest_frame, largest_frames
+from quintet.wire.limits import largest_frames
 from quintet.wire.metrics import Metrics
 from quintet.wire.supervision import (
     Drain,
@@ -38,7 +37,6 @@ from quintet.wire.supervision import (
     Stop,
     Topology,
 )
-from quintet.wire.validate import Validator
 
 if TYPE_CHECKING:
     import asyncio  # the blocking loops start without it
@@ -56,55 +54,6 @@ class Stopping(BaseException):
 
 class HandlerError(Exception):
     """The cause is an error of this process's message loop, which ends the process; other callbacks raise their own errors."""
-
-
-class Receives(Protocol):
-    """Source of a process's messages: its `Inbox`, or a recording of one."""
-
-    @property
-    def rejected(self) -> dict[Rejection, int]:
-        """Number of frames dropped."""
-
-    def fileno(self) -> int:
-        """See `Inbox.fileno`."""
-
-    def drain(self) -> list[Any]:
-        """See `Inbox.drain`."""
-
-    def wait(self, timeout_s: float) -> list[Any]:
-        """See `Inbox.wait`."""
-
-    def add_wakeup(self, wakeup: Wakeup) -> None:
-        """See `Inbox.add_wakeup`. A recording already contains the resulting messages."""
-
-    def close(self) -> None:
-        """See `Inbox.close`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wires:
-    """I/O of a process: sockets and a clock, or a recording of both."""
-
-    inbox: Receives
-    bus: OpensOutboxes
-    clock: Callable[[], int]
-    """Nanoseconds. Called once per batch of messages."""
-    close: Callable[[], None]
-
-
-def open_wires(me: WorkerId, config: EngineConfig, accepts: Any, recorder: Recorder | None = None) -> Wires:
-    """Bind the inbox of ``me`` in the run folder; record its traffic if configured."""
-    bus = Bus(config.run_dir)
-    inbox: Inbox[Any] = Inbox(
-        bus,
-        address_of(config.run_dir, me),
-        accepts,
-        largest_frame(me.role, config),
-        Validator(config).accepts,
-        tap=None if recorder is None else recorder.received,
-    )
-    outward = bus if recorder is None else recorder.watch(bus)
-    return Wires(inbox, outward, time.monotonic_ns, bus.close)
 
 
 class Process(Generic[MessageT]):

@@ -15,7 +15,8 @@ from quintet.detokenizer_proc.main import prepare as prepare_detokenizer
 from quintet.detokenizer_proc.main import serve as serve_detokenizer
 from quintet.executor.main import serve as serve_executor
 from quintet.process.record import Recording, RecordingError
-from quintet.process.runtime import Process, Stopping, Wires
+from quintet.process.runtime import Process, Stopping
+from quintet.process.wires import Wires
 from quintet.process.work_journal import NUM_BYTES, entries_of
 from quintet.tokenizer_proc.encode import load_encoder
 from quintet.tokenizer_proc.main import Tokenizer
