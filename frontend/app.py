@@ -1,6 +1,6 @@
 """ASGI application: routing, authentication, error responses and request metrics.
 
-uvicorn ─▶ CORS (http/server.py) ─▶ FrontendApp: id, API key, errors, metrics ─▶ Starlette router ─▶ Endpoint ─▶ handler
+uvicorn ─▶ CORS (http/cors.py) ─▶ FrontendApp: id, API key, errors, metrics ─▶ Starlette router ─▶ Endpoint ─▶ handler
 
 A thread returns free heap memory to the system shortly after a large request.
 """
@@ -54,6 +54,7 @@ class Endpoint:
 
     row: RouteSpec
     service: Service
+    methods: tuple[str, ...]
     keys: Keys
     load: LoadReport
 
@@ -66,8 +67,8 @@ class Endpoint:
         http_request.route = row.path
         http_request.path_params = scope["path_params"]
         method = "GET" if http_request.method == "HEAD" else http_request.method
-        if method not in row.methods:
-            allowed = ", ".join(row.methods)
+        if method not in self.methods:
+            allowed = ", ".join(self.methods)
             http_request.headers_out.append((b"allow", allowed.encode()))
             raise RequestError(
                 ErrorCode.METHOD_NOT_ALLOWED,
@@ -93,7 +94,7 @@ class FrontendApp:
         service.on_topology = partial(resume_lost, service)
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
-            routes=[Route(row.path, Endpoint(row, service, self._keys, load)) for row in ROUTES],
+            routes=[Route(row.path, Endpoint(row, service, row.methods, self._keys, load)) for row in ROUTES],
             redirect_slashes=False,
             default=self._not_found,
         )

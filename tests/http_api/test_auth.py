@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from quintet.frontend.http.server import with_cors
+from quintet.frontend.http.cors import with_cors
 from quintet.frontend.routes import ROUTES
 from quintet.wire.config import FrontendConfig
 
