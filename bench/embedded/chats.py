@@ -1,7 +1,7 @@
-"""Chats with a served model: prompts of many kinds from templates and topics, and the model's own answers as token ids.
+"""Chats with a served model: prompts from templates and topics, and the model's answers as token ids.
 
-A draft head learns what its model writes, so its texts are answers of that model. Prompts and answers depend on the seed and
-the model alone: the engine's outputs do not depend on batches. An interrupted run continues after its last saved part.
+A draft head is trained on its target model's own answers. Prompts and answers depend on seed and model only, since the engine's
+outputs do not depend on batches. An interrupted run continues after its last saved part.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ HELD_OUT_PERCENT = 4
 TEMPERATURE = 0.7
 """Temperature of every second answer; the others are greedy."""
 PART = 512
-"""Answers between two saves."""
+"""Number of answers between two saves."""
 
 CONTEXT, BATCH_TOKENS = 256, 4096
 """Tokens of a training window, and of a batch."""
 
 
 def split(text: str, separator: str) -> tuple[str, ...]:
-    """Return the phrases of a text, which are divided by line ends and the separator."""
+    """Split a text at line ends and the separator."""
     return tuple(phrase.strip() for line in text.strip().splitlines() for phrase in line.split(separator))
 
 
@@ -114,14 +114,14 @@ REWRITES = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A user's message; held-out ones have topics that no other message has."""
+    """A user's message. Topics of held-out messages are in no other message."""
 
     text: str
     is_held_out: bool
 
 
 def prompts(seed: int) -> list[Prompt]:
-    """Return all prompts in a random order: several thousand."""
+    """Return all prompts, several thousand, in random order."""
     found = [Prompt(template.format(topic), is_held_out(topic)) for template in QUESTIONS for topic in THINGS]
     found += [
         Prompt(template.format(language=language, task=task), is_held_out(task))
@@ -141,23 +141,23 @@ def prompts(seed: int) -> list[Prompt]:
 
 
 def is_held_out(topic: str) -> bool:
-    """Return whether prompts with this topic are kept from training."""
+    """Return whether prompts with this topic are excluded from training."""
     return percentile(f"topic:{topic}") < HELD_OUT_PERCENT
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """One prompt and its answer, as the model reads them."""
+    """Tokens of a prompt and its answer."""
 
     token_ids: Ids
     num_prompt: int
-    """Leading tokens that are the prompt."""
+    """Tokens of the prompt."""
     is_held_out: bool
     is_greedy: bool
 
 
 def answered(model: str, file: Path, count: int, max_tokens: int, seed: int) -> list[Chat]:
-    """Return ``count`` chats with the model, those in ``file`` among them; keep them there."""
+    """Return ``count`` chats with the model. Load saved ones from ``file``, and save new ones there."""
     asked = prompts(seed)[:count]
     chats = load(file)[:count] if file.exists() else []
     if len(chats) == len(asked):
@@ -191,7 +191,7 @@ def answers(llm: LLM, asked: list[Prompt], first: int, max_tokens: int) -> Itera
 
 
 def save(file: Path, chats: list[Chat]) -> None:
-    """Replace the file in one move."""
+    """Replace the file atomically."""
     columns: dict[str, Any] = {
         "token_ids": np.concatenate([chat.token_ids for chat in chats]),
         "ends": np.cumsum([len(chat.token_ids) for chat in chats]),
@@ -206,7 +206,7 @@ def save(file: Path, chats: list[Chat]) -> None:
 
 
 def load(file: Path) -> list[Chat]:
-    """Read saved chats."""
+    """Load saved chats."""
     with np.load(file) as columns:
         texts = np.split(columns["token_ids"], columns["ends"][:-1])
         rest = (columns[name].tolist() for name in ("num_prompt", "is_held_out", "is_greedy"))
@@ -215,24 +215,24 @@ def load(file: Path) -> list[Chat]:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Chats in a row, with the model's hidden states. Columns have one entry per token."""
+    """Concatenated chats with the model's hidden states; one entry per token."""
 
     ids: torch.Tensor
     is_answer: torch.Tensor
-    """The token is of an answer."""
+    """True for tokens of answers."""
     states: torch.Tensor
     """Hidden states after the layers that the head reads, joined: bfloat16 ``[tokens, layers * hidden]``."""
     last: torch.Tensor
     """Hidden states before the output layer: bfloat16 ``[tokens, hidden]``."""
 
     def window(self, tokens: slice | torch.Tensor) -> Texts:
-        """Return some of the tokens."""
+        """Return a selection of the tokens."""
         return Texts(self.ids[tokens], self.is_answer[tokens], self.states[tokens], self.last[tokens])
 
 
 @torch.no_grad()
 def observe(model: Any, chats: list[Chat], aux_layers: tuple[int, ...]) -> Texts:
-    """Compute the model's hidden states of all chats, of similar lengths together."""
+    """Compute the model's hidden states of all chats, in batches of similar lengths."""
     num_tokens, hidden = sum(len(chat.token_ids) for chat in chats), model.config.hidden_size
     starts = np.cumsum([0, *(len(chat.token_ids) for chat in chats)])
     states = torch.empty(num_tokens, len(aux_layers) * hidden, dtype=torch.bfloat16)
@@ -243,7 +243,7 @@ def observe(model: Any, chats: list[Chat], aux_layers: tuple[int, ...]) -> Texts
         rows = [torch.from_numpy(chats[number].token_ids).long() for number in batch]
         ids = nn.utils.rnn.pad_sequence(
             rows, batch_first=True
-        )  # the padding comes last, so no token reads it
+        )  # padding at the end, so attention is causal without a mask
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = model.model(ids, output_hidden_states=True, use_cache=False)
         for row, (number, own) in enumerate(zip(batch, rows, strict=True)):
@@ -256,7 +256,7 @@ def observe(model: Any, chats: list[Chat], aux_layers: tuple[int, ...]) -> Texts
 
 
 def batches(texts: Texts, seed: int) -> Iterator[Texts]:
-    """Yield batches ``[windows, tokens, …]`` without end; each pass cuts the chats elsewhere."""
+    """Yield batches ``[windows, tokens, …]`` without end. Each pass has another random offset of the windows."""
     rng = np.random.default_rng(seed)
     size = BATCH_TOKENS // CONTEXT
     while True:

@@ -1,7 +1,6 @@
-"""The training text of the embedded model: this Python's own standard library, as documents in a fixed order.
+"""Training corpus of the embedded model: this Python's standard library, as documents in a fixed order.
 
-Owns which files count, which of them are held out, and how docstrings become chats. It does not know tokens: a
-`Document` is text, and the same interpreter always yields the same list of them.
+Selects files, marks held-out ones, and makes chats from docstrings. The same interpreter returns the same documents.
 """
 
 import ast
@@ -35,8 +34,8 @@ MIN_PROSE_SHARE = 0.6
 HELD_OUT_PERCENT = 2
 KEPT_TEST_PERCENT = 60
 
-# Modules written in C: the library's source files do not hold their docstrings.
 NATIVE_MODULES = ("builtins", "itertools", "math", "operator", "sys", "time")
+"""Modules in C, with docstrings that the source files lack."""
 
 QUESTIONS_IN_BRIEF = (
     "What does {name} do?",
@@ -59,7 +58,7 @@ SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a Python expert.", "A
 
 
 class Kind(Enum):
-    """Kind of a document; decides how often one epoch shows it."""
+    """Kind of a document; it decides the repetitions in an epoch."""
 
     LIBRARY = "library"
     TEST = "test"
@@ -69,7 +68,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text that training sees whole, between two end-of-text tokens."""
+    """One text of the corpus, without end-of-text tokens."""
 
     name: str
     text: str
@@ -78,7 +77,7 @@ class Document:
 
 
 def build_corpus(seed: int) -> list[Document]:
-    """Collect every document, held-out ones included; `seed` only picks the wording of the chats."""
+    """Return all documents, with held-out ones. seed: of the questions of the chats."""
     root = Path(sysconfig.get_paths()["stdlib"])
     sources = list(library_sources(root))
     documents = [
@@ -94,7 +93,7 @@ def build_corpus(seed: int) -> list[Document]:
 
 
 def library_sources(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield (path relative to `root`, text) of every distinct file worth reading, in path order."""
+    """Yield relative path and text of each distinct file with enough prose, in path order."""
     seen: set[bytes] = set()
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in root.rglob("*.py")):
         if name.startswith(SKIPPED_PREFIXES) or (
@@ -114,27 +113,27 @@ def library_sources(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def is_test(name: str) -> bool:
-    """Tell whether a path belongs to the test suite, which outweighs the library and is therefore thinned."""
+    """Return whether a path belongs to the library's test suite. It is larger than the library; a share of it is taken."""
     return not TEST_FOLDERS.isdisjoint(name.split("/")[:-1])
 
 
 def percentile(name: str) -> int:
-    """Map a name to 0..99, the same on every machine and for ever."""
+    """Return a hash of a name in 0..99, equal on all machines."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
 
 
 def is_held_out(name: str) -> bool:
-    """Tell whether a document is kept from training, tokenizer included."""
+    """Return whether a document is excluded from training of model and tokenizer."""
     return percentile(name) < HELD_OUT_PERCENT
 
 
 def prose_share(text: str) -> float:
-    """Return the share of characters that words are made of; tables of constants have little of it."""
+    """Return the share of lower-case letters and spaces. Tables of constants have few."""
     return len(re.findall(r"[a-z \n]", text)) / len(text)
 
 
 def language_topics(path: Path) -> dict[str, str]:
-    """Read the language reference that `help()` shows, as {title: text}; empty where it is not installed."""
+    """Return the pages of ``help()`` about the language by title; empty if they are not installed."""
     if not path.exists():
         return {}
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -144,7 +143,7 @@ def language_topics(path: Path) -> dict[str, str]:
 
 
 def chats(sources: list[tuple[str, str]], topics: dict[str, str], rng: random.Random) -> list[Document]:
-    """Turn docstrings, short functions and language topics into chats, one to three turns each."""
+    """Return chats of one to three turns about docstrings, short functions and language topics."""
     documents: list[Document] = []
     answers: set[str] = set()
     groups = [(name, exchanges_of_source(name, text, rng)) for name, text in sources if not is_test(name)]
@@ -178,7 +177,7 @@ def chats(sources: list[tuple[str, str]], topics: dict[str, str], rng: random.Ra
 
 
 def render_chat(turns: list[tuple[str, str]], system: str | None) -> str:
-    """Write exchanges the way the shipped chat template does."""
+    """Render exchanges like the embedded model's chat template."""
     messages = [("system", system)] if system is not None else []
     for question, answer in turns:
         messages += [("user", question), ("assistant", answer)]
@@ -186,7 +185,7 @@ def render_chat(turns: list[tuple[str, str]], system: str | None) -> str:
 
 
 def exchanges_of_source(name: str, text: str, rng: random.Random) -> list[tuple[str, str]]:
-    """Ask about every public definition of one file, and for the code of its short functions."""
+    """Return exchanges about each public definition of a file, and requests for the code of its short functions."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -203,7 +202,7 @@ def exchanges_of_source(name: str, text: str, rng: random.Random) -> list[tuple[
 
 
 def definitions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
-    """Yield every public function and class below `tree` with its dotted name, in source order."""
+    """Yield the public functions and classes of a tree with their dotted names, in source order."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             qualified_name = f"{prefix}.{node.name}"
@@ -213,7 +212,7 @@ def definitions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionD
 
 
 def exchanges_of_native_module(module: ModuleType, rng: random.Random) -> list[tuple[str, str]]:
-    """Ask about every public name of a module that has no source."""
+    """Return exchanges about each public name of a module without Python source."""
     exchanges = question_and_answer(f"the {module.__name__} module", module.__doc__, rng)
     prefix = "" if module is builtins else f"{module.__name__}."
     for name, value in sorted(vars(module).items()):
@@ -228,13 +227,13 @@ def exchanges_of_native_module(module: ModuleType, rng: random.Random) -> list[t
 
 
 def exchanges_of_topic(text: str, rng: random.Random) -> list[tuple[str, str]]:
-    """Ask about one page of the language reference: its title, then the paragraphs below it."""
+    """Return an exchange about one page of the language reference."""
     title, _, body = text.partition("\n")
     return question_and_answer(title.strip().strip('"').lower(), body.lstrip("*=-~\n "), rng)
 
 
 def question_and_answer(name: str, docstring: str | None, rng: random.Random) -> list[tuple[str, str]]:
-    """Return one exchange about `name`, or none where its docstring is no readable sentence."""
+    """Return one exchange about a name, or none if its docstring does not begin with prose."""
     paragraphs = prose_paragraphs(docstring)
     if not paragraphs:
         return []
@@ -249,7 +248,7 @@ def question_and_answer(name: str, docstring: str | None, rng: random.Random) ->
 
 
 def prose_paragraphs(docstring: str | None) -> list[str]:
-    """Split a docstring into unwrapped paragraphs of English, up to the first that is something else."""
+    """Return the unwrapped paragraphs of a docstring up to the first that is not prose."""
     paragraphs: list[str] = []
     for block in inspect.cleandoc(docstring or "").split("\n\n"):
         is_signature = re.match(r"[\w.]+\(.*\)( *->.*)?$", block.strip()) is not None
@@ -266,7 +265,7 @@ def prose_paragraphs(docstring: str | None) -> list[str]:
 def request_for_code(
     node: ast.FunctionDef, docstring: str | None, lines: list[str], rng: random.Random
 ) -> list[tuple[str, str]]:
-    """Return one exchange that asks for a short, documented function and answers with its source."""
+    """Return one request for a short function with a docstring, answered by its source; none for other functions."""
     paragraphs = prose_paragraphs(docstring)
     definition = lines[node.lineno - 1 : node.end_lineno]
     if not paragraphs or node.col_offset or not 4 <= len(definition) <= 25:

@@ -1,8 +1,4 @@
-"""Fit one Llama to a list of encoded documents, on a processor.
-
-Owns the order of the batches, the loss, the optimisers and the resumable checkpoint. It does not know where the tokens
-come from nor what becomes of the weights.
-"""
+"""Training loop of a Llama on a CPU: batches of documents, loss, optimizers, learning rate and a resumable checkpoint."""
 
 import math
 import os
@@ -23,19 +19,18 @@ Tokens = NDArray[np.uint16]
 CONTEXT = 256
 LONG_CONTEXT = 2048
 SHORT_SHARE = 0.92
-"""Share of the cosine after which the windows are long."""
+"""Share of the cosine schedule before the first long window."""
 NUM_LEAD_STEPS = 12
-"""Long windows read before the rate rises for them, so that the optimisers' averages know their gradients."""
+"""Steps with long windows before their learning rate warms up: the optimizers' averages adapt to their gradients."""
 LOSS_CHUNK = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Learning schedule: fixed numbers of steps, so that a run can be repeated on a slower machine.
+    """Learning rate per step. Numbers of steps are fixed, so a slower machine repeats the same run.
 
-    The rate warms up, follows a cosine down through the short windows, and rises once more, less high, for the long ones.
-    A model that has only read short windows is lost beyond their length (its rotary angles are new to it), so the long
-    windows get a rise of their own.
+    The rate warms up and follows a cosine. Steps with long windows have a second, smaller warm-up: a model trained only on short
+    windows fails beyond their length.
     """
 
     num_cosine_steps: int
@@ -59,7 +54,7 @@ class Schedule:
         return self.num_short_steps + NUM_LEAD_STEPS + self.num_long_steps
 
     def rate(self, step: int) -> float:
-        """Return the share of the peak rates that a step uses."""
+        """Return the learning rate of a step, as a share of the peak."""
         rise = step - self.num_short_steps - NUM_LEAD_STEPS
         if rise >= 0:
             up = (rise + 1) / self.num_long_warmup_steps
@@ -74,7 +69,7 @@ class Schedule:
 def fit(
     model: LlamaForCausalLM, encoded: list[Tokens], schedule: Schedule, seed: int, checkpoint: Path | None
 ) -> None:
-    """Train `model` in place; resume from `checkpoint` where that file exists, and renew it every five minutes."""
+    """Train a model in place. Resume from the checkpoint if its file exists; save it every five minutes."""
     optimizers = build_optimizers(model, schedule)
     first_step = load_checkpoint(checkpoint, model, optimizers) if checkpoint and checkpoint.exists() else 0
     saved_at = time.monotonic()
@@ -100,7 +95,7 @@ def fit(
 
 
 def batches(encoded: list[Tokens], schedule: Schedule, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Yield one batch [batch, context + 1] a step; the last steps read long windows, so that late positions learn too."""
+    """Yield the batch ``[batch, context + 1]`` of each step: short windows, then long ones."""
     short = windows(encoded, CONTEXT, schedule.batch_tokens, seed)
     long = windows(encoded, LONG_CONTEXT, schedule.batch_tokens, seed + 1)
     for step in range(schedule.num_steps):
@@ -108,7 +103,7 @@ def batches(encoded: list[Tokens], schedule: Schedule, seed: int) -> Iterator[ND
 
 
 def windows(encoded: list[Tokens], context: int, batch_tokens: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Yield batches [batch_tokens // context, context + 1] for ever: documents shuffled, joined, cut, shuffled again."""
+    """Yield batches ``[batch_tokens // context, context + 1]`` without end. Each pass shuffles and joins the documents."""
     rng = np.random.default_rng(seed)
     batch_size = batch_tokens // context
     while True:
@@ -120,9 +115,9 @@ def windows(encoded: list[Tokens], context: int, batch_tokens: int, seed: int) -
 
 
 def accumulate_gradients(model: LlamaForCausalLM, batch: torch.Tensor) -> float:
-    """Add the gradients of the mean cross-entropy of a batch [batch, context + 1]; return that mean in nats.
+    """Add the gradients of the mean cross-entropy of a batch ``[batch, context + 1]``; return the mean in nats.
 
-    The logits are made, used and dropped `LOSS_CHUNK` positions at a time: all of them at once fall out of the cache.
+    Logits are computed for `LOSS_CHUNK` positions at a time, since those of a whole batch exceed the cache.
     """
     hidden = hidden_states(model, batch[:, :-1])
     targets = batch[:, 1:].flatten()
@@ -138,7 +133,7 @@ def accumulate_gradients(model: LlamaForCausalLM, batch: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def predictions(model: LlamaForCausalLM, tokens: Tokens) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Read one document in windows of `CONTEXT`; yield logits [num_tokens, vocab] and targets [num_tokens] of each."""
+    """Yield logits ``[num_tokens, vocab]`` and targets ``[num_tokens]`` of each window of `CONTEXT` tokens of a document."""
     model.train(False)
     for start in range(0, len(tokens) - 1, CONTEXT):
         window = torch.from_numpy(tokens[start : start + CONTEXT + 1].astype(np.int64))
@@ -146,24 +141,24 @@ def predictions(model: LlamaForCausalLM, tokens: Tokens) -> Iterator[tuple[torch
 
 
 def hidden_states(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    """Run the layers over ids [batch, context] in bfloat16 where that is safe; return [num_tokens, hidden_size]."""
+    """Return the last hidden states ``[num_tokens, hidden_size]`` of ids ``[batch, context]``, with bfloat16 matrices."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden: torch.Tensor = model.model(ids, use_cache=False).last_hidden_state
     return hidden.flatten(0, 1)
 
 
 def logits_of(model: LlamaForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
-    """Return float32 logits [num_tokens, vocab] of hidden states [num_tokens, hidden_size]."""
+    """Return float32 logits ``[num_tokens, vocab]`` of hidden states ``[num_tokens, hidden_size]``."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits: torch.Tensor = model.lm_head(hidden)
     return logits.float()
 
 
 def build_optimizers(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    """Build Muon for the matrices between the layers, and AdamW for the tied embedding and the norms.
+    """Return Muon for the layers' matrices, and AdamW for the tied embedding and the norms.
 
-    Muon (Jordan et al., 2024, scaled as in Liu et al., 2025) reaches the same loss as AdamW in about half the steps
-    here. `peak` is kept in each group: the schedule multiplies it.
+    Muon (Jordan et al., 2024, scaled as in Liu et al., 2025) needs half as many steps as AdamW here. Each group's ``peak`` is
+    its highest learning rate.
     """
     matrices: list[torch.nn.Parameter] = []
     rest: list[torch.nn.Parameter] = []
@@ -188,7 +183,7 @@ def build_optimizers(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.
 
 
 def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Restore weights and optimisers; return the next step."""
+    """Load weights and optimizers; return the next step."""
     state = torch.load(path)
     model.load_state_dict(state["model"])
     for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
@@ -199,7 +194,7 @@ def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizers: list[torch.
 def save_checkpoint(
     path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int
 ) -> None:
-    """Replace the checkpoint in one move: a run that is killed while writing leaves the last one whole."""
+    """Replace the checkpoint atomically."""
     state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(state, path.with_suffix(".new"))

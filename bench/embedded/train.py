@@ -1,8 +1,7 @@
-"""Train the model that ships with the package, and its draft, from nothing but this Python installation.
+"""Train the embedded model and its draft model on this Python installation's standard library.
 
-Owns the tokenizer, the two shapes and the files it writes. What the text is, `corpus` knows; how a model learns it,
-`fit`. One command, one seed: the corpus, its order, the batches and the initial weights follow from `--seed`; the last
-bits of the weights also depend on the machine's matrix kernels.
+Tokenizer, shapes and exported files. Corpus, batches and initial weights depend on ``--seed`` only; the last bits of the weights
+also depend on the machine's matrix kernels.
 """
 
 import argparse
@@ -38,8 +37,8 @@ SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END, PAD]
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 2048
 
-# How often one pass shows a document: the library is what the model should sound like, the tests only add breadth.
 REPEATS = {Kind.LIBRARY: 2, Kind.PROSE: 2, Kind.CHAT: 2, Kind.TEST: 1}
+"""Repetitions of a document in an epoch."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -55,7 +54,7 @@ SAMPLE_QUESTIONS = ("What does json.dumps do?", "Write a function named fibonacc
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The dimensions of one Llama and how many bytes its safetensors file may take."""
+    """Dimensions of a Llama, and the maximum size of its safetensors file."""
 
     hidden_size: int
     num_layers: int
@@ -66,7 +65,7 @@ class Shape:
     max_file_bytes: int
 
     def config(self) -> LlamaConfig:
-        """Return the Hugging Face configuration that both shipped folders share but for the sizes."""
+        """Return the configuration of transformers."""
         return LlamaConfig(
             vocab_size=VOCAB_SIZE,
             hidden_size=self.hidden_size,
@@ -92,14 +91,14 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A mean over held-out text, in the two units that compare: across checkpoints, and across tokenizers."""
+    """Mean loss over held-out text: per token, and per byte to compare tokenizers."""
 
     nats_per_token: float
     bits_per_byte: float
 
 
 def train_tokenizer(documents: list[Document]) -> TokenizersBackend:
-    """Learn a byte-level BPE on the documents that are not held out, each seen once."""
+    """Train a byte-level BPE on the documents that are not held out, without repetitions."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -124,14 +123,14 @@ def train_tokenizer(documents: list[Document]) -> TokenizersBackend:
 
 
 def encode(tokenizer: TokenizersBackend, documents: list[Document]) -> list[Tokens]:
-    """Turn each document into its tokens, an end-of-text token first."""
+    """Return the tokens of each document after an end-of-text token."""
     end_of_text = SPECIAL_TOKENS.index(END_OF_TEXT)
     encodings = tokenizer.backend_tokenizer.encode_batch([document.text for document in documents])
     return [np.array([end_of_text, *encoding.ids], dtype=np.uint16) for encoding in encodings]
 
 
 def held_out_loss(model: LlamaForCausalLM, tokenizer: TokenizersBackend, documents: list[Document]) -> Loss:
-    """Return the loss over `documents`, each read in short windows."""
+    """Return the loss over documents, in windows of `CONTEXT` tokens."""
     nats, num_tokens = 0.0, 0
     for tokens in encode(tokenizer, documents):
         for logits, targets in predictions(model, tokens):
@@ -144,7 +143,7 @@ def held_out_loss(model: LlamaForCausalLM, tokenizer: TokenizersBackend, documen
 def agreement(
     draft: LlamaForCausalLM, target: LlamaForCausalLM, tokenizer: TokenizersBackend, documents: list[Document]
 ) -> float:
-    """Return the share of held-out positions at which both models would say the same token greedily."""
+    """Return the share of held-out positions with equal greedy tokens of both models."""
     num_equal, num_tokens = 0, 0
     for tokens in encode(tokenizer, documents):
         for (guess, _), (verdict, _) in zip(
@@ -156,7 +155,7 @@ def agreement(
 
 
 def samples(folder: Path, tokenizer: TokenizersBackend) -> dict[str, str]:
-    """Return what the model in `folder`, read back as anyone would, says greedily to a few fixed prompts."""
+    """Load the exported model; return its greedy outputs for a few fixed prompts."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     chats = [
         tokenizer.apply_chat_template(
@@ -175,7 +174,7 @@ def samples(folder: Path, tokenizer: TokenizersBackend) -> dict[str, str]:
 
 
 def export(model: LlamaForCausalLM, tokenizer: TokenizersBackend, folder: Path, limit: int) -> int:
-    """Write model and tokenizer as Hugging Face files in bfloat16; return the weights' bytes, at most `limit`."""
+    """Write model and tokenizer as Hugging Face files in bfloat16; return the size of the weights, at most ``limit`` bytes."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shipped = LlamaForCausalLM(model.config)
@@ -191,7 +190,7 @@ def export(model: LlamaForCausalLM, tokenizer: TokenizersBackend, folder: Path, 
     shipped.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     weights = folder / "model.safetensors"
-    weights.chmod(0o644)  # written for its owner alone, but shipped to everyone
+    weights.chmod(0o644)  # safetensors writes 0600
     size = weights.stat().st_size
     if size > limit:
         raise SystemExit(
@@ -201,34 +200,34 @@ def export(model: LlamaForCausalLM, tokenizer: TokenizersBackend, folder: Path, 
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=HelpFormatter, prog="python -m bench.embedded.train"
     )
     parser.add_argument(
         "--output", type=Path, default=Path("deploy/embedded"), help="folder for default/, draft/"
     )
-    parser.add_argument("--steps", type=int, default=2000, help="length of the main model's cosine, in steps")
-    parser.add_argument("--long-steps", type=int, default=308, help="steps of long windows after it")
-    parser.add_argument("--draft-steps", type=int, default=1000, help="length of the draft model's cosine")
-    parser.add_argument("--draft-long-steps", type=int, default=120, help="steps of long windows after that")
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens a step learns from")
+    parser.add_argument("--steps", type=int, default=2000, help="steps of the main model's cosine schedule")
+    parser.add_argument("--long-steps", type=int, default=308, help="its steps with long windows afterwards")
+    parser.add_argument("--draft-steps", type=int, default=1000, help="steps of the draft model's cosine schedule")
+    parser.add_argument("--draft-long-steps", type=int, default=120, help="its steps with long windows afterwards")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of a step")
     parser.add_argument(
-        "--peak-matrices", type=float, default=0.01, help="highest rate of the layers' matrices"
+        "--peak-matrices", type=float, default=0.01, help="highest learning rate of the layers' matrices"
     )
-    parser.add_argument("--peak-embedding", type=float, default=0.008, help="highest rate of everything else")
-    parser.add_argument("--seed", type=int, default=5, help="decides chats, batches and initial weights")
+    parser.add_argument("--peak-embedding", type=float, default=0.008, help="highest learning rate of other weights")
+    parser.add_argument("--seed", type=int, default=5, help="seed of chats, batches and initial weights")
     parser.add_argument("--threads", type=int, default=1, help="processor threads")
     parser.add_argument("--checkpoint", type=Path, default=None, help="folder for resumable checkpoints")
     return parser.parse_args()
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Show defaults, and the description as it is written above."""
+    """Show defaults; keep the description's lines."""
 
 
 def main() -> None:
-    """Train the tokenizer and both models, write them, and record what came out beside them."""
+    """Train the tokenizer and both models; write them, each with its ``TRAINING.json``."""
     arguments = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(arguments.threads)
