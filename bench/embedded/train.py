@@ -209,13 +209,19 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=2000, help="steps of the main model's cosine schedule")
     parser.add_argument("--long-steps", type=int, default=308, help="its steps with long windows afterwards")
-    parser.add_argument("--draft-steps", type=int, default=1000, help="steps of the draft model's cosine schedule")
-    parser.add_argument("--draft-long-steps", type=int, default=120, help="its steps with long windows afterwards")
+    parser.add_argument(
+        "--draft-steps", type=int, default=1000, help="steps of the draft model's cosine schedule"
+    )
+    parser.add_argument(
+        "--draft-long-steps", type=int, default=120, help="its steps with long windows afterwards"
+    )
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of a step")
     parser.add_argument(
         "--peak-matrices", type=float, default=0.01, help="highest learning rate of the layers' matrices"
     )
-    parser.add_argument("--peak-embedding", type=float, default=0.008, help="highest learning rate of other weights")
+    parser.add_argument(
+        "--peak-embedding", type=float, default=0.008, help="highest learning rate of other weights"
+    )
     parser.add_argument("--seed", type=int, default=5, help="seed of chats, batches and initial weights")
     parser.add_argument("--threads", type=int, default=1, help="processor threads")
     parser.add_argument("--checkpoint", type=Path, default=None, help="folder for resumable checkpoints")

@@ -35,7 +35,7 @@ from bench.arguments import command_parser  # noqa: E402
 from bench.gpu import machine  # noqa: E402
 from bench.gpu.child_process import ProcessResult, run  # noqa: E402
 from bench.gpu.figures import Figure, read_lines  # noqa: E402
-from bench.gpu.results_file import Entry, ResultsFile, Outcome, file_name  # noqa: E402
+from bench.gpu.results_file import Entry, Outcome, ResultsFile, file_name  # noqa: E402
 from bench.gpu.rows import ROWS, Row, rows_of  # noqa: E402
 
 NUM_TAIL_LINES = 40

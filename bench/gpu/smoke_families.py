@@ -176,7 +176,7 @@ def rotation(device: Device) -> Error:
 
 def states(device: Device) -> Error:
     """Layers with recurrent states, with rows that continue and rows that begin."""
-    from tests.cuda.kernels.test_states import FRESH, REFERENCES, HALF_ULP, Blocks
+    from tests.cuda.kernels.test_states import FRESH, REFERENCES, UNIT, Blocks
     from tests.executor.kernels.state_problems import SHAPES, rows_of
 
     errors, counts = [], [9, 1, 2]
@@ -188,7 +188,7 @@ def states(device: Device) -> Error:
         kept = blocks.states.clone()
         expected = blocks.problem.run(REFERENCES, plain, kept, slice(sum(counts))).double().cpu()
         found = blocks.step(counts, [(5, 5), (1, 4), (FRESH, 3)])
-        bound = HALF_ULP[BF16] * (2 * expected.abs() + float(expected.abs().max()) / 4)
+        bound = UNIT[BF16] * (2 * expected.abs() + float(expected.abs().max()) / 4)
         errors.append(worst(found, expected, bound))
     return largest(errors)
 

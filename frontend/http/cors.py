@@ -32,7 +32,7 @@ def with_cors(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
         allow_methods=config.allowed_methods or ("*",),
         allow_headers=config.allowed_headers or ("*",),
         allow_credentials=config.allow_credentials,
-        expose_headers=("X-Request-Id", "Request-Id", "X-Stream-Id"),
+        expose_headers=("X-Request-Id", "Request-Id", "X-Stream-Id", "Retry-After"),
     )
 
     async def choose(scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from bench.peers import measure as measuring
 from bench.peers import foreign_load
+from bench.peers import measure as measuring
 from bench.peers.engines.interface import Home, Running, Setup
 from bench.peers.figures import limit_error
 from bench.peers.jobs import Job, JobResult, Served

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench.chaos.streams import Run, StreamRequest, crowd, play
+from bench.chaos.streams import Run, StreamRequest, random_requests, run_requests
 from safetensors.torch import load_file, save_file
 
 from quintet.deploy.embedded import default_model_path
@@ -64,13 +64,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def requests() -> list[StreamRequest]:
-    return crowd(4, 12, (60, 120))
+    return random_requests(4, 12, (60, 120))
 
 
 @pytest.fixture(scope="module")
 def reference(model: str, requests: list[StreamRequest]) -> Run:
     with serve(model, *FLAGS) as plain:
-        run = asyncio.run(play(plain.url, requests))
+        run = asyncio.run(run_requests(plain.url, requests))
     assert all(result.status == 200 and result.is_done and not result.error for result in run.results)
     return run
 
@@ -87,7 +87,7 @@ def test_kills_with_drafts_keep_all_bytes(
                 if role is not None:
                     kill(server, role)
 
-            assert_same(server, reference, asyncio.run(play(server.url, requests, disturb)), requests)
+            assert_same(server, reference, asyncio.run(run_requests(server.url, requests, disturb)), requests)
             server.await_metrics()
             if role is None:  # a new core counts from zero, and few tokens may be left
                 assert server.gauge("quintet:spec_decode_num_draft_tokens_total") > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from bench.timeline.__main__ import decoding, typical
+from bench.timeline.__main__ import decode_steps_of, typical_steps
 from bench.timeline.figure import draw
 
 from quintet.deploy.tools.step_account import Bar, Step
@@ -64,10 +64,10 @@ def test_drawn_steps_are_the_most_typical_sequence() -> None:
     lengths = (10, 90, 11, 10, 10, 12, 40)
     starts_of = [sum(lengths[:at]) for at in range(len(lengths))]
     steps = [Step(at, starts_of[at] * MS, (starts_of[at] + lengths[at]) * MS) for at in range(len(lengths))]
-    assert [step.number for step in typical(steps, 3)] == [2, 3, 4]
+    assert [step.number for step in typical_steps(steps, 3)] == [2, 3, 4]
 
 
 def test_decode_excerpt_is_the_middle_of_the_last_load() -> None:
     bars = [Bar(5 * MS, 6 * MS, "core-0", "admit", 3), Bar(105 * MS, 106 * MS, "core-0", "admit", 3)]
     bars += [Bar((10 * at - 1) * MS, 10 * at * MS, "executor-0", "wait", at) for at in range(1, 31)]
-    assert [step.number for step in decoding(sorted(bars), 16)] == [15, 16, 17, 18, 19, 20, 21, 22]
+    assert [step.number for step in decode_steps_of(sorted(bars), 16)] == [15, 16, 17, 18, 19, 20, 21, 22]

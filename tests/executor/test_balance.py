@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench.distributed.thread_balance import STEPS, share
+from bench.distributed.thread_balance import STEPS, balance
 from bench.step import SHAPES, Setup, config_of
 
 from quintet.executor.backends.cpu.ops.host_library import open_library
@@ -44,9 +44,9 @@ def test_linear_layers_keep_64_threads_busy(worker: Worker, step: str) -> None:
         costs.append(sum(each.cost for each in layers))
         assert all(each.takes <= each.pieces and each.busiest * threads >= each.cost for each in layers)
         if threads <= 64:
-            assert share(layers, threads) >= 0.92
+            assert balance(layers, threads) >= 0.92
             # Output layers of usual size reach 0.92 and more: `bench.distributed.thread_balance`.
-            assert share([each for each in operations if each.name != logits.name], threads) >= 0.91
+            assert balance([each for each in operations if each.name != logits.name], threads) >= 0.91
     # Threads change the division, not the amount of work. A panel of few rows costs as much as reading the weight.
     assert max(costs) <= 1.01 * min(costs)
 

@@ -244,7 +244,7 @@ def test_none_is_the_default_as_in_vllm(tmp_path: Path) -> None:
 
 
 def test_the_command_line_of_nemotron_nano_is_accepted() -> None:
-    words = "--reasoning-parser-plugin nano_v3_reasoning_parser.py --reasoning-parser nano_v3".split()
+    words = ["--reasoning-parser-plugin", "nano_v3_reasoning_parser.py", "--reasoning-parser", "nano_v3"]
     options, [note] = parsed("folder", *words)
     assert choose_parsers(options.reasoning_parser, "none", {})[0].reasoning == "nemotron_v3"
     assert "no effect" in note
