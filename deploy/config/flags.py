@@ -208,14 +208,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = "auto"
     reasoning_config: Annotated[
-        dict[str, Any],
-        Flag(
-            MODEL,
-            'reasoning_end_str is the text that ends a reasoning at its budget: {"reasoning_end_str": "Enough.</think>"}',
-            "JSON",
-            "none",
-            read=json_object,
-        ),
+        dict[str, Any], Flag(MODEL, "reasoning_end_str ends long reasoning", "JSON", "none", read=json_object)
     ] = {}
     enable_auto_tool_choice: Annotated[
         bool,
@@ -348,10 +341,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = ""
     enable_tokenizer_info_endpoint: Annotated[
-        bool,
-        Flag(
-            NETWORK, "enable GET /tokenizer_info, which returns the tokenizer configuration and chat template"
-        ),
+        bool, Flag(NETWORK, "enable GET /tokenizer_info: tokenizer configuration and chat template")
     ] = False
     disable_fastapi_docs: Annotated[bool, Flag(NETWORK, "do not serve /docs and /openapi.json")] = False
     max_logprobs: Annotated[
