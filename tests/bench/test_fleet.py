@@ -39,7 +39,7 @@ def test_next_turn_contains_history_and_answer() -> None:
 
 def simulate(trace: Trace, policy: str, grain: int = 32, **given: object) -> tuple[float, float, float]:
     """Simulate eight engines; return the hit rate, the 99th percentile of TTFT, and the mean latency."""
-    failures = given.pop("troubles", Failures())
+    failures = given.pop("failures", Failures())
     assert isinstance(failures, Failures)
     outcome = Fleet(trace, H100_8B, 8, policy, grain, failures=failures, **given).run()  # type: ignore[arg-type]
     ttft_s = np.array(outcome.first_s) - trace.arrival_s

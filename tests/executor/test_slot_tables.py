@@ -78,5 +78,3 @@ def test_an_audited_plan_checks_the_tables() -> None:
     tables.block_table[0, 2, 1] = 99
     with pytest.raises(TablesDiffer, match="step 1"):
         check_tables(audited, tables)
-    audited.checksum = 0
-    check_tables(audited, tables)
