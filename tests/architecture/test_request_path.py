@@ -5,15 +5,22 @@
 
 from __future__ import annotations
 
+import pytest
 from bench.request_path import file_lines, measure
 
 MAX_FILES = 70
 MAX_LINES = 14_120
 
+MAX_MEASUREMENTS = 3
+"""On a loaded machine, requests take so long that periodic work falls into each of them."""
+
 
 def test_a_streamed_chat_request_crosses_few_files() -> None:
-    files = measure().files()
-    num_lines = sum(map(file_lines, files))
-    assert len(files) <= MAX_FILES and num_lines <= MAX_LINES, (
+    for _ in range(MAX_MEASUREMENTS):
+        files = measure().files()
+        num_lines = sum(map(file_lines, files))
+        if len(files) <= MAX_FILES and num_lines <= MAX_LINES:
+            return
+    pytest.fail(
         f"{len(files)} files with {num_lines} lines, of {MAX_FILES} and {MAX_LINES}: python -m bench.request_path --list"
     )
