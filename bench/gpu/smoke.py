@@ -117,7 +117,7 @@ def is_device_lost(device: Device) -> bool:
     """Return True if a kernel error made the device unusable for this process."""
     try:
         device.synchronize()
-    except Exception:  # noqa: BLE001 - the type depends on the error
+    except Exception:  # noqa: BLE001 - a lost device raises errors of several types
         return True
     return False
 
