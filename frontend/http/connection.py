@@ -18,8 +18,8 @@ from quintet.frontend.http.half_open import HalfOpen
 from quintet.frontend.http.http_request import CONNECTION
 from quintet.wire.errors import ErrorCode, RequestError
 
-IDLE_S = 75
-"""Keep-alive timeout, also before the first request, and for the rest of a body after an early response."""
+IDLE_S = 120
+"""Keep-alive timeout, above the 90 s of Go's clients; also before the first request, and after an early response."""
 MAX_HEADER_BYTES = 64 << 10
 """Maximum bytes of the request line and headers, and of the trailers; uvicorn sets no limit."""
 MAX_PIPELINED = 64

@@ -1,11 +1,14 @@
-"""Normalization of URL paths: slashes, and Azure's prefix of OpenAI's API."""
+"""Normalization of URL paths: slashes, Azure's prefixes, and a ``/v1`` that a base URL lacks or has twice."""
 
 from __future__ import annotations
 
 import re
 
-_ALIAS, _ALIASED = "/openai", "/openai/v1/"
-"""Azure's path prefix, and the paths on which it is removed."""
+_PREFIX = re.compile(
+    r"/openai(?:/v1)?/deployments/.+?(?=/(?:chat/)?completions$)|/openai(?=/v1/)|/v1(?=/v1/)"
+)
+_API = re.compile(r"/(?:chat/completions|completions|responses|messages|models|conversations)(?:/|$)")
+"""Paths of APIs below ``/v1``."""
 _MODEL_NAME = re.compile(r"(.*?/v[12]/+models/)(/*[^/].*)")
 """Paths that end with a model name, which may be a folder's path."""
 
@@ -21,5 +24,7 @@ def tidy_path(path: str) -> str:
 
 
 def without_alias(path: str) -> str:
-    """Strip Azure's prefix from a path of OpenAI's API."""
-    return path.removeprefix(_ALIAS) if path.startswith(_ALIASED) else path
+    """Return an API's path with ``/v1`` once, and without the prefixes of Azure's clients."""
+    match = _PREFIX.match(path)
+    path = path if match is None else path[match.end() :]
+    return "/v1" + path if _API.match(path) else path

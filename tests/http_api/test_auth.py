@@ -218,11 +218,20 @@ def test_cors_methods_and_headers_can_be_restricted(serve: Callable[..., Any]) -
     assert server.ask("OPTIONS", "/v1/models", headers=odd).status == 400
 
 
-def test_azure_paths_are_aliases_of_v1_paths(serve: Callable[..., Any]) -> None:
+def test_paths_may_lack_v1_repeat_it_or_have_azures_prefixes(serve: Callable[..., Any]) -> None:
     server = serve(api_keys=["k"], root_path="/llm")
     key = {"x-api-key": "k"}
-    assert server.ask("POST", "/openai/v1/completions", COMPLETION).status == 401
-    assert server.ask("POST", "/openai/v1/completions", COMPLETION, key).status == 200
+    for prefix in (
+        "/openai/v1",
+        "/openai/deployments/an/odd/toy",
+        "/openai/v1/deployments/toy",
+        "/v1/v1",
+        "",
+    ):
+        path = f"{prefix}/completions?api-version=2024-10-21"
+        assert server.ask("POST", path, COMPLETION).status == 401
+        assert server.ask("POST", path, COMPLETION, key).status == 200
+    assert server.ask("GET", "/models", headers=key).status == 200
     assert server.ask("GET", "/llm/openai/v1/models/toy", headers=key).status == 200
     assert server.ask("GET", "/openai/livez", headers=key).status == 404
 
