@@ -65,6 +65,9 @@ TOP_LEVEL: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [
     ({"grammar_string": 'root ::= "a"'}, GBNF),
     ({"guided_json": SCHEMA}, StructuredOutputsParams(json=AS_TEXT)),
     ({"guided_grammar": "", "grammar_string": "", "regex_pattern": "", "json_schema": ""}, None),
+    ({"nvext": {"guided_json": SCHEMA}}, StructuredOutputsParams(json=AS_TEXT)),
+    ({"extra_body": {"guided_regex": "a+", "top_k": 5}}, REGEX),
+    ({"extra_body": {"google": {}}, "nvext": None}, None),
     ({"structural_tag": TAG}, StructuredOutputsParams(structural_tag=TAG_TEXT)),
     ({"structural_tag": TAG_TEXT}, StructuredOutputsParams(structural_tag=TAG_TEXT)),
 ]
@@ -114,6 +117,7 @@ def test_the_format_of_the_responses_api_may_be_an_object_with_a_schema(shared: 
         (H, {"grammar": {"type": "poem", "value": 1}}, "grammar.type is 'poem'"),
         (H, {"grammar": 5}, "grammar is invalid"),
         (H, {"grammar": "a", "json_schema": SCHEMA}, "json_schema and grammar were sent"),
+        (H, {"grammar": "a", "extra_body": {"guided_json": SCHEMA}}, "grammar and extra_body.guided_json were sent"),
         (H, {"grammar": 'root ::= "a"', "grammar_lazy": True}, "grammar_lazy is true"),
         (C, {"json_schema": [1]}, "json_schema is invalid"),
         (H, {"regex": "a", "use_beam_search": True}, "regex has no effect with use_beam_search"),

@@ -39,6 +39,8 @@ GUIDED = {
     "grammar_string": "grammar",
 }
 """Field names of older clients and other servers, and the current ones."""
+NESTED = ("extra_body", "nvext")
+"""Fields that may contain the others."""
 SCHEMA_WORDS = frozenset(
     {
         "type",
@@ -124,6 +126,11 @@ def _requested(body: FormFields) -> dict[str, StructuredOutputsParams]:
         requested["json_schema"] = _of_schema(body.json_schema, "json_schema")
     if _has_content(body.grammar) and (form := _of_grammar(body.grammar)) is not None:
         requested["grammar"] = form
+    for name in NESTED:
+        raw = getattr(body, name)
+        if raw is not msgspec.UNSET and bytes(raw).startswith(b"{"):
+            nested = _requested(_decoded(raw, FormFields, name))
+            requested |= {f"{name}.{field}": form for field, form in nested.items()}
     if len(requested) > 1:
         raise _bad(
             f"{' and '.join(requested)} were sent; only one output format is allowed, so send one of them.",

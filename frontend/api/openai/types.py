@@ -80,6 +80,10 @@ class FormFields(msgspec.Struct, kw_only=True):
     """Alias of ``grammar`` (TabbyAPI, text-generation-webui)."""
     grammar_lazy: bool | None = None
     """Not implemented: a grammar that starts at a trigger."""
+    extra_body: RawField = msgspec.UNSET
+    """Object of which only these fields are read. OpenAI's clients merge it into the body; others send it as it is."""
+    nvext: RawField = msgspec.UNSET
+    """The same (NVIDIA NIM)."""
 
 
 class SamplingFields(FormFields, kw_only=True):
