@@ -66,6 +66,7 @@ ENVIRONMENT = (
     ("`CUDA_VISIBLE_DEVICES`", "visible GPUs"),
     ("`QUINTET_ISA`", "[instruction set](../performance.md#instruction-sets) of the CPU kernels"),
     ("`VLLM_API_KEY`", "the API key, without `--api-key`"),
+    ("others of vLLM", "not read; a log line names some that would change vLLM's behaviour"),
 )
 """Environment variables of a server."""
 SERVER = ("core", "detokenizer_proc", "executor", "frontend", "process", "tokenizer_proc", "wire")

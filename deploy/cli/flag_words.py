@@ -1,7 +1,7 @@
 """Spellings of flags in vLLM command lines, rewritten to those that the command's parser declares.
 
 Underscores in names, switches with a value (``--enforce-eager=true``), JSON values by dotted key
-(``--speculative-config.method ngram``), and lists of numbers in several words.
+(``--speculative-config.method ngram``), lists of numbers in several words, and a flag with its value in one word.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quintet.deploy.config.flag_values import count
+from quintet.deploy.config.flag_values import BOOLEANS, count
 
 Actions = Mapping[str, argparse.Action]
 
-BOOLEANS = {"true": True, "false": False}
 NUMBER_LISTS = (
     "--cudagraph-capture-sizes",
     "--cuda-graph-sizes",
@@ -39,6 +38,13 @@ def declared_words(words: Sequence[str], actions: Actions) -> list[str]:
         if word == "--":
             found += [word, *reversed(waiting)]
             break
+        flag, blank, text = word.partition(" ")
+        if blank and flag.startswith("--") and (option := _declared(flag, actions)) is not None:
+            # one element of a list in a compose file: `- --dtype auto`
+            text = text.strip()
+            values = text.split() if actions[option].nargs == "+" else [text] * bool(text)
+            waiting += [*reversed(values), flag]
+            continue
         name, equals, value = word.partition("=")
         base, dot, path = name.partition(".")
         option = _declared(name, actions)

@@ -99,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. A `ConfigError` becomes one line and exit status 78."""
     open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
+        words.insert(0, "serve")  # arguments written for the entry point of vLLM's container image
     chosen = words[0] if words else None
     parser = _parser(chosen)
     if not words:

@@ -110,6 +110,9 @@ def options_of(arguments: argparse.Namespace) -> tuple[Options, list[str]]:
     if key and not options.api_key:
         options = msgspec.structs.replace(options, api_key=[key])
         notes.append(f"clients must send the API key of the environment variable {VLLM_API_KEY}")
+    for name, advice in vllm_flags.ENVIRONMENT.items():
+        if os.environ.get(name, "0").lower() not in {"", "0", "false"}:
+            notes.append(f"the environment variable {name} has no effect: {advice}")
     return options, notes
 
 

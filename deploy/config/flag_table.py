@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from quintet.deploy.config.deprecated_flags import RENAMED_VALUES, warn, with_new_names
+from quintet.deploy.config.flag_values import boolean
 from quintet.deploy.config.flags import GROUP_TITLES, Flag, Options
 from quintet.deploy.config.sglang_flags import flag_for
 from quintet.deploy.config.vllm_flags import SHORT
@@ -161,6 +162,9 @@ def make_options(settings: Mapping[str, object], source: str) -> Options:
     for raw_key, value in translated(with_new_names(settings), source)[0].items():
         key = str(raw_key).replace("-", "_")
         if key not in known:
+            switch = known.get(key.removeprefix("no_"))
+            if switch is not None and switch.kind is bool:
+                raise ConfigError(f"{source}: {key} is {value!r}, which is not true or false")
             raise ConfigError(f"{source}: unknown key {str(raw_key)!r}{_nearest(key, list(known))}")
         values[key] = _value(known[key], value)
     try:
@@ -173,6 +177,8 @@ def _value(spec: FlagSpec, value: object) -> object:
     """Convert a given value to the field's type. Raises `ConfigError`."""
     if spec.flag.read is not None:
         return spec.flag.read(value, spec.option)
+    if spec.kind is bool:
+        return boolean(value)
     if isinstance(value, str) and spec.repeated:
         return [value]
     if isinstance(value, dict) and spec.kind is str:
@@ -201,4 +207,4 @@ def _reworded(message: str, values: Mapping[str, object]) -> str:
     expected = (
         f"one of {', '.join(allowed)}" if allowed else problem.removeprefix("Expected ").split(", got")[0]
     )
-    return f"{key} is {sent!r}, which is not {expected.replace('`', '')}"
+    return f"{key} is {sent!r}, which is not {expected.replace('`', '').replace('bool', 'true or false')}"

@@ -14,6 +14,8 @@ _UNITS = {
 }  # fmt: skip
 """As in vLLM: lower-case units are powers of 1000, upper-case units powers of 1024."""
 
+BOOLEANS = {"true": True, "false": False}
+"""Values of switches as text."""
 
 LOAD_FORMATS = (
     "safetensors", "hf", "pt", "gguf", "npcache", "mistral", "fastsafetensors", "bitsandbytes", "runai_streamer",
@@ -43,6 +45,11 @@ def count(value: object, flag: str) -> object:
     if not number.is_integer():
         raise ConfigError(f"{flag} is {value!r}; give an integer, optionally with a unit (8k, 8K), or auto")
     return int(number)
+
+
+def boolean(value: object) -> object:
+    """Return the value of a switch, which YAML files and Helm values may quote; other values unchanged."""
+    return BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def json_object(value: object, flag: str) -> dict[str, Any]:

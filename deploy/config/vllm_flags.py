@@ -58,6 +58,17 @@ HUB = {"download_dir": "HF_HUB_CACHE", "hf_token": "HF_TOKEN"}
 ROPE = ("rope_scaling", "rope_theta")
 """Flags of older vLLM versions, merged into ``--hf-overrides``."""
 
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "set --kv-cache-memory",
+    "VLLM_CPU_OMP_THREADS_BIND": "set --threads",
+    "VLLM_LOGGING_LEVEL": "set --log-level",
+    "VLLM_USE_MODELSCOPE": "models are downloaded from the Hugging Face hub; give a folder as MODEL",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "extend the context with --hf-overrides",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "LoRA adapters are not supported",
+    "VLLM_SERVER_DEV_MODE": "its endpoints are not served",
+}
+"""Environment variables of vLLM that change its behaviour, and what to do here. Others are ignored without a note."""
+
 DRAFTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 """Flag -> key of ``--speculative-config``."""
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 
-from quintet.deploy.config.flag_values import json_object
+from quintet.deploy.config.flag_values import boolean, json_object
 from quintet.deploy.config.vllm_flags import (
     ACCEPTED_SWITCHES,
     ACCEPTED_VALUES,
@@ -46,7 +46,7 @@ def translated(settings: Mapping[str, object], source: str) -> tuple[Settings, l
         refused = REFUSED_SWITCHES.get(key) or REFUSED_VALUES.get(key)
         if key in RENAMED:
             new = RENAMED[key]
-            found[new.ours] = value if new.convert is None else new.convert(value)
+            found[new.ours] = value if new.convert is None else new.convert(boolean(value))
         elif key in ROPE:
             merge(
                 "hf_overrides",
@@ -79,8 +79,8 @@ def _given(settings: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
     for raw_name, value in settings.items():
         name = str(raw_name)
         key = name.replace("-", "_")
-        if key.startswith("no_") and isinstance(value, bool):
-            yield key[3:], key[3:], not value
+        if key.startswith("no_") and isinstance(is_off := boolean(value), bool):
+            yield key[3:], key[3:], not is_off
         elif value is not None:
             yield name, key, value
 

@@ -83,6 +83,11 @@ def test_empty_file_has_no_settings(tmp_path: Path) -> None:
         ("xyzzy: 1", "unknown key 'xyzzy'; `quintet serve --help` lists the valid ones"),
         ("port: eighty", "port is 'eighty', which is not int"),
         ("dtype: int3", "dtype is 'int3', which is not one of auto, bfloat16, float16, float32"),
+        ("enable-prefix-caching: maybe", "enable_prefix_caching is 'maybe', which is not true or false"),
+        (
+            "no-enable-prefix-caching: maybe",
+            "no_enable_prefix_caching is 'maybe', which is not true or false",
+        ),
         ("api-key: [1]", "api_key is [1], which is not str"),
         ("- port", "must be a mapping"),
         ("port: [", "is not valid YAML"),

@@ -100,6 +100,10 @@ COMMON: list[tuple[list[str], dict[str, Any]]] = [
     (["-ep", "false", "folder"], {"enable_expert_parallel": False, "model": "folder"}),
     (["--enable_prefix_caching=false", "--no-enable-chunked-prefill=False"],
      {"enable_prefix_caching": False, "enable_chunked_prefill": True}),
+    (["--dtype auto", "--max-model-len  1k", "--served-model-name a b", "--enforce-eager true", "--trust-remote-code ",
+      '--hf-overrides {"a": "b c"}'],
+     {"max_model_len": 1000, "served_model_name": ["a", "b"], "enforce_eager": True,
+      "trust_remote_code": True, "hf_overrides": {"a": "b c"}}),
     (["--task", "generate", "--runner=auto", "--logprobs-mode", "raw_logprobs"], {}),
     (["--speculative-config.method", "ngram", "--speculative_config.num_speculative_tokens=3"],
      {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
@@ -143,6 +147,14 @@ def test_the_environment_may_have_the_api_key(monkeypatch: pytest.MonkeyPatch) -
     options, [note] = parsed("folder")
     assert options == Options(model="folder", api_key=["secret"]) and "VLLM_API_KEY" in note
     assert parsed("--api-key", "own") == (Options(api_key=["own"]), [])
+
+
+def test_variables_without_effect_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "8")
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "False")
+    assert parsed("m")[1] == [
+        "the environment variable VLLM_CPU_KVCACHE_SPACE has no effect: set --kv-cache-memory"
+    ]
 
 
 def test_flags_of_the_hub_set_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,11 +238,12 @@ def test_files_and_keyword_arguments_accept_them(tmp_path: Path) -> None:
 def test_switches_are_turned_off_as_in_vllms_files(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(
-        "no-enable-prefix-caching: true\nno-enable-log-requests: true\nno_async_scheduling: true\n"
+        'no-enable-prefix-caching: true\ndisable-log-requests: "True"\nno_async_scheduling: "true"\nenforce-eager: "true"\n'
     )
     options, notes = merged_options(file, {})
-    assert options == Options(enable_prefix_caching=False, log_requests=False) and len(notes) == 1
-    assert merged_options(file, {"enable_prefix_caching": True})[0] == Options()
+    assert options == Options(enable_prefix_caching=False, log_requests=False, enforce_eager=True)
+    assert len(notes) == 1
+    assert merged_options(file, {"enable_prefix_caching": True})[0] == Options(enforce_eager=True)
 
 
 def test_none_is_the_default_as_in_vllm(tmp_path: Path) -> None:
