@@ -45,6 +45,7 @@ NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 """Without it, the library follows forced text without end where a lexeme takes the text after it: ``/a+/ "a"``."""
 _REPEATS = re.compile(r"[+*{]|%ignore")
 """Found in each grammar with a lexeme of unbounded length."""
+NOTHING = "an expression matches no text, such as patternProperties that match only names of properties"
 MAX_REASON_CHARS = 300
 COMBINED = {"anyOf", "oneOf", "$ref"}
 """Keys with schemas that apply to the same object."""
@@ -164,7 +165,8 @@ def _try(vocabulary: LLTokenizer, grammar: str, kind: str) -> None:
     for _ in range(NUM_TRIED):
         bitmask = matcher.compute_bitmask()
         if matcher.is_error():
-            raise refused(kind, matcher.get_error().split("<")[0])
+            reason = matcher.get_error().split("<")[0]
+            raise refused(kind, NOTHING if "NoExtensionBias" in reason else reason)
         if matcher.is_stopped():
             break
         matcher.consume_token(_any_of(bitmask, draw))

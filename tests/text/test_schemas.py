@@ -228,6 +228,30 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"123e4567-e89b-12d3-a456-426614174000": 1}],
         [{"a": 1}],
     ),
+    "names of days": (
+        {"type": "object", "propertyNames": {"format": "date"}, "additionalProperties": INTEGER},
+        [{"2026-11-29": 1}],
+        [{"2026-13-29": 1}, {"a": 1}],
+    ),
+    "names of times": (
+        {"type": "object", "propertyNames": {"format": "date-time"}},
+        [{"2026-11-29T10:20:30.5+01:00": 1, "2026-11-29T10:20:30Z": 1}],
+        [{"2026-11-29": 1}],
+    ),
+    "definitions of an inner schema (MCP)": (
+        {"type": "object", "properties": {
+            "a": {"type": "array", "items": {"$ref": "#/$defs/N"}, "$defs": {"N": INTEGER}},
+            "b": {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/S", "definitions": {"S": STRING}},
+        }},
+        [{"a": [1], "b": "x"}],
+        [{"a": ["x"]}, {"b": 1}],
+    ),
+    "schemas of OpenAPI": (
+        {"components": {"schemas": {"P": {"type": "object", "properties": {"a": {"type": "STRING", "nullable": True}}}}},
+         "type": "object", "properties": {"p": {"$ref": "#/components/schemas/P"}}},
+        [{"p": {"a": None}}, {"p": {"a": "x"}}],
+        [{"p": {"a": 1}}],
+    ),
     "a decimal as text": (
         {"type": "string", "pattern": PYDANTIC_DECIMAL}, ["1.5", "-.5", "+007."], ["+", ".", "1e5", ""],
     ),
@@ -269,6 +293,18 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"a": 1}],
         [{"a": "1"}],
     ),
+    "paths as identifiers (jsonschema.net)": (
+        {"$id": "http://example.com/a.json", "type": "object",
+         "properties": {"b": {"$id": "#root/b", "type": "object", "properties": {"c": {"$id": "#root/b/c", "type": "integer"}}}}},
+        [{"b": {"c": 1}}],
+        [{"b": {"c": "1"}}],
+    ),
+    "a pattern of a declared name": (
+        {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 5}, "b": STRING}, "required": ["a"],
+         "patternProperties": {"^a$": INTEGER, "^b$": {"minLength": 2}}, "additionalProperties": False},
+        [{"a": 5}, {"a": 5, "b": "xx"}],
+        [{"a": 4}, {"a": 5, "b": "x"}, {"a": 5, "c": 1}],
+    ),
     "never": (
         {"type": "object", "properties": {"a": {"not": {}}}, "additionalProperties": {"not": {}}},
         [{}],
@@ -297,6 +333,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"oneOf": [CAT, DOG]}, "oneOf"),
     ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "oneOf"),
     ({"type": "string", "pattern": "^(?!a)b"}, "/pattern"),
+    ({"items": {"$ref": "#/$defs/N", "$defs": {"N": INTEGER}}, "properties": {"b": {"$defs": {"N": STRING}}}}, "/$defs/N"),
 ]  # fmt: skip
 
 
@@ -347,6 +384,12 @@ def test_a_required_property_without_schema_takes_any_value(
         ({"type": "object", "properties": {"b": {"properties": {"a": INTEGER}}}}, {"b": {"a": 1}}, {"b": "a"}),
         (
             {"type": "object", "properties": {"b": {"allOf": [{"$ref": "#/$defs/A"}], "default": {}}},
+             "$defs": {"A": {"type": "object", "properties": {"a": INTEGER}}}},
+            {"b": {"a": 1}},
+            {"b": {"c": 1}},
+        ),
+        (
+            {"type": "object", "properties": {"b": {"allOf": [{"$ref": "#/$defs/A"}, {"description": "d"}]}},
              "$defs": {"A": {"type": "object", "properties": {"a": INTEGER}}}},
             {"b": {"a": 1}},
             {"b": {"c": 1}},

@@ -73,7 +73,16 @@ WITHOUT_LOOKAROUND = {
 }
 """Patterns of zod (e-mail addresses, durations) and Pydantic (decimals), and equivalent ones that the library supports."""
 _DIALECT = re.compile(r"https?://json-schema\.org/(draft-0[3-7]|draft/20(?:19-09|20-12))/schema#?")
-_UUID = r"^[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"
+_DAY, _CLOCK = (
+    r"\d{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])",
+    r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d+)?",
+)
+_NAME_FORMATS = {
+    "uuid": r"^[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
+    "date": rf"^{_DAY}$",
+    "date-time": rf"^{_DAY}T{_CLOCK}(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)$",
+}
+"""Patterns of names with a format: of Pydantic's dictionaries with keys of these types."""
 
 
 def is_anything(schema: Any) -> bool:
@@ -150,7 +159,12 @@ def _usual_numbers(schema: Schema) -> None:
 
 
 def _usual_reference(schema: Schema) -> None:
-    """Encode the characters of an identifier or reference that URIs do not allow: ``#/$defs/List[int]``."""
+    """Encode the characters of an identifier or reference that URIs do not allow: ``#/$defs/List[int]``.
+
+    Drop identifiers that are only a fragment, as generators write the path of each property. References do not use them.
+    """
+    if str(schema.get("$id")).startswith("#"):
+        del schema["$id"]
     for key in ("$id", "$ref"):
         reference = schema.get(key)
         if isinstance(reference, str):
@@ -245,8 +259,8 @@ def _pattern_of(names: Schema, keywords: set[str]) -> str | None:
     """Return the regular expression of the allowed names; None if the schema has other constraints."""
     if keywords == {"pattern"} and isinstance(names["pattern"], str):
         return str(names["pattern"])
-    if keywords == {"format"} and names["format"] == "uuid":
-        return _UUID
+    if keywords == {"format"}:
+        return _NAME_FORMATS.get(str(names["format"]))
     least, most = names.get("minLength", 0), names.get("maxLength", MAX_NAME_LENGTH)
     is_length = keywords <= {"minLength", "maxLength"} and type(least) is type(most) is int
     if not is_length or not 0 <= least <= most <= MAX_NAME_LENGTH:
@@ -318,6 +332,7 @@ def _plain_all_of(schema: Schema) -> None:
         branches, list
     ):
         return
+    branches = [each for each in branches if not is_anything(each)] or branches
     if len(branches) == 1 and isinstance(branches[0], dict) and not ROOT_KEYWORDS & branches[0].keys():
         del schema["allOf"]
         schema |= {key: value for key, value in branches[0].items() if key not in schema}

@@ -10,6 +10,7 @@ With unbounded whitespace, an uncertain model may write blanks until its token l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,15 +37,20 @@ INNER = frozenset(
         "then",
         "else",
     }
-    | {"contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties"}
+    | {"contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties", "components"}
 )
 """Keys with a schema, or a list of schemas."""
-NAMED_INNER = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keys with an object of schemas by name."""
+NAMED_INNER = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "schemas", "dependentSchemas"}
+)
+"""Keys with an object of schemas by name. ``components/schemas`` are those of OpenAPI."""
 MAX_WRITTEN_OUT = 2000
 """Enumerated alternatives of sets per schema."""
 _NULLABLE = frozenset({"const", "default", "examples", "example"})
 """Keys that may be null. Null for another key means that a serializer wrote a missing value."""
+
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def plain_schema(schema: Any) -> Any:
@@ -55,6 +61,7 @@ def plain_schema(schema: Any) -> Any:
         return plain
     anchors = {"$dynamicAnchor": "$dynamicRef", "$recursiveAnchor": "$recursiveRef"}
     found = list(schemas_of(plain))
+    _lift_definitions(found)
     used = set[str]().union(*found)
     root = Root(plain)
     num_written_out = 0
@@ -62,6 +69,7 @@ def plain_schema(schema: Any) -> Any:
         for anchor, reference in anchors.items():
             if reference not in used:
                 each.pop(anchor, None)
+        _join_patterns_of_one_name(each)
         plain_names(each, enumerated(each.get("propertyNames"), root))
         require_discriminator(each, root)
         num_written_out += write_out_set(each, root, MAX_WRITTEN_OUT - num_written_out)
@@ -83,6 +91,36 @@ def schemas_of(schema: Any) -> Iterator[Schema]:
             for key in NAMED_INNER:
                 named = each.get(key)
                 waiting += named.values() if isinstance(named, dict) else ()
+
+
+def _lift_definitions(schemas: list[Schema]) -> None:
+    """Copy definitions of inner schemas to the first schema, the root, unless two of a name differ.
+
+    References name definitions of the root. Servers of MCP put whole schemas with definitions into those of tools.
+    """
+    root, *inner = schemas
+    for key in ("$defs", "definitions"):
+        named = [each[key] for each in inner if isinstance(each.get(key), dict)]
+        own = root.get(key, {})
+        names = dict.fromkeys(name for each in named for name in each)
+        for name in names if isinstance(own, dict) else ():
+            first, *others = [each[name] for each in named if name in each]
+            if name not in own and all(each == first for each in others):
+                root[key] = own = {**own, name: first}
+
+
+def _join_patterns_of_one_name(schema: Schema) -> None:
+    """Move the schema of a pattern that matches only a declared property (``^name$``) to that property.
+
+    The library excludes declared names from patterns, and fails if nothing is left.
+    """
+    properties, by_pattern = schema.get("properties"), schema.get("patternProperties")
+    if not isinstance(properties, dict) or not isinstance(by_pattern, dict):
+        return
+    for name in [each for each in properties if f"^{each}$" in by_pattern and _PLAIN_NAME.fullmatch(each)]:
+        inner, declared = by_pattern.pop(f"^{name}$"), properties[name]
+        is_part = isinstance(inner, dict) and isinstance(declared, dict) and inner.items() <= declared.items()
+        properties[name] = declared if is_part else {"allOf": [declared, inner]}
 
 
 def _plain(schema: Any, rules: Rules) -> Any:
