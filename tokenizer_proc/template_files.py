@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,6 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(path.read_bytes().removeprefix(BOM_UTF8), type=dict[str, Any])
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not a JSON object: {error}") from error

@@ -38,6 +38,10 @@ def hf_config_path(model: Path) -> Path:
     return model if is_gguf(model) else model / "config.json"
 
 
+LFS_POINTER = b"version https://git-lfs"
+"""Beginning of a file that `git clone` leaves instead of a large one."""
+LFS_ADVICE = "it is a pointer of Git LFS: run `git lfs pull` in its folder"
+
 Json = dict[str, object]
 
 
@@ -49,7 +53,7 @@ def read_json(path: Path) -> Json:
 def read_text(path: Path) -> str:
     """Read a file of a model's folder. Raises `ConfigError` that names it."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors of Windows write a byte order mark
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist; a model folder has config.json, weights and tokenizer.json"

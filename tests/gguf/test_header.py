@@ -132,6 +132,7 @@ WRONG = {
         file_of([], [tensor("x", (4,), offset=1 << 63)], _DATA),
         "the file is truncated or damaged",
     ),
+    "a pointer of Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
     "tensors that share bytes": (
         file_of([], [tensor("x", (16,)), tensor("y", (4,), offset=32)], _DATA),
         "'y' begins within tensor 'x'",

@@ -17,7 +17,7 @@ from quintet.deploy.config.model.chat_templates import DEFAULT
 from quintet.tokenizer_proc.template_environment import make_environment
 from quintet.tokenizer_proc.template_files import named_tokens, special_tokens
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import Json, read_json
+from quintet.wire.model_files import LFS_ADVICE, LFS_POINTER, Json, read_json
 
 _ANSWER = "quintet"
 """Marker text that no template contains."""
@@ -120,10 +120,12 @@ def _read_tokenizer(folder: Path) -> _Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return _Tokenizer()
+    text = path.read_bytes()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Tokenizer)
+        return msgspec.json.decode(text, type=_Tokenizer)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a valid tokenizer: {error}; download it again") from None
+        reason = LFS_ADVICE if text.startswith(LFS_POINTER) else f"{error}; download it again"
+        raise ConfigError(f"{path} is not a valid tokenizer: {reason}") from None
 
 
 def _ordinary_tokens(tokenizer: _Tokenizer, folder: Path) -> dict[str, int]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from quintet.executor.checkpoints.gguf.types import TYPES, UNREAD, GgmlType
 from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import LFS_ADVICE, LFS_POINTER
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -168,6 +169,8 @@ class _Reader:
 
     def _counts(self) -> tuple[int, int]:
         magic, (version,) = self._map[:4], _U32.unpack_from(self._map, 4)
+        if LFS_POINTER.startswith(magic):
+            raise self._wrong(LFS_ADVICE, 0)
         if magic != MAGIC:
             raise self._wrong(f"the file begins with {magic!r}, not with {MAGIC!r}: it is not a GGUF file", 0)
         if version and not version & 0xFFFF:

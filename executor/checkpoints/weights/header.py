@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import ITEM_BYTES
+from quintet.wire.model_files import ITEM_BYTES, LFS_ADVICE, LFS_POINTER
 
 MAX_HEADER_BYTES = 100 << 20
 
@@ -68,6 +68,8 @@ def _raw(file: BinaryIO, size: int) -> bytes:
     prefix = file.read(8)
     if len(prefix) < 8:
         raise ValueError(f"the file has only {size} bytes, less than a header")
+    if LFS_POINTER.startswith(prefix):
+        raise ValueError(LFS_ADVICE)
     (num_bytes,) = struct.unpack("<Q", prefix)
     if not 2 <= num_bytes <= min(MAX_HEADER_BYTES, size - 8):
         raise ValueError(f"the header claims {num_bytes} of {size} bytes")

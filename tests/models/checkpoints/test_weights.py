@@ -316,9 +316,13 @@ def test_no_weights_at_all(serve: Callable[..., Any], tmp_path: Path) -> None:
 
 def test_broken_file_is_named(serve: Callable[..., Any], tmp_path: Path) -> None:
     served = serve(tiny())
-    (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
-    with pytest.raises(ConfigError, match=r"model\.safetensors: not a readable"):
-        make_worker(served.config)
+    for raw, reason in (
+        (b"not safetensors at all", "the header claims"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+    ):
+        (tmp_path / "model.safetensors").write_bytes(raw)
+        with pytest.raises(ConfigError, match=rf"model\.safetensors: not a readable .*{reason}"):
+            make_worker(served.config)
 
 
 def test_index_cannot_point_outside_the_folder(serve: Callable[..., Any], tmp_path: Path) -> None:
