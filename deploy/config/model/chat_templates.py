@@ -42,12 +42,12 @@ def _given(flag: str) -> str:
 def _in_files(folder: Path) -> dict[str, str]:
     paths = {DEFAULT: folder / "chat_template.jinja"}
     paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    return {name: _text(path) for name, path in paths.items() if path.is_file()}
+    return {name: text for name, path in paths.items() if path.is_file() and (text := _text(path))}
 
 
 def _in_json(value: object, path: Path) -> dict[str, str]:
     match value:
-        case None:
+        case None | "":
             return {}
         case str() if _is_text(value):
             return {DEFAULT: value}

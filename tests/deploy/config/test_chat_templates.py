@@ -123,6 +123,9 @@ def test_precedence_of_template_sources(tmp_path: Path) -> None:
     assert read_chat_templates(folder, None) == {"default": "P"}
     (folder / "chat_template.json").write_text('{"chat_template": {"default": "J", "rag": "R"}}')
     assert read_chat_templates(folder, None) == {"default": "J", "rag": "R"}
+    (folder / "chat_template.json").write_text('{"chat_template": ""}')
+    (folder / "chat_template.jinja").write_text("")
+    assert read_chat_templates(folder, None) == {"default": "P"}  # an empty template is none
     (folder / "chat_template.jinja").write_text("\ufeffF")  # a byte order mark
     assert read_chat_templates(folder, None) == {"default": "F"}
     assert read_chat_templates(folder, "{{ messages }}") == {"default": "{{ messages }}"}
