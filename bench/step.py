@@ -27,9 +27,9 @@ import numpy as np
 import torch
 
 from bench.arguments import command_parser
+from bench.kernels.op_balance import profile
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
-from quintet.executor.backends.cpu.program.op_balance import profile
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.backends.registry import make_worker

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.arguments import command_parser
+from bench.kernels.op_balance import OpBalance, balance_of
 from bench.step import SHAPES, Setup, config_of
-from quintet.executor.backends.cpu.program.op_balance import OpBalance, balance_of
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.worker import Worker

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from bench.kernels.op_balance import balance_of, profile
 from bench.step import BLOCK_SIZE, Steps
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
-from quintet.executor.backends.cpu.program.op_balance import balance_of, profile
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.backends.torch.fallback.host_runner import HostRunner

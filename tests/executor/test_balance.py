@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from bench.distributed.thread_balance import STEPS, balance
+from bench.kernels.op_balance import OpBalance, balance_of
 from bench.step import SHAPES, Setup, config_of
 
 from quintet.executor.backends.cpu.ops.host_library import open_library
-from quintet.executor.backends.cpu.program.op_balance import OpBalance, balance_of
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.worker import Worker

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from quintet.executor.backends.cpu.ops.host_library import instruction_set, instruction_sets, open_library
+import ctypes
+
+from quintet.executor.backends.cpu.ops.host_library import declare, instruction_set, open_library
 
 REPEATING = "QUINTET_TEST_REPEATING"
 """Environment variable with the instruction set of a repeated run."""
@@ -16,6 +18,15 @@ def isa() -> str:
     library = open_library()
     assert library is not None, "the host kernels are not built"
     return instruction_set(library)
+
+
+def instruction_sets(library: ctypes.CDLL) -> tuple[str, ...]:
+    """Return the instruction sets that this processor can run, in ascending order."""
+    name_at = declare(library, "qt_isa_at", ctypes.c_int, result=ctypes.c_char_p)
+    names: list[str] = []
+    while (name := name_at(len(names))) is not None:
+        names.append(name.decode())
+    return tuple(names)
 
 
 def others() -> tuple[str, ...]:

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.executor.kernels.gguf_blocks import BLOCKS, group_of, random_rows
+from tests.executor.kernels.instruction_sets import instruction_sets
 
-from quintet.executor.backends.cpu.ops.host_library import declare, instruction_sets, open_library
+from quintet.executor.backends.cpu.ops.host_library import declare, open_library
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
 from quintet.executor.backends.cpu.ops.linear import GatedActivation
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight, PackedWeightError

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tests.executor.kernels.instruction_sets import MATRIX_UNITS, isa
+from tests.executor.kernels.instruction_sets import MATRIX_UNITS, instruction_sets, isa
 
-from quintet.executor.backends.cpu.ops.host_library import declare, instruction_sets, open_library
+from quintet.executor.backends.cpu.ops.host_library import declare, open_library
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
 from quintet.executor.backends.cpu.ops.linear import GatedActivation, linear
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight, PackedWeightError

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from tests.executor.kernels.instruction_sets import instruction_sets
 
-from quintet.executor.backends.cpu.ops.host_library import instruction_sets, open_library
+from quintet.executor.backends.cpu.ops.host_library import open_library
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

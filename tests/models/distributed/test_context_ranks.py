@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from bench.kernels.op_balance import balance_of
 from tests.models.distributed import layouts_of_rows as layouts
 from tests.models.distributed.ranks import in_ranks
 from tests.models.equality import (
@@ -28,7 +29,6 @@ from tests.models.rows import latent
 from tests.models.test_engine import CoreAndWorker, changed
 from tests.models.test_equal import ROWS, check_tokens, made
 
-from quintet.executor.backends.cpu.program.op_balance import balance_of
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.worker import Worker

@@ -105,12 +105,3 @@ def instruction_set_refusal(library: ctypes.CDLL) -> str | None:
     """Return the reason that the requested (or best) instruction set is not in use; None if it is."""
     reason: bytes = declare(library, "qt_isa_refusal", result=ctypes.c_char_p)()
     return reason.decode() or None
-
-
-def instruction_sets(library: ctypes.CDLL) -> tuple[str, ...]:
-    """Return the instruction sets that this processor can run, in ascending order."""
-    name_at = declare(library, "qt_isa_at", _INT, result=ctypes.c_char_p)
-    names: list[str] = []
-    while (name := name_at(len(names))) is not None:
-        names.append(name.decode())
-    return tuple(names)

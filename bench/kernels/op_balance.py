@@ -1,4 +1,4 @@
-"""Measurement of a program by operation: time, and predicted balance of the work over threads. Used by benchmarks and tests."""
+"""Measurement of a program by operation: time, and predicted balance of the work over threads."""
 
 from __future__ import annotations
 
