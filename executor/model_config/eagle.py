@@ -125,8 +125,7 @@ def read_eagle3(hf_config: HfConfig) -> EagleSpec:
     for key in ("fc_norm", "norm_output"):
         if hf_config.flag(key, False):
             raise hf_config.wrong(key, "false: this variant of EAGLE-3 is not supported")
-    biased = hf_config.flag("attention_bias", False)
-    mixer = attention(hf_config, positions=2048, qkv_bias=biased, output_bias=biased)
+    mixer = attention(hf_config, positions=2048, bias_key="attention_bias")
     layer = pre_norm(rms(hf_config), mixer, gated(hf_config, biased=hf_config.flag("mlp_bias", False)))
     names = Names(layer=f"model.{hf_config.word(_LAYER_NAME, ('layers.0', 'midlayer'), 'midlayer')}")
     spec = decoder(hf_config, (layer,), rms(hf_config), names=names)

@@ -137,11 +137,13 @@ def attention(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     rotated: bool = True,
+    bias_key: str | None = None,
     **switches: Any,
 ) -> AttentionSpec:
     """Return full attention with the config's rotation, if ``rotated``; ``switches`` are fields of `AttentionSpec`.
 
-    ``positions``, ``theta`` and ``share`` (see `rope_spec`), ``kv_heads``, ``head_dim``: the family's defaults.
+    ``positions``, ``theta`` and ``share`` (see `rope_spec`), ``kv_heads``, ``head_dim``: the family's defaults. ``bias_key``:
+    flag of the config for biases of all projections.
     """
     heads, dim = num_heads(hf_config), head_width(hf_config, head_dim)
     usual: dict[str, Any] = {
@@ -152,6 +154,8 @@ def attention(
         "scale": dim**-0.5,
         "rope": None,
     }
+    if bias_key is not None:
+        usual["qkv_bias"] = usual["output_bias"] = hf_config.flag(bias_key, False)
     if rotated and "rope" not in switches:
         usual["rope"] = rope_spec(hf_config, dim, positions or 0, theta=theta, share=share)
     return AttentionSpec(**(usual | switches))

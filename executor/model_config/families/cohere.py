@@ -26,14 +26,13 @@ from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, QkNor
 def cohere(hf_config: HfConfig) -> DecoderSpec:
     """Command R; R+ norms queries and keys with separate weights per head."""
     norm = layer_norm(hf_config, biased=False)
-    biased, normed = hf_config.flag("attention_bias", False), hf_config.flag("use_qk_norm", False)
+    normed = hf_config.flag("use_qk_norm", False)
     mixer = attention(
         hf_config,
         positions=8192,
         theta=500000.0,
         interleaved=True,
-        qkv_bias=biased,
-        output_bias=biased,
+        bias_key="attention_bias",
         qk_norm=norm if normed else None,
         qk_norm_over=QkNormOver.OWN,
     )
@@ -42,8 +41,7 @@ def cohere(hf_config: HfConfig) -> DecoderSpec:
 
 def cohere2(hf_config: HfConfig) -> DecoderSpec:
     """Command R7B and A: three of four layers have a sliding window and rotation; the others have neither."""
-    biased = hf_config.flag("attention_bias", False)
-    mixer = attention(hf_config, positions=8192, interleaved=True, qkv_bias=biased, output_bias=biased)
+    mixer = attention(hf_config, positions=8192, interleaved=True, bias_key="attention_bias")
     sliding, full = replace(mixer, window=window(hf_config, 4096)), replace(mixer, rope=None)
     kinds = layer_kinds(
         hf_config, every_full(hf_config, hf_config.whole("sliding_window_pattern", 1, 1024, 4))

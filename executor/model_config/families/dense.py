@@ -66,8 +66,8 @@ def hyperclovax(hf_config: HfConfig) -> DecoderSpec:
 
 
 def _multiplied_attention(hf_config: HfConfig, scale: float) -> AttentionSpec:
-    biased, scale = hf_config.flag("attention_bias", False), factor(hf_config, "attention_multiplier", scale)
-    return attention(hf_config, positions=2048, scale=scale, qkv_bias=biased, output_bias=biased)
+    scale = factor(hf_config, "attention_multiplier", scale)
+    return attention(hf_config, positions=2048, scale=scale, bias_key="attention_bias")
 
 
 def _multiplied(hf_config: HfConfig, mixer: AttentionSpec, norms: Norms, logit_scale: float) -> DecoderSpec:
@@ -101,8 +101,8 @@ def stablelm(hf_config: HfConfig) -> DecoderSpec:
 
 def nemotron(hf_config: HfConfig) -> DecoderSpec:
     """Nemotron 3 and 4, Minitron: layer norms with offset 1, squared ReLU without gates, half of each head rotated."""
-    biased, norm = hf_config.flag("attention_bias", False), layer_norm(hf_config, offset=1.0)
-    mixer = attention(hf_config, positions=4096, share=0.5, qkv_bias=biased, output_bias=biased)
+    norm = layer_norm(hf_config, offset=1.0)
+    mixer = attention(hf_config, positions=4096, share=0.5, bias_key="attention_bias")
     mlp = plain(hf_config, "relu2", biased=hf_config.flag("mlp_bias", False))
     return decoder(hf_config, (pre_norm(norm, mixer, mlp),) * num_layers(hf_config), norm)
 
@@ -110,10 +110,9 @@ def nemotron(hf_config: HfConfig) -> DecoderSpec:
 def minicpm(hf_config: HfConfig) -> DecoderSpec:
     """MiniCPM 1, 2 and 4: Granite's factors, derived from a smaller model's width."""
     hidden, layers, norm = hidden_size(hf_config), num_layers(hf_config), rms(hf_config, 1e-5)
-    biased = hf_config.flag("attention_bias", False)
     layer = pre_norm(
         norm,
-        attention(hf_config, positions=2048, qkv_bias=biased, output_bias=biased),
+        attention(hf_config, positions=2048, bias_key="attention_bias"),
         gated(hf_config),
         residual_multiplier=factor(hf_config, "scale_depth") / layers**0.5,
     )
@@ -152,8 +151,8 @@ def cwm(hf_config: HfConfig) -> DecoderSpec:
 
 def smollm3(hf_config: HfConfig) -> DecoderSpec:
     """SmolLM 3: every fourth layer has no rotation."""
-    biased, norm = hf_config.flag("attention_bias", False), rms(hf_config)
-    mixer = attention(hf_config, positions=32768, kv_heads=4, theta=2e6, qkv_bias=biased, output_bias=biased)
+    norm = rms(hf_config)
+    mixer = attention(hf_config, positions=32768, kv_heads=4, theta=2e6, bias_key="attention_bias")
     rotated = rotated_layers(hf_config)
     width = window(hf_config) if hf_config.flag("use_sliding_window", False) else None
     kinds = layer_kinds(hf_config, [FULL if has_rope or not width else SLIDING for has_rope in rotated])
@@ -248,8 +247,7 @@ def helium(hf_config: HfConfig) -> DecoderSpec:
 
 def arcee(hf_config: HfConfig) -> DecoderSpec:
     """AFM: squared ReLU without gates."""
-    biased = hf_config.flag("attention_bias", False)
-    mixer = attention(hf_config, positions=4096, qkv_bias=biased, output_bias=biased)
+    mixer = attention(hf_config, positions=4096, bias_key="attention_bias")
     mlp = plain(hf_config, "relu2", biased=hf_config.flag("mlp_bias", False))
     return _llama(hf_config, mixer, mlp, rms(hf_config, 1e-5))
 
@@ -271,10 +269,8 @@ def apertus(hf_config: HfConfig) -> DecoderSpec:
     hf_config.word(ACTIVATION, ("xielu",), "xielu")
     if not hf_config.has("rope_parameters") and not hf_config.has("rope_scaling"):
         hf_config = replace(hf_config, values={**hf_config.values, "rope_parameters": _APERTUS_ROPE})
-    norm, biased = rms(hf_config, 1e-5), hf_config.flag("attention_bias", False)
-    mixer = attention(
-        hf_config, positions=65536, theta=12e6, qk_norm=norm, qkv_bias=biased, output_bias=biased
-    )
+    norm = rms(hf_config, 1e-5)
+    mixer = attention(hf_config, positions=65536, theta=12e6, qk_norm=norm, bias_key="attention_bias")
     mlp = MlpSpec(width=hf_config.whole(WIDTH, 1, MAX_WIDTH), activation=LearnedActivation.XIELU, gated=False)
     curves = _curves(hf_config)
     layers = tuple(pre_norm(norm, mixer, replace(mlp, curve=curve)) for curve in curves)

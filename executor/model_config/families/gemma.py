@@ -97,8 +97,7 @@ def gemma3(hf_config: HfConfig) -> DecoderSpec:
 
 def _attention(hf_config: HfConfig, **switches: Any) -> AttentionSpec:
     refuse(hf_config, "use_bidirectional_attention")
-    biased = hf_config.flag("attention_bias", False)
-    return attention(hf_config, head_dim=256, qkv_bias=biased, output_bias=biased, **switches)
+    return attention(hf_config, head_dim=256, bias_key="attention_bias", **switches)
 
 
 def _mlp(hf_config: HfConfig) -> MlpSpec:

@@ -68,15 +68,14 @@ def _once(hf_config: HfConfig) -> HfConfig:
 def _attention(hf_config: HfConfig) -> AttentionSpec:
     if hf_config.flag("use_cla", False):
         raise hf_config.wrong("use_cla", "false: cross-layer KV sharing is not supported")
-    biased, dim, norm = hf_config.flag("attention_bias", False), head_width(hf_config), rms(hf_config, 1e-5)
+    dim, norm = head_width(hf_config), rms(hf_config, 1e-5)
     return attention(
         *(hf_config,),
         head_dim=dim,
         rope=_rotation(hf_config, dim),
         qk_norm=norm if hf_config.flag("use_qk_norm", True) else None,
         qk_norm_after_rope=True,
-        qkv_bias=biased,
-        output_bias=biased,
+        bias_key="attention_bias",
     )
 
 

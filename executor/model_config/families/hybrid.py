@@ -120,7 +120,6 @@ def bamba(hf_config: HfConfig) -> DecoderSpec:
     """Bamba: Mamba 2, and attention in the listed layers with half of each head rotated."""
     norm = rms(hf_config, 1e-5)
     mamba = _mamba2(hf_config, norm, expanded(hf_config, "mamba_expand"))
-    biased = hf_config.flag("attention_bias", False)
     attention_spec = pre_norm(
         norm,
         attention(
@@ -128,8 +127,7 @@ def bamba(hf_config: HfConfig) -> DecoderSpec:
             kv_heads=8,
             positions=262144,
             share=0.5,
-            qkv_bias=biased,
-            output_bias=biased,
+            bias_key="attention_bias",
         ),
         gated(hf_config, biased=hf_config.flag("mlp_bias", False)),
     )
@@ -211,14 +209,12 @@ def granite_hybrid(hf_config: HfConfig) -> DecoderSpec:
     """Granite 4: Mamba 2, and attention in some layers, with or without rotation."""
     norm = rms(hf_config)
     rotated = hf_config.values.get("position_embedding_type") == "rope"
-    biased = hf_config.flag("attention_bias", False)
     attention_spec = attention(
         hf_config,
         positions=2048,
         rotated=rotated,
         scale=factor(hf_config, "attention_multiplier"),
-        qkv_bias=biased,
-        output_bias=biased,
+        bias_key="attention_bias",
     )
     layer = pre_norm(
         norm,

@@ -22,8 +22,7 @@ from quintet.executor.model_config.spec import DecoderSpec
 
 def llama(hf_config: HfConfig) -> DecoderSpec:
     """Llama 1, 2 and 3, with optional biases of attention and feed-forward."""
-    biased = hf_config.flag("attention_bias", False)
-    mixer = attention(hf_config, positions=2048, qkv_bias=biased, output_bias=biased)
+    mixer = attention(hf_config, positions=2048, bias_key="attention_bias")
     layer = pre_norm(rms(hf_config), mixer, gated(hf_config, biased=hf_config.flag("mlp_bias", False)))
     return decoder(hf_config, (layer,) * num_layers(hf_config), rms(hf_config))
 
@@ -46,9 +45,8 @@ def qwen2(hf_config: HfConfig) -> DecoderSpec:
 
 def qwen3(hf_config: HfConfig) -> DecoderSpec:
     """Qwen3: norms of queries and keys, explicit head width."""
-    biased = hf_config.flag("attention_bias", False)
     mixer = attention(
-        hf_config, positions=32768, head_dim=128, qk_norm=rms(hf_config), qkv_bias=biased, output_bias=biased
+        hf_config, positions=32768, head_dim=128, qk_norm=rms(hf_config), bias_key="attention_bias"
     )
     layer = pre_norm(rms(hf_config), mixer, gated(hf_config))
     return decoder(hf_config, windowed(layer, layered_windows(hf_config)), rms(hf_config))
@@ -56,13 +54,12 @@ def qwen3(hf_config: HfConfig) -> DecoderSpec:
 
 def bitnet(hf_config: HfConfig) -> DecoderSpec:
     """BitNet b1.58: inner norms before the output projections (Ma et al., "BitNet b1.58 2B4T", 2025)."""
-    norm, biased = rms(hf_config, 1e-5), hf_config.flag("attention_bias", False)
+    norm = rms(hf_config, 1e-5)
     mixer = attention(
         hf_config,
         positions=2048,
         theta=500000.0,
-        qkv_bias=biased,
-        output_bias=biased,
+        bias_key="attention_bias",
         attended_norm=norm,
     )
     layer = pre_norm(norm, mixer, gated(hf_config, "relu2", down_norm=norm))

@@ -123,9 +123,8 @@ def qwen2(hf_config: HfConfig) -> DecoderSpec:
 
 def qwen3(hf_config: HfConfig) -> DecoderSpec:
     """Qwen 3 MoE: norms of queries and keys, no shared expert."""
-    biased = hf_config.flag("attention_bias", False)
     mixer = attention(
-        hf_config, positions=32768, kv_heads=4, qk_norm=rms(hf_config), qkv_bias=biased, output_bias=biased
+        hf_config, positions=32768, kv_heads=4, qk_norm=rms(hf_config), bias_key="attention_bias"
     )
     chosen = routing(hf_config, Scoring.SOFTMAX, 128, 8, renormalise=hf_config.flag("norm_topk_prob", False))
     return _qwen(hf_config, mixer, ExpertsSpec(routing=chosen, width=expert_width(hf_config, default=768)))
@@ -133,14 +132,12 @@ def qwen3(hf_config: HfConfig) -> DecoderSpec:
 
 def olmoe(hf_config: HfConfig) -> DecoderSpec:
     """OLMoE: queries and keys normed over all heads."""
-    biased = hf_config.flag("attention_bias", False)
     mixer = attention(
         *(hf_config,),
         positions=4096,
         qk_norm=rms(hf_config, 1e-5),
         qk_norm_over=QkNormOver.WHOLE,
-        qkv_bias=biased,
-        output_bias=biased,
+        bias_key="attention_bias",
         clip_qkv=hf_config.real("clip_qkv", 1e-6, 1e6) if hf_config.has("clip_qkv") else None,
     )
     chosen = routing(hf_config, Scoring.SOFTMAX, 64, 8, renormalise=hf_config.flag("norm_topk_prob", False))
@@ -154,12 +151,10 @@ def olmoe(hf_config: HfConfig) -> DecoderSpec:
 
 def granite(hf_config: HfConfig) -> DecoderSpec:
     """Granite 3 MoE, with and without a shared expert: Granite's multipliers."""
-    biased = hf_config.flag("attention_bias", False)
     mixer = attention(
         *(hf_config,),
         positions=2048,
-        qkv_bias=biased,
-        output_bias=biased,
+        bias_key="attention_bias",
         scale=factor(hf_config, "attention_multiplier"),
     )
     shared = hf_config.whole("shared_intermediate_size", 0, MAX_WIDTH, 0) or None
@@ -196,8 +191,8 @@ def softmax_experts(
 
 def deepseek(hf_config: HfConfig) -> DecoderSpec:
     """DeepSeekMoE 16B: Llama's attention, softmax over many small experts, shared experts."""
-    norm, biased = rms(hf_config), hf_config.flag("attention_bias", False)
-    mixer = attention(hf_config, positions=2048, qkv_bias=biased, output_bias=biased)
+    norm = rms(hf_config)
+    mixer = attention(hf_config, positions=2048, bias_key="attention_bias")
     experts = softmax_experts(hf_config, experts=64, chosen=6, shared=2, width=1407)
     return decoder(hf_config, first_dense(hf_config, norm, mixer, experts, 0), norm)
 

@@ -98,10 +98,7 @@ def _reduced_layer(hf_config: HfConfig, mixer: HfConfig, mlp: HfConfig, shared: 
         kv_heads = heads // mixer.whole("n_heads_in_group", 1, heads)
     if kv_heads < 1 or heads % kv_heads:
         raise hf_config.wrong("num_attention_heads", "a multiple of each layer's key and value heads")
-    biased = hf_config.flag("attention_bias", False)
-    attention_spec = attention(
-        hf_config, positions=2048, num_kv_heads=kv_heads, qkv_bias=biased, output_bias=biased
-    )
+    attention_spec = attention(hf_config, positions=2048, num_kv_heads=kv_heads, bias_key="attention_bias")
     gates = None
     if not mlp.flag("no_op", False):
         wide = mlp if mlp.has("intermediate_size") else hf_config
@@ -126,10 +123,8 @@ def hybrid(hf_config: HfConfig) -> DecoderSpec:
     """Nemotron-H 8B to 56B, Nemotron Nano 2: a layer is Mamba 2, attention without positions, or squared ReLU."""
     kinds = _kinds(hf_config)
     hf_config = replace(hf_config, values={**hf_config.values, "num_hidden_layers": len(kinds)})
-    norm, biased = rms(hf_config, 1e-5, rounds_once=True), hf_config.flag("attention_bias", False)
-    attention_spec = attention(
-        hf_config, kv_heads=8, head_dim=128, rotated=False, qkv_bias=biased, output_bias=biased
-    )
+    norm = rms(hf_config, 1e-5, rounds_once=True)
+    attention_spec = attention(hf_config, kv_heads=8, head_dim=128, rotated=False, bias_key="attention_bias")
     before, nothing = Norms(before=norm), Norms()
     wide = plain(hf_config, "relu2", "mlp_hidden_act", biased=hf_config.flag("mlp_bias", False))
     layers = {

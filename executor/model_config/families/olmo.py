@@ -39,12 +39,9 @@ from quintet.executor.model_config.spec import (
 
 def olmo(hf_config: HfConfig) -> DecoderSpec:
     """OLMo 1: norms without weights; clipped queries, keys and values."""
-    norm, biased = (
-        NormSpec(kind=NormKind.LAYER, eps=1e-5, weighted=False),
-        hf_config.flag("attention_bias", False),
-    )
+    norm = NormSpec(kind=NormKind.LAYER, eps=1e-5, weighted=False)
     clip = nullable(hf_config, "clip_qkv", 1e-3, 1e6)
-    mixer = attention(hf_config, positions=2048, qkv_bias=biased, output_bias=biased, clip_qkv=clip)
+    mixer = attention(hf_config, positions=2048, bias_key="attention_bias", clip_qkv=clip)
     return decoder(hf_config, (pre_norm(norm, mixer, gated(hf_config)),) * num_layers(hf_config), norm)
 
 
@@ -105,11 +102,9 @@ def _pattern(hf_config: HfConfig) -> list[str]:
 
 
 def _olmo2(hf_config: HfConfig, **switches: Any) -> AttentionSpec:
-    biased = hf_config.flag("attention_bias", False)
     return attention(
         hf_config,
-        qkv_bias=biased,
-        output_bias=biased,
+        bias_key="attention_bias",
         qk_norm=_norm(hf_config),
         qk_norm_over=QkNormOver.WHOLE,
         **switches,

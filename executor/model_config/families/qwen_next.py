@@ -53,11 +53,7 @@ def _hybrid(
     hf_config: HfConfig, mlps: Sequence[FeedForwardSpec], kv_heads: int, by_head: bool = True
 ) -> DecoderSpec:
     """Build the decoder: 1/4 of each head is rotated, norms have offset 1."""
-    norm, biased, count = (
-        rms(hf_config, offset=1.0),
-        hf_config.flag("attention_bias", False),
-        num_layers(hf_config),
-    )
+    norm, count = rms(hf_config, offset=1.0), num_layers(hf_config)
     attention_spec = attention(
         *(hf_config,),
         positions=32768,
@@ -65,8 +61,7 @@ def _hybrid(
         kv_heads=kv_heads,
         head_dim=256,
         qk_norm=norm,
-        qkv_bias=biased,
-        output_bias=biased,
+        bias_key="attention_bias",
         output_gate=True,
     )
     interval = hf_config.whole("full_attention_interval", 1, MAX_LAYERS, 4)

@@ -62,8 +62,8 @@ def solar_open(hf_config: HfConfig) -> DecoderSpec:
 
 def dots1(hf_config: HfConfig) -> DecoderSpec:
     """dots.llm1: norms of queries and keys; sliding windows, if any, in the last layers."""
-    norm, biased = rms(hf_config), hf_config.flag("attention_bias", False)
-    mixer = attention(hf_config, positions=2048, qk_norm=norm, qkv_bias=biased, output_bias=biased)
+    norm = rms(hf_config)
+    mixer = attention(hf_config, positions=2048, qk_norm=norm, bias_key="attention_bias")
     experts = sigmoid_experts(hf_config, experts=128, chosen=6, width=1408, renormalise=False, shared=0)
     first, width = hf_config.whole("max_window_layers", 0, MAX_LAYERS, 62), window(hf_config, 4096)
     usual = [SLIDING if width and layer >= first else FULL for layer in range(num_layers(hf_config))]
