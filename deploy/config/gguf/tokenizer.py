@@ -19,7 +19,7 @@ import numpy as np
 
 from quintet.deploy.config.gguf import pre_tokenizers
 from quintet.deploy.config.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from quintet.deploy.config.model import post_processor
+from quintet.deploy.config.model import tokenizer_json
 from quintet.deploy.config.user_files import cached_folder
 from quintet.executor.checkpoints.gguf.header import Strings, Value
 from quintet.executor.checkpoints.gguf.parts import GgufParts
@@ -44,7 +44,7 @@ def tokenizer_of_gguf(parts: GgufParts, cache: Path) -> Path:
     """Return a folder in ``cache`` with the tokenizer of a file; create it if missing. Raises `ConfigError`."""
     header = parts.headers[0]
     made_by = b"".join(
-        Path(module).read_bytes() for module in (__file__, pre_tokenizers.__file__, post_processor.__file__)
+        Path(module).read_bytes() for module in (__file__, pre_tokenizers.__file__, tokenizer_json.__file__)
     )
     named = f"{header.path.resolve()}:{header.size}:{header.modified_ns}".encode()
     target = cache / hashlib.sha256(made_by + named).hexdigest()[:16]
@@ -225,7 +225,7 @@ class _Vocabulary:
         adds_bos = True if self._is_spm else self._pre_tokenizer().adds_bos
         first = self._special("bos") if self._flag("add_bos_token", adds_bos) else None
         last = self._special("eos") if self._flag("add_eos_token", False) else None
-        return post_processor.around(
+        return tokenizer_json.around(
             *(None if each is None else (each, self._ids[each]) for each in (first, last))
         )
 

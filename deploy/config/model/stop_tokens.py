@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from quintet.deploy.config.model.added_tokens import declared_tokens
 from quintet.deploy.config.model.chat_templates import DEFAULT
+from quintet.deploy.config.model.tokenizer_json import declared_tokens
 from quintet.tokenizer_proc.template_environment import make_environment
 from quintet.tokenizer_proc.template_files import named_tokens, special_tokens
 from quintet.wire.errors import ConfigError

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quintet.deploy.config.model import added_tokens, post_processor, tekken
+from quintet.deploy.config.model import tokenizer_json
 from quintet.deploy.config.user_files import cached_folder, user_cache
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf, read_json
@@ -60,14 +60,9 @@ def tokenizer_folder(folder: Path, cache: Path | None = None, advice: str = SET_
 def _completed(folder: Path, cache: Path | None) -> Path:
     """Return the folder; a copy of its tokenizer if ``tokenizer.json`` needs declared tokens, BOS or Tekken's expression."""
     config = folder / "tokenizer_config.json"
-    original, declared = (
-        (folder / "tokenizer.json").read_bytes(),
-        read_json(config) if config.is_file() else {},
-    )
-    tokenizer = added_tokens.with_declared_tokens(original, declared) or original
-    tokenizer = post_processor.with_begin_token(tokenizer, declared) or tokenizer
-    tokenizer = tekken.with_tekken_pattern(tokenizer) or tokenizer
-    if tokenizer is original:
+    declared = read_json(config) if config.is_file() else {}
+    tokenizer = tokenizer_json.completed((folder / "tokenizer.json").read_bytes(), declared)
+    if tokenizer is None:
         return folder
 
     def write(made: Path) -> None:
@@ -82,9 +77,7 @@ def _completed(folder: Path, cache: Path | None) -> Path:
 def _key_of(folder: Path) -> str:
     """Return a key that changes with every file that the conversion reads, and with the code."""
     paths = [folder / name for name in ("tokenizer.json", *_SLOW_FILES, *_MORE_FILES)]
-    paths += [
-        Path(module) for module in (__file__, added_tokens.__file__, post_processor.__file__, tekken.__file__)
-    ]
+    paths += [Path(module) for module in (__file__, tokenizer_json.__file__)]
     stats = [(path.name, path.stat()) for path in paths if path.is_file()]
     versions = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.sha256(f"{folder}:{versions}".encode()).hexdigest()[:16]

@@ -14,9 +14,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from quintet.deploy.config.model.added_tokens import with_declared_tokens
-from quintet.deploy.config.model.tekken import LLAMA3
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
+from quintet.deploy.config.model.tokenizer_json import LLAMA3, completed
 from quintet.wire.errors import ConfigError
 
 
@@ -118,7 +117,7 @@ def test_folder_without_further_tokens_is_used_itself(tmp_path: Path, declared: 
 def test_a_declared_token_without_text_takes_no_id() -> None:
     tokenizer = json.dumps({"added_tokens": [], "model": {"vocab": {"a": 0}}}).encode()
     declared = {"1": {"content": ""}, "2": {"content": "<x>"}}
-    assert with_declared_tokens(tokenizer, {"added_tokens_decoder": declared}) is None
+    assert completed(tokenizer, {"added_tokens_decoder": declared}) is None
 
 
 LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
