@@ -29,6 +29,7 @@ from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.worker import DeviceWorker
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.checkpoints.gguf.weights import open_gguf
+from quintet.executor.checkpoints.quant.blocks import read_blocks
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.gguf import GgufQuantization
 from quintet.executor.checkpoints.quant.kv_scales import read_kv_scales
@@ -84,7 +85,7 @@ def model_on(device: Device, config: EngineConfig, share: Share = WHOLE) -> Caus
     )
     files: Sequence[WeightFile] = ()
     if config.executor.load_format != "dummy":
-        files = open_gguf(path, config.model, dtype) if is_gguf(path) else open_files(path)
+        files = open_gguf(path, config.model, dtype, read_blocks) if is_gguf(path) else open_files(path)
     contents = {name: file.entries[name] for file in files for name in file.entries}
     quantization: Quantization = RowMajor()
     if is_gguf(path):

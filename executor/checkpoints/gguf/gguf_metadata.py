@@ -82,9 +82,9 @@ class GgufMetadata:
             raise self.wrong(key, "a number")
         return float(value)
 
-    def each(self, key: str, count: int, default: int | None = None) -> list[int]:
+    def each(self, key: str, count: int) -> list[int]:
         """Return an integer for each of ``count`` layers; a single value is repeated."""
-        value = self.get(key, default)
+        value = self.get(key)
         values = value if isinstance(value, list) else [value] * count
         if len(values) != count or not all(type(each) is int and each >= 0 for each in values):
             raise self.wrong(key, f"a whole number, or a list of {count}")

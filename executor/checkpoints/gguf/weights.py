@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from quintet.executor.checkpoints.gguf.blocks.dequantize import PLAIN, dequantize
+from quintet.executor.checkpoints.gguf.blocks.dequantize import PLAIN
 from quintet.executor.checkpoints.gguf.common_values import is_in_later_layer
 from quintet.executor.checkpoints.gguf.decoder_tensors import recipes_of
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
@@ -38,18 +38,11 @@ _READ_BY_HF_CONFIG = (
 """Tensors that the config contains."""
 
 
-def in_torch(raw: torch.Tensor, kind: GgmlType, out: torch.Tensor) -> None:
-    """See `ReadBlocks`."""
-    dequantize(raw.reshape(-1), kind, out.view(-1))
-
-
 ReadBlocks = Callable[[torch.Tensor, GgmlType, torch.Tensor], None]
 """Dequantizes rows of blocks, uint8 ``[rows, bytes of a row]``, into ``[rows, depth]`` of any floating-point format."""
 
 
-def open_gguf(
-    path: Path, model: ModelConfig, dtype: torch.dtype, read: ReadBlocks = in_torch
-) -> list[GgufFile]:
+def open_gguf(path: Path, model: ModelConfig, dtype: torch.dtype, read: ReadBlocks) -> list[GgufFile]:
     """Open the files of a model. ``read`` dequantizes to ``dtype``; other tensors keep their format."""
     parts = read_parts(path)
     metadata, spec = GgufMetadata.of(parts), FAMILIES[model.architecture].read(hf_config_of(model))

@@ -100,14 +100,14 @@ def _jamba_experts(hf_config: HfConfig) -> FeedForwardSpec:
     )
 
 
-def _mamba2(hf_config: HfConfig, norm: NormSpec | None, channels: int, default_groups: int = 1) -> Mamba2Spec:
+def _mamba2(hf_config: HfConfig, norm: NormSpec | None, channels: int) -> Mamba2Spec:
     """Return Mamba 2 from the keys of hybrid models."""
     check_silu(hf_config)
     count = hf_config.whole("mamba_n_heads", 1, MAX_WIDTH, 128)
     biased = hf_config.flag("mamba_proj_bias", False)
     return Mamba2Spec(
         **heads(hf_config, norm, count, "mamba_d_head", channels),
-        groups=groups(hf_config, "mamba_n_groups", default_groups, count),
+        groups=groups(hf_config, "mamba_n_groups", 1, count),
         state_size=state_size(hf_config, "mamba_d_state", 256),
         taps=taps(hf_config, "mamba_d_conv"),
         conv_bias=hf_config.flag("mamba_conv_bias", True),

@@ -176,16 +176,14 @@ def granite(hf_config: HfConfig) -> DecoderSpec:
     )
 
 
-def softmax_experts(
-    hf_config: HfConfig, *, experts: int, chosen: int, shared: int, width: int
-) -> ExpertsSpec:
-    """Return experts with softmax routing, shared ones included; the arguments are the family's defaults."""
+def softmax_experts(hf_config: HfConfig, width: int) -> ExpertsSpec:
+    """Return experts with softmax routing, shared ones included; ``width``: the family's default of an expert's width."""
     choice = routing(
-        *(hf_config, Scoring.SOFTMAX, experts, chosen),
+        *(hf_config, Scoring.SOFTMAX, 64, 6),
         renormalise=hf_config.flag("norm_topk_prob", False),
         scale=hf_config.real("routed_scaling_factor", 1e-9, 1e9, 1.0),
     )
-    width, count = expert_width(hf_config, default=width), hf_config.whole(SHARED, 0, MAX_EXPERTS, shared)
+    width, count = expert_width(hf_config, default=width), hf_config.whole(SHARED, 0, MAX_EXPERTS, 2)
     return ExpertsSpec(routing=choice, width=width, shared_width=count * width or None)
 
 
@@ -193,7 +191,7 @@ def deepseek(hf_config: HfConfig) -> DecoderSpec:
     """DeepSeekMoE 16B: Llama's attention, softmax over many small experts, shared experts."""
     norm = rms(hf_config)
     mixer = attention(hf_config, positions=2048, bias_key="attention_bias")
-    experts = softmax_experts(hf_config, experts=64, chosen=6, shared=2, width=1407)
+    experts = softmax_experts(hf_config, width=1407)
     return decoder(hf_config, first_dense(hf_config, norm, mixer, experts, 0), norm)
 
 
@@ -209,7 +207,7 @@ def bailing(hf_config: HfConfig) -> DecoderSpec:
         output_bias=hf_config.flag("use_bias", False),
         layout=QkvLayout.STACKED,
     )
-    experts = softmax_experts(hf_config, experts=64, chosen=6, shared=2, width=1408)
+    experts = softmax_experts(hf_config, width=1408)
     head = hf_config.flag("norm_head", False)
     return decoder(
         hf_config,
@@ -230,7 +228,7 @@ def ernie(hf_config: HfConfig) -> DecoderSpec:
     if hf_config.flag("use_bias", False):
         raise hf_config.wrong("use_bias", "false: biases of experts are not supported")
     mixer = attention(hf_config, positions=131072, kv_heads=4, theta=500000.0, interleaved=True)
-    experts = softmax_experts(hf_config, experts=64, chosen=6, shared=2, width=1536)
+    experts = softmax_experts(hf_config, width=1536)
     experts = replace(experts, routing=replace(experts.routing, renormalise=True))
     experts = replace(experts, corrected=True, correction_in_row=True)
     step = hf_config.whole("moe_layer_interval", 1, MAX_LAYERS, 1)

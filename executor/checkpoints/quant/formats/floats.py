@@ -48,7 +48,6 @@ def fp4_scheme(
     global_scale: str | None,
     *,
     divides: bool,
-    scale: str = "weight_scale",
 ) -> Scheme:
     """Return the scheme of fp4 weights: two codes in a byte, the first in the low bits, one scale for each group of
     inputs.
@@ -57,7 +56,7 @@ def fp4_scheme(
     """
     if layer.depth % group:
         layer.refuse(f"4-bit floats need a multiple of {group} inputs")
-    groups = layer.depth // group
+    groups, scale = layer.depth // group, "weight_scale"
     stored: tuple[Stored, ...] = (Stored(weight, (layer.rows, layer.depth // 2), ("U8",)),)
     if global_scale is None:
         stored += (Stored(scale, (layer.rows, groups), EXPONENTS, _SMALL_EXPONENTS),)
