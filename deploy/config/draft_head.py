@@ -13,7 +13,7 @@ import msgspec
 
 from quintet.deploy.config import rules
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.model.expert_layout import has_stacked_experts, with_expert_layout
+from quintet.deploy.config.model.checkpoint_layout import has_stacked_experts, with_value
 from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.model.weights import (
@@ -33,6 +33,7 @@ from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.medusa import MedusaSpec
 from quintet.executor.model_config.mtp import MTP_NAMES, MtpSpec
 from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.shape import STACKED_EXPERTS
 from quintet.executor.model_config.spec import DecoderSpec, KvNeed
 from quintet.wire.config import DTYPE_BYTES, DraftModelConfig, Dtype, ModelConfig, Quantization
 from quintet.wire.errors import ConfigError
@@ -181,14 +182,14 @@ def _mtp_head(options: Options, target: ModelFacts) -> Head:
         )
     path = hf_config_path(target.path)
     hf_config = parse_json(target.hf_config, path) | {mtp.SERVED: target.architecture}
-    hf_config = with_expert_layout(hf_config, is_stacked=False)
+    hf_config = with_value(hf_config, STACKED_EXPERTS, False)
     spec = mtp.read_mtp(HfConfig(hf_config, str(path)))
     found = speculative_config(options, "torch", "cpu")
     assert found is not None, "the method is mtp"
     weights, num_layers = None, min(len(spec.parts), found.num_speculative_tokens)
     if options.load_format == "auto":
         if has_stacked_experts(target.path, spec):
-            hf_config = with_expert_layout(hf_config, is_stacked=True)
+            hf_config = with_value(hf_config, STACKED_EXPERTS, True)
         weights = read_weight_facts(target.path)
         num_layers = spec.num_found(weights.contents, num_layers)
         if not num_layers:

@@ -12,13 +12,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quintet.deploy.config.model.expert_layout import has_stacked_experts, with_expert_layout
+from quintet.deploy.config.model.checkpoint_layout import (
+    MERGED_NOTE,
+    has_stacked_experts,
+    is_merged,
+    with_value,
+)
 from quintet.deploy.config.model.implementation import (
     check_transformers_hf_config,
     choose_implementation,
     is_known,
 )
-from quintet.deploy.config.model.merged_weights import MERGED_NOTE, is_merged, without_quantization
 from quintet.deploy.config.model.output_layer import correct_ties, read_entries
 from quintet.deploy.config.model.overrides import overridden, with_one_rope
 from quintet.deploy.config.model.stop_tokens import configured_ids
@@ -30,6 +34,7 @@ from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.registry import FAMILIES, architecture_of
+from quintet.executor.model_config.shape import STACKED_EXPERTS
 from quintet.executor.model_config.spec import DecoderSpec, KvNeed, ModelSpec
 from quintet.executor.model_config.state_specs import StateNeed
 from quintet.executor.model_config.unknown import unknown
@@ -174,9 +179,9 @@ def _as_stored(folder: Path, config: Json, spec: ModelSpec, stored: Format | Non
         config = corrected.config
         notes.append(corrected.note)
     if has_stacked_experts(folder, spec):
-        config = with_expert_layout(config, is_stacked=True)
+        config = with_value(config, STACKED_EXPERTS, True)
     if is_merged(folder, stored):
-        config = without_quantization(config)
+        config = with_value(config, "quantization_config", None)
         notes.append(MERGED_NOTE)
     return config, notes
 

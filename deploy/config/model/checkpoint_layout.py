@@ -1,7 +1,10 @@
-"""Layout of experts in a checkpoint: a tensor for each expert, or one tensor of all experts.
+"""Facts of a checkpoint that ``config.json`` lacks or states wrongly: the layout of experts, and merged weights.
 
 transformers 5 keeps experts stacked. Its checkpoints have either layout: Qwen 3.5 MoE is published stacked, and copies of it
 have a tensor for each expert.
+
+Weights can be merged with an adapter that was trained on a model quantized by bitsandbytes (QLoRA). Merging tools write 16-bit
+weights, but leave the training's ``quantization_config``.
 """
 
 from __future__ import annotations
@@ -9,12 +12,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from quintet.deploy.config.model.output_layer import read_entries
+from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
 from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
 from quintet.executor.model_config.names import spellings
-from quintet.executor.model_config.shape import STACKED_EXPERTS
 from quintet.executor.model_config.spec import DecoderSpec, ModelSpec
 from quintet.wire.model_files import Json, is_gguf
+
+MERGED_NOTE = "config.json declares bitsandbytes, but the checkpoint has no quantized weights: they are read as they are"
+
+
+def is_merged(folder: Path, stored: Format | None) -> bool:
+    """Return whether a config declares bitsandbytes, but no tensor of the safetensors files is quantized."""
+    if stored is None or stored.name != "bitsandbytes" or is_gguf(folder):
+        return False
+    return not any(
+        path.suffix in PICKLED or any(stored.mark in name for name in read_entries(path))
+        for path in checkpoint_files(folder)
+    )
 
 
 def has_stacked_experts(folder: Path, spec: ModelSpec) -> bool:
@@ -44,8 +59,8 @@ def _is_separate(mlp: object) -> bool:
     return isinstance(mlp, ExpertsSpec) and mlp.layout is ExpertsLayout.SEPARATE
 
 
-def with_expert_layout(config: Json, *, is_stacked: bool) -> Json:
-    """Return a config that states the layout, for the language model too if it is a part."""
+def with_value(config: Json, key: str, value: object) -> Json:
+    """Return a config with another value of a key, for the language model too if it is a part."""
     text = config.get("text_config")
-    part = {"text_config": {**text, STACKED_EXPERTS: is_stacked}} if isinstance(text, dict) else {}
-    return {**config, STACKED_EXPERTS: is_stacked, **part}
+    part = {"text_config": {**text, key: value}} if isinstance(text, dict) else {}
+    return {**config, key: value, **part}
