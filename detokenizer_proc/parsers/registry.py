@@ -5,10 +5,9 @@ Chain of parsers: the tool call parser reads the content of the reasoning parser
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 
-from quintet.detokenizer_proc.parsers.either_calls import EitherCalls
 from quintet.detokenizer_proc.parsers.formats import (
     REASONING,
     SECOND,
@@ -21,11 +20,11 @@ from quintet.detokenizer_proc.parsers.harmony import Harmony
 from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser
 from quintet.detokenizer_proc.parsers.json_calls import JsonCalls, JsonFormat
 from quintet.detokenizer_proc.parsers.literal_calls import LiteralCalls, LiteralFormat
-from quintet.detokenizer_proc.parsers.machine import CallReader
+from quintet.detokenizer_proc.parsers.machine import MAX_SLICE, CallReader, slices
+from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.detokenizer_proc.parsers.messages import MessageFormat, Messages
 from quintet.detokenizer_proc.parsers.nested_calls import NestedCalls, NestedFormat
 from quintet.detokenizer_proc.parsers.schemas import Schemas
-from quintet.detokenizer_proc.parsers.spellings import Spellings
 from quintet.detokenizer_proc.parsers.tag_format import TagFormat
 from quintet.detokenizer_proc.parsers.tagged_calls import TaggedCalls
 from quintet.detokenizer_proc.parsers.thinking import EmbeddedCalls, LateCloseFilter, ThinkFormat, Thinking
@@ -76,6 +75,74 @@ class Chain:
         for delta in deltas:
             found += self._late.push(delta.text) if delta.channel is Channel.CONTENT else [delta]
         return found
+
+
+class EitherCalls:
+    """Parses content with one reader, and the calls of a second format with another.
+
+    For models that write another format than their template's in the same marks.
+    """
+
+    is_reasoning = False
+
+    def __init__(self, first: CallReader, second: CallReader, openings: tuple[str, ...]) -> None:
+        """``openings``: text after a mark that begins a call of the second format."""
+        self._reader, self._other = first, second
+        first.stop_at(openings)
+        second.stop_at_content()
+
+    def push(self, text: str) -> list[ChannelText]:
+        """See `Parser`."""
+        if len(text) <= MAX_SLICE:
+            return self._follow(self._reader.push(text))
+        return [delta for part in slices(text) for delta in self.push(part)]
+
+    def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
+        """See `Parser`."""
+        return self._follow(self._reader.finish(is_cut=is_cut))
+
+    def _follow(self, deltas: list[ChannelText]) -> list[ChannelText]:
+        while self._reader.is_stopped:
+            self._reader, self._other = self._other, self._reader
+            deltas = deltas + self._reader.resume(self._other)
+        return deltas
+
+
+class Spellings:
+    """Replaces other spellings of marks in the text of a parser."""
+
+    def __init__(self, parser: Parser, usual: Mapping[str, str]) -> None:
+        """``usual``: the usual spelling of each other one."""
+        self._parser = parser
+        self._usual = usual
+        self._marks = Marks(*usual)
+        self._held = ""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """See `Parser`."""
+        return self._parser.is_reasoning
+
+    def push(self, text: str) -> list[ChannelText]:
+        """See `Parser`."""
+        parts, at, text = list[str](), 0, self._held + text
+        while True:
+            begin, mark = self._marks.search(text, at)
+            parts.append(text[at:begin])
+            if not mark:
+                break
+            parts.append(self._usual[mark])
+            at = begin + len(mark)
+        self._held = text[begin:]
+        return self._parser.push("".join(parts))
+
+    def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
+        """See `Parser`. Part of a mark at the end of a cut output is replaced by the same part of the usual one."""
+        held = self._held
+        if held and is_cut:
+            usual = next(usual for mark, usual in self._usual.items() if mark.startswith(held))
+            held = next(held[:end] for end in range(len(held), -1, -1) if usual.startswith(held[:end]))
+        return self._parser.push(held) + self._parser.finish(is_cut=is_cut)
 
 
 def needs_schemas(tools: str) -> bool:
