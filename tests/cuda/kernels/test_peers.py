@@ -13,8 +13,7 @@ from tests.cuda.kernels.formats import noise as noise_on
 from tests.cuda.kernels.references import all_reduce_reference
 from tests.cuda.rank_devices import devices_of, peers_of, run_concurrently
 
-from quintet.executor.backends.cuda.ops.all_reduce import all_reduce
-from quintet.executor.backends.cuda.ops.gather import Columns, gather
+from quintet.executor.backends.cuda.ops.collectives import Columns, all_reduce, gather
 from quintet.executor.backends.cuda.ops.peers import (
     CHANNELS,
     HALF_BYTES,

@@ -1,4 +1,4 @@
-"""Extension point for attention in steps with prompts: the backend's interface and constructor."""
+"""Extension point for attention in steps with prompts: the backend's interface and constructor, and our kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.attention import paged_attention
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
 from quintet.executor.backends.cuda.ops.formats import Planes
 from quintet.executor.backends.cuda.rows import StepRows
@@ -76,3 +77,27 @@ def require(condition: bool, reason: str) -> None:
     """Raise `UnsupportedError` unless the condition holds. reason: the requirement and the supported values."""
     if not condition:
         raise UnsupportedError(reason)
+
+
+class QuintetAttention:
+    """Our kernels: they support every model, and use fixed splits with --batch-invariant."""
+
+    def __init__(self, device: Device, plan: AttentionPlan, needs: AttentionNeeds) -> None:
+        self._device, self._plan, self._needs = device, plan, needs
+
+    def prepare(self, rows: StepRows, host: HostRows) -> None:
+        """Do nothing: the runner prepares the plan in every step."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: Planes,
+        rows: StepRows,
+        window: int | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend`."""
+        needs = self._needs
+        return paged_attention(
+            self._device, self._plan, q, kv, rows, needs.scale, window, needs.soft_cap, needs.alibi, out
+        )

@@ -27,7 +27,7 @@ log = logging.getLogger("quintet")
 
 OURS = "quintet"
 BACKENDS = {
-    OURS: "quintet.executor.backends.cuda.attention.quintet:QuintetAttention",
+    OURS: "quintet.executor.backends.cuda.attention.backend:QuintetAttention",
     "flashinfer": "quintet.executor.backends.cuda.attention.flashinfer:FlashInferAttention",
     "torch": "quintet.executor.backends.cuda.attention.torch_varlen:TorchAttention",
 }
