@@ -15,9 +15,6 @@ from quintet.deploy.python_api.inputs import (
     Conversation,
     PromptInput,
     ReadPrompt,
-    default_params,
-    read_params,
-    read_priority,
     read_prompt,
     read_text,
     read_token_ids,
@@ -26,8 +23,7 @@ from quintet.deploy.python_api.outputs import Assembler, RequestOutput
 from quintet.frontend.streams import Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import TextPrompt
-from quintet.wire.params import OutputKind, SamplingParams
-from quintet.wire.request import RequestSpec
+from quintet.wire.params import SamplingParams
 
 
 class AsyncLLM:
@@ -140,20 +136,7 @@ class AsyncLLM:
         name = request_id if request_id is not None else f"async-{next(self._request_ids)}"
         if name in self._streams:
             raise ValueError(f"request id {name!r} is in use by an unfinished request")
-        chosen = (
-            params if params is not None else default_params(self._engine.config.model.generation_defaults)
-        )
-        stream = self._engine.requests.submit(
-            read.prompt,
-            RequestSpec(
-                self._engine.requests.checked(read_params(chosen)),
-                priority=read_priority(priority),
-                cache_salt=read.cache_salt,
-                return_prompt_ids=True,
-            ),
-            final_only=chosen.output_kind is OutputKind.FINAL_ONLY,
-            clamp_max_tokens=params is None,
-        )
+        stream = self._engine.submit(read, params, priority)
         self._streams[name] = stream
         assembler = Assembler(name, read.text, stream)
         try:

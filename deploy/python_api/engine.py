@@ -28,9 +28,11 @@ from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flag_table import make_options
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.rules import derive_max_num_seqs
+from quintet.deploy.python_api.inputs import ReadPrompt, default_params, read_params, read_priority
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox, InboxHandlers
+from quintet.frontend.streams import Mailbox, Stream
 from quintet.process.child import CONFIG_FILE
 from quintet.process.os_tuning import open_standard_streams
 from quintet.process.runtime import SUPERVISOR
@@ -39,6 +41,8 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame, largest_frames
+from quintet.wire.params import OutputKind, SamplingParams
+from quintet.wire.request import RequestSpec
 from quintet.wire.supervision import Drain, MetricsReport, Stop, Topology
 from quintet.wire.validate import Validator
 
@@ -203,6 +207,24 @@ class LocalServer:
     def missing(self) -> list[Role]:
         """Return the roles without a ready process."""
         return self.requests.workers.missing()
+
+    def submit(
+        self, read: ReadPrompt, params: SamplingParams | None, priority: int, mailbox: Mailbox | None = None
+    ) -> Stream:
+        """Submit a request; without parameters the model's defaults apply. Call from the attached loop. Raises `RequestError`."""
+        chosen = params if params is not None else default_params(self.config.model.generation_defaults)
+        return self.requests.submit(
+            read.prompt,
+            RequestSpec(
+                self.requests.checked(read_params(chosen)),
+                priority=read_priority(priority),
+                cache_salt=read.cache_salt,
+                return_prompt_ids=True,
+            ),
+            mailbox=mailbox,
+            final_only=chosen.output_kind is OutputKind.FINAL_ONLY,
+            clamp_max_tokens=params is None,
+        )
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Receive messages on this loop. Call from it; an earlier loop must be closed or idle."""

@@ -13,17 +13,10 @@ from types import TracebackType
 from typing import Self
 
 from quintet.deploy.python_api.engine import LocalServer, options_of_call
-from quintet.deploy.python_api.inputs import (
-    PromptInput,
-    default_params,
-    read_params,
-    read_priority,
-    read_prompt,
-)
+from quintet.deploy.python_api.inputs import PromptInput, read_prompt
 from quintet.deploy.python_api.outputs import Assembler, RequestOutput
 from quintet.frontend.streams import Mailbox, Stream
-from quintet.wire.params import OutputKind, SamplingParams
-from quintet.wire.request import RequestSpec
+from quintet.wire.params import SamplingParams
 
 
 class LLMEngine:
@@ -60,24 +53,11 @@ class LLMEngine:
             raise TypeError(f"request_id is {request_id!r}; it must be a string")
         if request_id in self._open:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
-        model = self._server.config.model
-        read = read_prompt(prompt, model.vocab_size)
-        chosen = params if params is not None else default_params(model.generation_defaults)
+        read = read_prompt(prompt, self._server.config.model.vocab_size)
 
         async def submit() -> Stream:
             self._server.attach(self._loop)
-            return self._server.requests.submit(
-                read.prompt,
-                RequestSpec(
-                    self._server.requests.checked(read_params(chosen)),
-                    priority=read_priority(priority),
-                    cache_salt=read.cache_salt,
-                    return_prompt_ids=True,
-                ),
-                mailbox=self._mailbox,
-                final_only=chosen.output_kind is OutputKind.FINAL_ONLY,
-                clamp_max_tokens=params is None,
-            )
+            return self._server.submit(read, params, priority, self._mailbox)
 
         stream = self._loop.run_until_complete(submit())
         self._open[request_id] = stream, Assembler(request_id, read.text, stream)
