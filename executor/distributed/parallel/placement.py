@@ -47,11 +47,6 @@ def homes_of(experts: int, ranks: int) -> list[int]:
     return [rank for rank, its in enumerate(kept) for _ in range(its.count)]
 
 
-def no_copies(ranks: int, places: int) -> Spares:
-    """Return empty spare slots."""
-    return ((None,) * places,) * ranks
-
-
 def busiest(loads: Sequence[float], homes: Sequence[int], spares: Spares) -> float:
     """Return the busiest rank's load, with copied experts divided optimally."""
     levels = _Balance(loads, homes, len(spares))

@@ -13,12 +13,16 @@ from quintet.executor.distributed.parallel.placement import (
     busiest,
     copies_between,
     homes_of,
-    no_copies,
     placed,
 )
 
 SIZES = [(8, 2, 1), (13, 3, 2), (64, 4, 2), (128, 8, 2), (256, 8, 4)]
 """Experts, ranks, copies per rank."""
+
+
+def no_copies(ranks: int, places: int) -> Spares:
+    """Return empty spare slots."""
+    return ((None,) * places,) * ranks
 
 
 def zipf(rng: random.Random, experts: int, power: float) -> list[float]:

@@ -31,7 +31,7 @@ from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.distributed.parallel.expert_copies import ExpertCopies
 from quintet.executor.distributed.parallel.library import CRanksShape
-from quintet.executor.distributed.parallel.placement import Copy, copies_between, homes_of, no_copies, placed
+from quintet.executor.distributed.parallel.placement import Copy, copies_between, homes_of, placed
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.model_config.share import LINE_BYTES, Share
 
@@ -204,7 +204,7 @@ def test_copies_of_hot_experts_balance_the_load(size: int) -> None:
 
     before = busiest(range(4))
     loads, homes = ranks.layers[0].asked[:-2].tolist(), homes_of(ranks.routing.experts, size)
-    now = no_copies(size, PLACES)
+    now = ((None,) * PLACES,) * size
     for copy in copies_between(now, placed(loads, homes, now), homes):
         ranks.copy(copy)
     after = busiest(range(4, 8))
