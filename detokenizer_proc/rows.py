@@ -58,8 +58,6 @@ class Steps:
         self._mismatched: set[int] = set()
         """Requests that differed in the last reconciliation with the core."""
         self._core_epoch = 0
-        self.num_stale = 0
-        """Dropped rows and messages: from a replaced core, or for requests that are not open."""
         self.stop_hits: list[tuple[int, int]] = []
         """(request id, attempt) of stop string hits since the last `take_stop_hits`."""
 
@@ -124,7 +122,6 @@ class Steps:
     def apply(self, message: Tokens) -> list[tuple[TextBuilder, Text]]:
         """Apply one step's tokens; return the text for each frontend."""
         if not self.accept_core(message.core_epoch):
-            self.num_stale += 1
             return []
         if message.closed:
             for request_id in unpack_i64(message.closed):
@@ -315,10 +312,8 @@ class Steps:
 
     def _drop_row(self, request_id: int, *, ended: bool) -> None:
         """Drop a row of a request that is not open: a stop string ended it, or its `Open` has not arrived."""
-        if request_id not in self._ended:
-            self.num_stale += 1
-        elif ended:
-            del self._ended[request_id]
+        if ended:
+            self._ended.pop(request_id, None)
 
     def _positions(
         self, request: OpenRequest, entries: list[TokenLogprobs], offsets: list[int]
