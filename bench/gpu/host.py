@@ -48,10 +48,6 @@ WARM_UP, MEASURED = 5, 60
 class DoneEvent:
     """A completed event."""
 
-    def is_done(self) -> bool:
-        """As in `Event`."""
-        return True
-
     def wait(self, expected_end_s: float | None = None) -> None:
         """As in `Event`."""
 

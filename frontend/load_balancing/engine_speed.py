@@ -40,11 +40,6 @@ class LinearFit:
         """True if enough requests were measured."""
         return self._count >= FIT_OVER // 4
 
-    @property
-    def took_s(self) -> float:
-        """Mean time of a request, in seconds."""
-        return self._took_s
-
     def expected_s(self, work: int) -> float:
         """Return the expected time for an amount of work: monotonic, and not negative."""
         if not self._work:

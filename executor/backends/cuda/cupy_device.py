@@ -161,10 +161,6 @@ class CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
-    def is_done(self) -> bool:
-        """See `Event`."""
-        return bool(self._event.query())
-
     def wait(self, expected_end_s: float | None = None) -> None:
         """See `Event`."""
         wait_until_done(self._event.query, self._event.synchronize, expected_end_s)

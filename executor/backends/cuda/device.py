@@ -40,10 +40,6 @@ class LaunchError(Exception):
 class Event(Protocol):
     """An event in a stream."""
 
-    def is_done(self) -> bool:
-        """Return whether all work before the event has completed, without waiting."""
-        ...
-
     def wait(self, expected_end_s: float | None = None) -> None:
         """Wait until all work before the event has completed; releases the GIL.
 
