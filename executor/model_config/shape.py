@@ -327,21 +327,24 @@ def rotated_reach(hf_config: HfConfig, ropes: Iterable[RopeSpec | None]) -> int:
 
 def decoder(
     hf_config: HfConfig,
-    layers: Sequence[LayerSpec],
+    layers: LayerSpec | Sequence[LayerSpec],
     final_norm: NormSpec | None,
     predictors: int = 0,
     **switches: Any,
 ) -> DecoderSpec:
-    """Return the decoder; ``switches`` are fields of `DecoderSpec`. ``tie_word_embeddings`` defaults to false.
+    """Return the decoder of equal or different layers; ``switches`` are fields of `DecoderSpec`.
+
+    ``tie_word_embeddings`` defaults to false.
 
     The context length follows from learned positions or rotations, unless ``reach`` is given. ``predictors``: number
     of multi-token prediction layers after the last one that a checkpoint may have; they are not loaded. The config may
     state more.
     """
+    layers = (layers,) * num_layers(hf_config) if isinstance(layers, LayerSpec) else tuple(layers)
     usual: dict[str, Any] = {
         "vocab_size": hf_config.whole(VOCAB, 1, MAX_VOCAB),
         "hidden_size": hidden_size(hf_config),
-        "layers": tuple(layers),
+        "layers": layers,
         "final_norm": final_norm,
         "tied": hf_config.flag("tie_word_embeddings", False),
     }

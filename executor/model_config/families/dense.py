@@ -78,8 +78,8 @@ def _multiplied(hf_config: HfConfig, mixer: AttentionSpec, norms: Norms, logit_s
         mlp_norms=norms,
         residual_multiplier=factor(hf_config, "residual_multiplier"),
     )
-    layers, scale = (layer,) * num_layers(hf_config), factor(hf_config, "embedding_multiplier")
-    return decoder(hf_config, layers, rms(hf_config), embedding_scale=scale, logit_scale=logit_scale)
+    scale = factor(hf_config, "embedding_multiplier")
+    return decoder(hf_config, layer, rms(hf_config), embedding_scale=scale, logit_scale=logit_scale)
 
 
 def stablelm(hf_config: HfConfig) -> DecoderSpec:
@@ -96,7 +96,7 @@ def stablelm(hf_config: HfConfig) -> DecoderSpec:
     at_once = hf_config.flag("use_parallel_residual", False)
     layer = (side_by_side if at_once else pre_norm)(norm, mixer, gated(hf_config))
     names = Names(q_norm="self_attn.q_layernorm.norms.{head}", k_norm="self_attn.k_layernorm.norms.{head}")
-    return decoder(hf_config, (layer,) * num_layers(hf_config), norm, names=names)
+    return decoder(hf_config, layer, norm, names=names)
 
 
 def nemotron(hf_config: HfConfig) -> DecoderSpec:
@@ -104,7 +104,7 @@ def nemotron(hf_config: HfConfig) -> DecoderSpec:
     norm = layer_norm(hf_config, offset=1.0)
     mixer = attention(hf_config, positions=4096, share=0.5, bias_key="attention_bias")
     mlp = plain(hf_config, "relu2", biased=hf_config.flag("mlp_bias", False))
-    return decoder(hf_config, (pre_norm(norm, mixer, mlp),) * num_layers(hf_config), norm)
+    return decoder(hf_config, pre_norm(norm, mixer, mlp), norm)
 
 
 def minicpm(hf_config: HfConfig) -> DecoderSpec:
@@ -118,7 +118,7 @@ def minicpm(hf_config: HfConfig) -> DecoderSpec:
     )
     return decoder(
         hf_config,
-        (layer,) * layers,
+        layer,
         norm,
         tied=hf_config.flag("tie_word_embeddings", True),
         embedding_scale=factor(hf_config, "scale_emb"),
@@ -295,7 +295,7 @@ def _curves(hf_config: HfConfig) -> list[tuple[float, float, float, float] | Non
 def _llama(
     hf_config: HfConfig, mixer: AttentionSpec, mlp: MlpSpec, norm: NormSpec, **switches: Any
 ) -> DecoderSpec:
-    return decoder(hf_config, (pre_norm(norm, mixer, mlp),) * num_layers(hf_config), norm, **switches)
+    return decoder(hf_config, pre_norm(norm, mixer, mlp), norm, **switches)
 
 
 FAMILIES = {

@@ -18,7 +18,6 @@ from quintet.executor.model_config.shape import (
     max_positions,
     num_heads,
     num_kv_heads,
-    num_layers,
     plain,
     plain_width,
     pre_norm,
@@ -55,7 +54,7 @@ def bloom(hf_config: HfConfig) -> DecoderSpec:
     layer = pre_norm(norm, mixer, mlp, residual_of_norm=of_norm)
     return decoder(
         hf_config,
-        (layer,) * num_layers(hf_config),
+        layer,
         norm,
         names=Names(**_NAMES),
         embedding_norm=norm,
@@ -76,7 +75,7 @@ def falcon(hf_config: HfConfig) -> DecoderSpec:
         layer = side_by_side(norm, mixer, mlp)
     reach: dict[str, Any] = {} if mixer.rope else {"reach": max_positions(hf_config, 2048)}
     tied = hf_config.flag("tie_word_embeddings", True)
-    return decoder(hf_config, (layer,) * num_layers(hf_config), norm, names=names, tied=tied, **reach)
+    return decoder(hf_config, layer, norm, names=names, tied=tied, **reach)
 
 
 def _falcon_mlp(hf_config: HfConfig) -> MlpSpec:

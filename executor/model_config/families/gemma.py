@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,6 @@ from quintet.executor.model_config.shape import (
     hidden_size,
     layer_kinds,
     nullable,
-    num_layers,
     pre_norm,
     refuse,
     rms,
@@ -50,7 +50,7 @@ def gemma(hf_config: HfConfig) -> DecoderSpec:
     """Gemma 1: Llama's layer."""
     mixer = _attention(hf_config, positions=8192)
     layer = pre_norm(rms(hf_config, offset=1.0), mixer, _mlp(hf_config))
-    return _decoder(hf_config, (layer,) * num_layers(hf_config))
+    return _decoder(hf_config, layer)
 
 
 def gemma2(hf_config: HfConfig) -> DecoderSpec:
@@ -123,7 +123,7 @@ def _layer(hf_config: HfConfig, mixer: AttentionSpec) -> LayerSpec:
 
 
 def _decoder(
-    hf_config: HfConfig, layers: tuple[LayerSpec, ...], cap: float | None = None, **switches: Any
+    hf_config: HfConfig, layers: LayerSpec | Sequence[LayerSpec], cap: float | None = None, **switches: Any
 ) -> DecoderSpec:
     """``cap``: soft cap of logits if the config has none."""
     return decoder(

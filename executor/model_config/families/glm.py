@@ -5,7 +5,7 @@ from __future__ import annotations
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
-from quintet.executor.model_config.shape import attention, decoder, gated, num_layers, rms
+from quintet.executor.model_config.shape import attention, decoder, gated, rms
 from quintet.executor.model_config.spec import DecoderSpec, LayerSpec, MlpLayout, Norms
 
 _EPS = 1.5625e-7
@@ -35,7 +35,7 @@ def _decoder(hf_config: HfConfig, norms: Norms, names: Names) -> DecoderSpec:
     )
     mlp = gated(hf_config, layout=MlpLayout.STACKED)
     layer = LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=norms, mlp_norms=norms)
-    return decoder(hf_config, (layer,) * num_layers(hf_config), rms(hf_config, _EPS), names=names)
+    return decoder(hf_config, layer, rms(hf_config, _EPS), names=names)
 
 
 FAMILIES = {

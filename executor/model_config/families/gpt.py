@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +66,7 @@ def gpt2(hf_config: HfConfig) -> DecoderSpec:
         layers = [
             replace(layer, mixer=replace(mixer, scale=mixer.scale / (i + 1))) for i in range(len(layers))
         ]
-    return _learned(hf_config, tuple(layers), transposed=True)
+    return _learned(hf_config, layers, transposed=True)
 
 
 def gpt_bigcode(hf_config: HfConfig) -> DecoderSpec:
@@ -77,7 +78,7 @@ def gpt_bigcode(hf_config: HfConfig) -> DecoderSpec:
         num_kv_heads=1 if single else num_heads(hf_config),
         layout=QkvLayout.STACKED if single else QkvLayout.GROUPED,
     )
-    return _learned(hf_config, (layer,) * num_layers(hf_config))
+    return _learned(hf_config, layer)
 
 
 def starcoder2(hf_config: HfConfig) -> DecoderSpec:
@@ -89,7 +90,7 @@ def starcoder2(hf_config: HfConfig) -> DecoderSpec:
     layer = pre_norm(norm, mixer, plain(hf_config, "gelu_pytorch_tanh", biased=biased))
     names = Names(up="mlp.c_fc", down="mlp.c_proj")
     tied = hf_config.flag("tie_word_embeddings", True)
-    return decoder(hf_config, (layer,) * num_layers(hf_config), norm, names=names, tied=tied)
+    return decoder(hf_config, layer, norm, names=names, tied=tied)
 
 
 def gpt_neo(hf_config: HfConfig) -> DecoderSpec:
@@ -126,8 +127,7 @@ def gptj(hf_config: HfConfig, **switches: Any) -> DecoderSpec:
     rope = rope_spec(hf_config, dim, 2048, rotary_dim=rotated_numbers(hf_config, dim, 64))
     mixer = attention(hf_config, rope=rope, interleaved=True, **switches)
     mlp = plain(hf_config, "gelu_new", width=plain_width(hf_config, "n_inner"), biased=True)
-    layers = (side_by_side(norm, mixer, mlp),) * num_layers(hf_config)
-    return decoder(hf_config, layers, norm, names=_GPTJ, head_bias=True)
+    return decoder(hf_config, side_by_side(norm, mixer, mlp), norm, names=_GPTJ, head_bias=True)
 
 
 def codegen(hf_config: HfConfig) -> DecoderSpec:
@@ -150,7 +150,7 @@ def persimmon(hf_config: HfConfig) -> DecoderSpec:
         layout=QkvLayout.GROUPED,
     )
     layer = pre_norm(norm, mixer, plain(hf_config, "relu2", biased=True))
-    return decoder(hf_config, (layer,) * num_layers(hf_config), norm, names=_PERSIMMON)
+    return decoder(hf_config, layer, norm, names=_PERSIMMON)
 
 
 def gpt_neox(hf_config: HfConfig) -> DecoderSpec:
@@ -161,7 +161,7 @@ def gpt_neox(hf_config: HfConfig) -> DecoderSpec:
     )
     mlp = plain(hf_config, "gelu", biased=True)
     layer = pre_norm(norm, mixer, mlp, parallel=hf_config.flag("use_parallel_residual", True))
-    return decoder(hf_config, (layer,) * num_layers(hf_config), norm, names=_NEOX)
+    return decoder(hf_config, layer, norm, names=_NEOX)
 
 
 _NEOX = Names(
@@ -196,7 +196,7 @@ def _gpt2_layer(hf_config: HfConfig, activation: str, **switches: Any) -> LayerS
     return pre_norm(layer_norm(hf_config), mixer, mlp)
 
 
-def _learned(hf_config: HfConfig, layers: tuple[LayerSpec, ...], **switches: Any) -> DecoderSpec:
+def _learned(hf_config: HfConfig, layers: LayerSpec | Sequence[LayerSpec], **switches: Any) -> DecoderSpec:
     positions = PositionTable(count=max_positions(hf_config, 1024))
     tied = hf_config.flag("tie_word_embeddings", True)
     usual: dict[str, Any] = {"names": _GPT2_NAMES, "positions": positions, "tied": tied}

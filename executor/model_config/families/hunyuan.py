@@ -15,7 +15,6 @@ from quintet.executor.model_config.shape import (
     decoder,
     gated,
     head_width,
-    num_layers,
     pre_norm,
     rms,
 )
@@ -36,8 +35,8 @@ _LISTED = ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_siz
 def dense(hf_config: HfConfig) -> DecoderSpec:
     """HunYuan 0.5B to 7B, Hunyuan-MT."""
     norm = rms(hf_config, 1e-5)
-    layers = (pre_norm(norm, _attention(hf_config), gated(hf_config)),) * num_layers(hf_config)
-    return decoder(hf_config, layers, norm, names=_NAMES)
+    layer = pre_norm(norm, _attention(hf_config), gated(hf_config))
+    return decoder(hf_config, layer, norm, names=_NAMES)
 
 
 def routed(hf_config: HfConfig) -> DecoderSpec:
@@ -49,8 +48,7 @@ def routed(hf_config: HfConfig) -> DecoderSpec:
         width=width,
         shared_width=hf_config.whole("num_shared_expert", 1, 64, 1) * width,
     )
-    layers = (pre_norm(norm, _attention(hf_config), experts),) * num_layers(hf_config)
-    return decoder(hf_config, layers, norm, names=_NAMES)
+    return decoder(hf_config, pre_norm(norm, _attention(hf_config), experts), norm, names=_NAMES)
 
 
 def _once(hf_config: HfConfig) -> HfConfig:

@@ -197,7 +197,7 @@ def falcon_h1(hf_config: HfConfig) -> DecoderSpec:
     )
     return decoder(
         hf_config,
-        (pre_norm(norm, both, mlp),) * num_layers(hf_config),
+        pre_norm(norm, both, mlp),
         norm,
         names=replace(NAMES, final_norm="model.final_layernorm"),
         embedding_scale=factor(hf_config, "embedding_multiplier"),

@@ -104,11 +104,8 @@ def youtu(hf_config: HfConfig) -> DecoderSpec:
     """Youtu-LLM: DeepSeek V3's attention, no experts."""
     norm = rms(hf_config)
     mixer = latent(hf_config, 131072, 512, 1536, 128, 64, 128, hf_config.flag("rope_interleave", True))
-    layers, tied = (
-        (pre_norm(norm, mixer, gated(hf_config)),) * num_layers(hf_config),
-        hf_config.flag("tie_word_embeddings", True),
-    )
-    return decoder(hf_config, layers, norm, tied=tied)
+    tied = hf_config.flag("tie_word_embeddings", True)
+    return decoder(hf_config, pre_norm(norm, mixer, gated(hf_config)), norm, tied=tied)
 
 
 def minicpm3(hf_config: HfConfig) -> DecoderSpec:
@@ -118,7 +115,7 @@ def minicpm3(hf_config: HfConfig) -> DecoderSpec:
     depth = hf_config.real("scale_depth", 1e-9, 1e9, 1.4) / math.sqrt(layers)
     layer = pre_norm(norm, mixer, gated(hf_config), residual_multiplier=depth)
     return decoder(
-        *(hf_config, (layer,) * layers, norm),
+        *(hf_config, layer, norm),
         tied=hf_config.flag("tie_word_embeddings", True),
         embedding_scale=hf_config.real("scale_emb", 1e-9, 1e9, 12.0),
         logit_scale=hf_config.whole("dim_model_base", 1, MAX_WIDTH, 256) / hidden,

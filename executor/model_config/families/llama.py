@@ -11,7 +11,6 @@ from quintet.executor.model_config.shape import (
     decoder,
     gated,
     layered_windows,
-    num_layers,
     pre_norm,
     rms,
     window,
@@ -24,17 +23,13 @@ def llama(hf_config: HfConfig) -> DecoderSpec:
     """Llama 1, 2 and 3, with optional biases of attention and feed-forward."""
     mixer = attention(hf_config, positions=2048, bias_key="attention_bias")
     layer = pre_norm(rms(hf_config), mixer, gated(hf_config, biased=hf_config.flag("mlp_bias", False)))
-    return decoder(hf_config, (layer,) * num_layers(hf_config), rms(hf_config))
+    return decoder(hf_config, layer, rms(hf_config))
 
 
 def mistral(hf_config: HfConfig) -> DecoderSpec:
     """Mistral: every layer has the config's sliding window, if any."""
     mixer = attention(hf_config, positions=131072, kv_heads=8, window=window(hf_config, 4096))
-    return decoder(
-        hf_config,
-        (pre_norm(rms(hf_config), mixer, gated(hf_config)),) * num_layers(hf_config),
-        rms(hf_config),
-    )
+    return decoder(hf_config, pre_norm(rms(hf_config), mixer, gated(hf_config)), rms(hf_config))
 
 
 def qwen2(hf_config: HfConfig) -> DecoderSpec:
@@ -63,7 +58,7 @@ def bitnet(hf_config: HfConfig) -> DecoderSpec:
         attended_norm=norm,
     )
     layer = pre_norm(norm, mixer, gated(hf_config, "relu2", down_norm=norm))
-    return decoder(hf_config, (layer,) * num_layers(hf_config), norm)
+    return decoder(hf_config, layer, norm)
 
 
 def mimo(hf_config: HfConfig) -> DecoderSpec:

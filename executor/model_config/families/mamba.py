@@ -12,7 +12,6 @@ from quintet.executor.model_config.shape import (
     MAX_WIDTH,
     decoder,
     hidden_size,
-    num_layers,
 )
 from quintet.executor.model_config.spec import DecoderSpec, LayerSpec, NormKind, Norms, NormSpec
 from quintet.executor.model_config.state_specs import Mamba2Spec, MambaSpec
@@ -89,7 +88,7 @@ def dt_limits(hf_config: HfConfig) -> tuple[float, float]:
 def _layers(hf_config: HfConfig, mixer: MambaSpec | Mamba2Spec, **switches: Any) -> DecoderSpec:
     layer = LayerSpec(mixer=mixer, mlp=None, mixer_norms=Norms(before=norm(hf_config)), mlp_norms=Norms())
     usual: dict[str, Any] = {"names": NAMES, "reach": REACH}
-    return decoder(hf_config, (layer,) * num_layers(hf_config), norm(hf_config), **(usual | switches))
+    return decoder(hf_config, layer, norm(hf_config), **(usual | switches))
 
 
 def _mamba(hf_config: HfConfig, inner_norm: NormSpec | None) -> DecoderSpec:

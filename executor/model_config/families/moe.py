@@ -105,7 +105,7 @@ def mixtral(hf_config: HfConfig) -> DecoderSpec:
     chosen = routing(hf_config, Scoring.SOFTMAX, 8, 2, renormalise=True)
     experts = ExpertsSpec(routing=chosen, width=expert_width(hf_config, "intermediate_size"))
     layer = pre_norm(rms(hf_config, 1e-5), mixer, experts)
-    return decoder(hf_config, (layer,) * num_layers(hf_config), rms(hf_config, 1e-5), names=MIXTRAL_NAMES)
+    return decoder(hf_config, layer, rms(hf_config, 1e-5), names=MIXTRAL_NAMES)
 
 
 def qwen2(hf_config: HfConfig) -> DecoderSpec:
@@ -142,11 +142,7 @@ def olmoe(hf_config: HfConfig) -> DecoderSpec:
     )
     chosen = routing(hf_config, Scoring.SOFTMAX, 64, 8, renormalise=hf_config.flag("norm_topk_prob", False))
     experts = ExpertsSpec(routing=chosen, width=expert_width(hf_config, "intermediate_size"))
-    return decoder(
-        hf_config,
-        (pre_norm(rms(hf_config, 1e-5), mixer, experts),) * num_layers(hf_config),
-        rms(hf_config, 1e-5),
-    )
+    return decoder(hf_config, pre_norm(rms(hf_config, 1e-5), mixer, experts), rms(hf_config, 1e-5))
 
 
 def granite(hf_config: HfConfig) -> DecoderSpec:
@@ -169,7 +165,7 @@ def granite(hf_config: HfConfig) -> DecoderSpec:
         rms(hf_config), mixer, experts, residual_multiplier=factor(hf_config, "residual_multiplier")
     )
     return decoder(
-        *(hf_config, (layer,) * num_layers(hf_config), rms(hf_config)),
+        *(hf_config, layer, rms(hf_config)),
         names=_GRANITE_NAMES,
         embedding_scale=factor(hf_config, "embedding_multiplier"),
         logit_scale=1.0 / factor(hf_config, "logits_scaling"),

@@ -16,7 +16,6 @@ from quintet.executor.model_config.shape import (
     max_positions,
     nullable,
     num_heads,
-    num_layers,
     plain,
     pre_norm,
 )
@@ -55,7 +54,7 @@ def mpt(hf_config: HfConfig) -> DecoderSpec:
     mixer = _attention(hf_config, settings, norm)
     return decoder(
         hf_config,
-        (pre_norm(norm, mixer, mlp),) * num_layers(hf_config),
+        pre_norm(norm, mixer, mlp),
         norm,
         names=_NAMES,
         positions=None if mixer.alibi else PositionTable(count=count),

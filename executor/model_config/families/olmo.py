@@ -42,17 +42,13 @@ def olmo(hf_config: HfConfig) -> DecoderSpec:
     norm = NormSpec(kind=NormKind.LAYER, eps=1e-5, weighted=False)
     clip = nullable(hf_config, "clip_qkv", 1e-3, 1e6)
     mixer = attention(hf_config, positions=2048, bias_key="attention_bias", clip_qkv=clip)
-    return decoder(hf_config, (pre_norm(norm, mixer, gated(hf_config)),) * num_layers(hf_config), norm)
+    return decoder(hf_config, pre_norm(norm, mixer, gated(hf_config)), norm)
 
 
 def olmo2(hf_config: HfConfig) -> DecoderSpec:
     """OLMo 2: norms after blocks instead of before; queries and keys normed over all heads."""
     norm = _norm(hf_config)
-    return decoder(
-        hf_config,
-        (_post_norm_layer(hf_config, _olmo2(hf_config, positions=2048), norm),) * num_layers(hf_config),
-        norm,
-    )
+    return decoder(hf_config, _post_norm_layer(hf_config, _olmo2(hf_config, positions=2048), norm), norm)
 
 
 def olmo3(hf_config: HfConfig) -> DecoderSpec:
@@ -72,9 +68,7 @@ def flex_olmo(hf_config: HfConfig) -> DecoderSpec:
     choice = routing(hf_config, Scoring.SOFTMAX, 7, 5, renormalise=hf_config.flag("norm_topk_prob", False))
     experts = ExpertsSpec(routing=choice, width=expert_width(hf_config, "intermediate_size"))
     norm = _norm(hf_config)
-    return decoder(
-        hf_config, (_post_norm_layer(hf_config, mixer, norm, experts),) * num_layers(hf_config), norm
-    )
+    return decoder(hf_config, _post_norm_layer(hf_config, mixer, norm, experts), norm)
 
 
 def exaone4(hf_config: HfConfig) -> DecoderSpec:

@@ -14,7 +14,6 @@ from quintet.executor.model_config.shape import (
     decoder,
     hidden_size,
     max_positions,
-    num_layers,
     plain,
     plain_width,
     pre_norm,
@@ -82,7 +81,7 @@ def opt(hf_config: HfConfig) -> DecoderSpec:
     width = hf_config.whole("word_embed_proj_dim", 1, MAX_WIDTH, hidden)
     return decoder(
         hf_config,
-        (layer,) * num_layers(hf_config),
+        layer,
         norm if before and not hf_config.flag("_remove_final_layer_norm", False) else None,
         names=_NAMES,
         positions=PositionTable(count=count, offset=2),
@@ -99,7 +98,7 @@ def biogpt(hf_config: HfConfig) -> DecoderSpec:
     scaled = hf_config.flag("scale_embedding", True)
     return decoder(
         hf_config,
-        (pre_norm(norm, mixer, plain(hf_config, "gelu", biased=True)),) * num_layers(hf_config),
+        pre_norm(norm, mixer, plain(hf_config, "gelu", biased=True)),
         norm,
         names=_BIOGPT,
         positions=PositionTable(count=count, offset=2),
@@ -122,7 +121,7 @@ def xglm(hf_config: HfConfig) -> DecoderSpec:
     mlp = plain(hf_config, "gelu", width=plain_width(hf_config, "ffn_dim"), biased=True)
     return decoder(
         hf_config,
-        (pre_norm(norm, mixer, mlp),) * num_layers(hf_config),
+        pre_norm(norm, mixer, mlp),
         norm,
         names=_XGLM,
         positions=PositionTable(count=count, offset=2, sinusoidal=True),

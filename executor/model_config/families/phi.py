@@ -14,7 +14,6 @@ from quintet.executor.model_config.shape import (
     decoder,
     gated,
     layer_norm,
-    num_layers,
     plain,
     pre_norm,
     rms,
@@ -44,7 +43,7 @@ def phi(hf_config: HfConfig) -> DecoderSpec:
         up="mlp.fc1",
         down="mlp.fc2",
     )
-    return decoder(hf_config, (layer,) * num_layers(hf_config), norm, names=names, head_bias=True)
+    return decoder(hf_config, layer, norm, names=names, head_bias=True)
 
 
 def phi3(hf_config: HfConfig) -> DecoderSpec:
@@ -52,7 +51,7 @@ def phi3(hf_config: HfConfig) -> DecoderSpec:
     norm = rms(hf_config, 1e-5)
     mixer = attention(hf_config, positions=4096, window=window(hf_config), layout=QkvLayout.STACKED)
     layer = pre_norm(norm, mixer, gated(hf_config, layout=MlpLayout.STACKED))
-    return decoder(hf_config, (layer,) * num_layers(hf_config), norm)
+    return decoder(hf_config, layer, norm)
 
 
 def phi_moe(hf_config: HfConfig) -> DecoderSpec:
@@ -72,11 +71,8 @@ def phi_moe(hf_config: HfConfig) -> DecoderSpec:
         hf_config, Scoring.SPARSE_MIXER, 16, 2, jitter=hf_config.real("router_jitter_noise", 0.0, 10.0, 0.01)
     )
     experts = ExpertsSpec(routing=choice, width=expert_width(hf_config, "intermediate_size"))
-    layers, biased = (
-        (pre_norm(norm, mixer, experts),) * num_layers(hf_config),
-        hf_config.flag("lm_head_bias", False),
-    )
-    return decoder(hf_config, layers, norm, names=MIXTRAL_NAMES, head_bias=biased)
+    layer, biased = pre_norm(norm, mixer, experts), hf_config.flag("lm_head_bias", False)
+    return decoder(hf_config, layer, norm, names=MIXTRAL_NAMES, head_bias=biased)
 
 
 def _with_factor(hf_config: HfConfig) -> HfConfig:

@@ -22,7 +22,6 @@ from quintet.executor.model_config.shape import (
     max_positions,
     num_heads,
     num_kv_heads,
-    num_layers,
     pre_norm,
     refuse,
     rms,
@@ -91,7 +90,7 @@ def baichuan(hf_config: HfConfig) -> DecoderSpec:
     )
     return decoder(
         hf_config,
-        (pre_norm(norm, mixer, gated(hf_config)),) * num_layers(hf_config),
+        pre_norm(norm, mixer, gated(hf_config)),
         norm,
         names=Names(qkv="self_attn.W_pack"),
         reach=hf_config.whole(("max_position_embeddings", "model_max_length"), 1, MAX_POSITIONS, 4096),
@@ -104,7 +103,7 @@ def internlm(hf_config: HfConfig) -> DecoderSpec:
     biased, norm = hf_config.flag("bias", True), rms(hf_config)
     base = hf_config.section("rotary").real("base", 2.0, 1e15, 10000.0)
     mixer = attention(hf_config, positions=2048, theta=base, qkv_bias=biased, output_bias=biased)
-    return decoder(hf_config, (pre_norm(norm, mixer, gated(hf_config)),) * num_layers(hf_config), norm)
+    return decoder(hf_config, pre_norm(norm, mixer, gated(hf_config)), norm)
 
 
 def internlm2(hf_config: HfConfig) -> DecoderSpec:
@@ -124,9 +123,7 @@ def internlm2(hf_config: HfConfig) -> DecoderSpec:
         up="feed_forward.w3",
         down="feed_forward.w2",
     )
-    return decoder(
-        hf_config, (pre_norm(norm, mixer, gated(hf_config)),) * num_layers(hf_config), norm, names=names
-    )
+    return decoder(hf_config, pre_norm(norm, mixer, gated(hf_config)), norm, names=names)
 
 
 def qwen1(hf_config: HfConfig) -> DecoderSpec:
@@ -152,15 +149,14 @@ def qwen1(hf_config: HfConfig) -> DecoderSpec:
         reach = min(trained, reach)
     width = hf_config.whole("intermediate_size", 2, MAX_WIDTH) // 2
     mlp = replace(gated(hf_config, biased=biased), width=width)
-    layers = (pre_norm(norm, mixer, mlp),) * num_layers(hf_config)
-    return decoder(hf_config, layers, norm, names=_QWEN1, reach=reach)
+    return decoder(hf_config, pre_norm(norm, mixer, mlp), norm, names=_QWEN1, reach=reach)
 
 
 def exaone(hf_config: HfConfig) -> DecoderSpec:
     """EXAONE 3 and 3.5: Llama with GPT-2's tensor names."""
     norm = rms(hf_config, 1e-5)
     layer = pre_norm(norm, attention(hf_config, positions=2048), gated(hf_config))
-    return decoder(hf_config, (layer,) * num_layers(hf_config), norm, names=_EXAONE)
+    return decoder(hf_config, layer, norm, names=_EXAONE)
 
 
 def chatglm(hf_config: HfConfig) -> DecoderSpec:
@@ -187,12 +183,7 @@ def chatglm(hf_config: HfConfig) -> DecoderSpec:
     width = hf_config.whole("ffn_hidden_size", 1, MAX_WIDTH, 13696)
     layer = pre_norm(norm, mixer, gated(hf_config, width=width, biased=biased, layout=MlpLayout.STACKED))
     return decoder(
-        *(
-            hf_config,
-            (layer,) * num_layers(hf_config),
-            norm if hf_config.flag("post_layer_norm", True) else None,
-        ),
-        names=_CHATGLM,
+        hf_config, layer, norm if hf_config.flag("post_layer_norm", True) else None, names=_CHATGLM
     )
 
 

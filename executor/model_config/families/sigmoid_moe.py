@@ -97,7 +97,7 @@ def minimax_m2(hf_config: HfConfig) -> DecoderSpec:
     names = replace(
         MIXTRAL_NAMES, correction="block_sparse_moe.e_score_correction_bias", ignored=("model.mtp*",)
     )
-    return decoder(hf_config, (pre_norm(norm, mixer, experts),) * num_layers(hf_config), norm, names=names)
+    return decoder(hf_config, pre_norm(norm, mixer, experts), norm, names=names)
 
 
 def bailing2(hf_config: HfConfig) -> DecoderSpec:
