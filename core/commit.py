@@ -95,11 +95,9 @@ def _apply_tokens(
             state.note_first_token(request, now_ns)
             builder = outbox.builder_for(request, now_ns)
             detokenizer = request.detokenizer
-            add_id, add_index, add_token = (
-                builder.request_ids.append,
-                builder.first_indexes.append,
-                builder.token_ids.append,
-            )
+            add_id = builder.request_ids.append
+            add_index = builder.first_indexes.append
+            add_token = builder.token_ids.append
         add_id(request.request_id)
         add_index(end - request.num_prompt)
         add_token(token)

@@ -23,10 +23,8 @@ def _draft_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
 
 def _position_counters(metrics: Metrics, num_positions: int) -> list[CounterSeries]:
     """Return the counters of accepted drafts by position."""
-    name, help = (
-        "spec_decode_num_accepted_tokens_per_pos",
-        "Draft tokens that were accepted, by position from 0.",
-    )
+    name = "spec_decode_num_accepted_tokens_per_pos"
+    help = "Draft tokens that were accepted, by position from 0."
     return [metrics.counter(name, help, position=str(position)) for position in range(num_positions)]
 
 

@@ -97,10 +97,8 @@ def _dropped(kind: type[msgspec.Struct], field: Callable[[str], Any]) -> Dropped
         value = field(name) if name in fields else None
         return value if _is_id(value) else None
 
-    query_id, step = (
-        number("query_id"),
-        number("step") if issubclass(kind, s.StepPlan | s.StepResult) else None,
-    )
+    query_id = number("query_id")
+    step = number("step") if issubclass(kind, s.StepPlan | s.StepResult) else None
     if not ids and query_id is None and step is None and kind is not s.Capacity:
         return None
     return Dropped(

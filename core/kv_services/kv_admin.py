@@ -54,11 +54,9 @@ class KvAdmin:
         """Attach to a state with a new pool; drop the newest pins that no longer fit."""
         self.files.fail_all()
         locations = Locations(state.pool, state.limits.groups)
-        state.prefix_paths, self.prefix_paths.reach, self.prefix_paths.block_size = (
-            self.prefix_paths,
-            locations.reach,
-            locations.block_size,
-        )
+        state.prefix_paths = self.prefix_paths
+        self.prefix_paths.reach = locations.reach
+        self.prefix_paths.block_size = locations.block_size
         self._partial_tree = None
         while len(self.pins.wanted) > _max_pinned(state.limits):
             state.pool.unpin(next(reversed(self.pins.by_digest)), None)
@@ -120,10 +118,8 @@ class KvAdmin:
         return None if query.verb in ("export", "import") else report
 
     def _do(self, state: SchedulerState, query: KvQuery, report: KvReport, now_ns: int) -> None:
-        tree, locations = (
-            self._partial_tree or self._tree(state, now_ns),
-            Locations(state.pool, state.limits.groups),
-        )
+        tree = self._partial_tree or self._tree(state, now_ns)
+        locations = Locations(state.pool, state.limits.groups)
         tree.grow()
         if query.verb == "list":
             self._list(tree, locations, query, report, now_ns)

@@ -62,12 +62,10 @@ class MtpLayer:
     def __init__(self, spec: MtpSpec, setting: Setting, weights: WeightPlan, index: int) -> None:
         parts, hidden = spec.parts[index], spec.hidden_size
         names = replace(spec.names, layer=parts.layer)
-        self.weights, self.vocab_size, self._parts, self._hidden_size = (
-            weights,
-            spec.vocab_size,
-            parts,
-            hidden,
-        )
+        self.weights = weights
+        self.vocab_size = spec.vocab_size
+        self._parts = parts
+        self._hidden_size = hidden
         attentions: list[AttentionLayer] = []
         outside = Scope(setting, weights, names, hidden)
         inside = Scope(

@@ -90,10 +90,8 @@ def choose(
     if policy == "round-robin":
         chosen, reason = in_turn[0], "round-robin"
     elif policy == "session" and session:
-        chosen, reason = (
-            max(ordered, key=lambda engine: _weight(session, engine.name or engine.index)),
-            "session affinity",
-        )
+        chosen = max(ordered, key=lambda engine: _weight(session, engine.name or engine.index))
+        reason = "session affinity"
     else:
         saves = policy == "prefix"
         with_memory = [

@@ -29,10 +29,8 @@ def _words(
 
 def _cased(digits: str, ending: str, letters: str = "", lines: str = r"[\r\n/]*") -> str:
     """Return the expression of GPT-4o and Tekken: upper-case letters start a word; ``letters`` restricts the letters."""
-    upper, lower = (
-        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{letters}]",
-        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{letters}]",
-    )
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{letters}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{letters}]"
     before = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{lines}|\s*[\r\n]+|{_END}"

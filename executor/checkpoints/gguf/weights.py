@@ -91,12 +91,10 @@ class GgufFile:
         dtype: torch.dtype,
         read: ReadBlocks,
     ) -> None:
-        self.path, self.size, self.modified_ns, self.header = (
-            header.path,
-            header.size,
-            header.modified_ns,
-            header.raw,
-        )
+        self.path = header.path
+        self.size = header.size
+        self.modified_ns = header.modified_ns
+        self.header = header.raw
         self._owners, self._dtype, self._read = owners, dtype, read
         self._recipes = {name: each for name, each in recipes.items() if each.rows[0].name in header.tensors}
         self.entries = {name: self._entry(name) for name in self._recipes}

@@ -88,10 +88,8 @@ class HostCollectives:
             return
         most = max(1, CHUNK_BYTES // contribution.row_bytes)
         for first in range(0, contribution.rows, most):
-            offset, count = (
-                contribution.offset + first * contribution.stride,
-                min(most, contribution.rows - first),
-            )
+            offset = contribution.offset + first * contribution.stride
+            count = min(most, contribution.rows - first)
             head = encode(
                 CollectiveRows(self._host, other, offset, contribution.row_bytes, contribution.stride)
             )

@@ -152,12 +152,10 @@ def _run(
     stage: ModelProgram, step: Step, links: Links, begin: int, end: int, length: int, span: TraceSpan
 ) -> None:
     """Run parts of a step, and send it to the next stage."""
-    preceding, following, width, count = (
-        links.preceding,
-        links.following,
-        stage.handed_width,
-        step.c.num_tokens,
-    )
+    preceding = links.preceding
+    following = links.following
+    width = stage.handed_width
+    count = step.c.num_tokens
     is_new = begin == StepPart.LAYERS
     if is_new:
         stage.take(preceding.payload(width, stage.dtype)[:count])

@@ -57,10 +57,8 @@ def granite(hf_config: HfConfig) -> DecoderSpec:
 def hyperclovax(hf_config: HfConfig) -> DecoderSpec:
     """HyperCLOVA X: Granite's factors, and norms after the blocks as well."""
     norm, has_post_norm = rms(hf_config), hf_config.flag("use_post_norm", True)
-    norms, names = (
-        Norms(before=norm, after=norm if has_post_norm else None),
-        Names(mixer_out_norm="post_norm1", mlp_out_norm="post_norm2"),
-    )
+    norms = Norms(before=norm, after=norm if has_post_norm else None)
+    names = Names(mixer_out_norm="post_norm1", mlp_out_norm="post_norm2")
     mixer = _multiplied_attention(hf_config, head_width(hf_config) ** -0.5)
     return replace(_multiplied(hf_config, mixer, norms, factor(hf_config, "logits_scaling")), names=names)
 
@@ -206,10 +204,8 @@ def ministral3(hf_config: HfConfig) -> DecoderSpec:
 
 def internlm3(hf_config: HfConfig) -> DecoderSpec:
     """InternLM 3."""
-    biased, mlp_biased = (
-        hf_config.flag(("qkv_bias", "attention_bias"), False),
-        hf_config.flag(("bias", "mlp_bias"), False),
-    )
+    biased = hf_config.flag(("qkv_bias", "attention_bias"), False)
+    mlp_biased = hf_config.flag(("bias", "mlp_bias"), False)
     mixer = attention(
         hf_config, positions=32768, kv_heads=2, head_dim=128, qkv_bias=biased, output_bias=mlp_biased
     )

@@ -63,11 +63,9 @@ def gemma2(hf_config: HfConfig) -> DecoderSpec:
 
 def vault_gemma(hf_config: HfConfig) -> DecoderSpec:
     """VaultGemma: Gemma 2 without the norms after blocks."""
-    mixer, width, norm = (
-        _capped(hf_config, positions=8192),
-        window(hf_config, 4096),
-        rms(hf_config, offset=1.0),
-    )
+    mixer = _capped(hf_config, positions=8192)
+    width = window(hf_config, 4096)
+    norm = rms(hf_config, offset=1.0)
     kinds = layer_kinds(hf_config, every_full(hf_config, 2))
     layer = pre_norm(norm, mixer, _mlp(hf_config))
     layers = windowed(layer, (width if kind == SLIDING else None for kind in kinds))

@@ -95,10 +95,8 @@ def starcoder2(hf_config: HfConfig) -> DecoderSpec:
 
 def gpt_neo(hf_config: HfConfig) -> DecoderSpec:
     """GPT-Neo: learned positions, unscaled scores; local layers have a sliding window."""
-    width, kinds = (
-        hf_config.whole("window_size", 1, MAX_POSITIONS, 256),
-        hf_config.values.get("attention_layers"),
-    )
+    width = hf_config.whole("window_size", 1, MAX_POSITIONS, 256)
+    kinds = hf_config.values.get("attention_layers")
     if (
         not isinstance(kinds, list)
         or len(kinds) != num_layers(hf_config)

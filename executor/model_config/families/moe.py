@@ -216,11 +216,9 @@ def bailing(hf_config: HfConfig) -> DecoderSpec:
 
 def ernie(hf_config: HfConfig) -> DecoderSpec:
     """ERNIE 4.5 MoE: experts in all but the first layer, a routing correction, interleaved rotation."""
-    norm, count, tied = (
-        rms(hf_config, 1e-5),
-        num_layers(hf_config),
-        hf_config.flag("tie_word_embeddings", True),
-    )
+    norm = rms(hf_config, 1e-5)
+    count = num_layers(hf_config)
+    tied = hf_config.flag("tie_word_embeddings", True)
     if hf_config.flag("use_bias", False):
         raise hf_config.wrong("use_bias", "false: biases of experts are not supported")
     mixer = attention(hf_config, positions=131072, kv_heads=4, theta=500000.0, interleaved=True)
@@ -281,10 +279,8 @@ def dense_then(hf_config: HfConfig, experts: ExpertsSpec, default: int) -> list[
 
 def sparse(hf_config: HfConfig, experts: ExpertsSpec) -> list[FeedForwardSpec]:
     """Return each layer's feed-forward by Qwen's rule: experts every so many layers, except in listed ones."""
-    step, plain = (
-        hf_config.whole("decoder_sparse_step", 1, MAX_LAYERS, 1),
-        named_layers(hf_config, "mlp_only_layers"),
-    )
+    step = hf_config.whole("decoder_sparse_step", 1, MAX_LAYERS, 1)
+    plain = named_layers(hf_config, "mlp_only_layers")
     return [
         gated(hf_config) if layer in plain or (layer + 1) % step else experts
         for layer in range(num_layers(hf_config))

@@ -64,10 +64,8 @@ _XGLM = replace(
 
 def opt(hf_config: HfConfig) -> DecoderSpec:
     """OPT: learned positions with offset 2; 350m has norms after the residual sums and a narrower embedding."""
-    biased, affine = (
-        hf_config.flag("enable_bias", True),
-        hf_config.flag("layer_norm_elementwise_affine", True),
-    )
+    biased = hf_config.flag("enable_bias", True)
+    affine = hf_config.flag("layer_norm_elementwise_affine", True)
     norm = NormSpec(kind=NormKind.LAYER, eps=1e-5, weighted=affine, biased=affine)
     mixer = attention(hf_config, rotated=False, qkv_bias=biased, output_bias=biased)
     mlp = plain(hf_config, "relu", width=plain_width(hf_config, "ffn_dim"), biased=biased)
@@ -110,11 +108,9 @@ def biogpt(hf_config: HfConfig) -> DecoderSpec:
 def xglm(hf_config: HfConfig) -> DecoderSpec:
     """XGLM: sinusoidal positions, scaled embeddings."""
     refuse(hf_config, "add_cross_attention")
-    norm, count, hidden = (
-        NormSpec(kind=NormKind.LAYER, eps=1e-5, biased=True),
-        max_positions(hf_config, 2048),
-        hidden_size(hf_config),
-    )
+    norm = NormSpec(kind=NormKind.LAYER, eps=1e-5, biased=True)
+    count = max_positions(hf_config, 2048)
+    hidden = hidden_size(hf_config)
     if hidden < 4:
         raise hf_config.wrong(HIDDEN, "at least 4, for sinusoidal positions")
     mixer = attention(hf_config, rotated=False, qkv_bias=True, output_bias=True)

@@ -39,10 +39,8 @@ class ParallelMixer:
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """See `Sublayer`."""
-        (state_in, state_out), (attention_in, attention_out) = (
-            self._spec.state_factors,
-            self._spec.attention_factors,
-        )
+        state_in, state_out = self._spec.state_factors
+        attention_in, attention_out = self._spec.attention_factors
         scanned = scaled(ops, self._state(ops, scaled(ops, x, state_in)), state_out)
         attended = scaled(ops, self._attention(ops, scaled(ops, x, attention_in)), attention_out)
         return ops.add(scanned, attended)

@@ -44,12 +44,10 @@ async def derender_chat(service: Service, http_request: HttpRequest) -> None:
     generated = body.generate_response
     _check([generated], body.stream, config)
     options = _options("chatcmpl", generated, http_request, config)
-    how, params, parsing, prompt_ids = (
-        ChatAnswer(1, 1, 1, options, "assistant", ""),
-        SamplingParams(),
-        None,
-        b"",
-    )
+    how = ChatAnswer(1, 1, 1, options, "assistant", "")
+    params = SamplingParams()
+    parsing = None
+    prompt_ids = b""
     given = parse.json_of(body.chat_request)
     if given:
         chat = parse.decode(given, _chat_request_decoder)

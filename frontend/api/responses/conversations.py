@@ -96,10 +96,8 @@ async def items(service: Service, http_request: HttpRequest) -> None:
 
 async def item(service: Service, http_request: HttpRequest) -> None:
     """GET or DELETE /v1/conversations/{id}/items/{item_id}."""
-    record, item_id = (
-        await _find(service.responses, http_request.path_params["id"]),
-        http_request.path_params["item_id"],
-    )
+    record = await _find(service.responses, http_request.path_params["id"])
+    item_id = http_request.path_params["item_id"]
     found = [each for each in _raw_items_decoder.decode(record.items) if id_of(each) == item_id]
     if not found:
         raise RequestError(

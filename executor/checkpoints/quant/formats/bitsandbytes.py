@@ -88,10 +88,8 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
     """Return the format of a config's ``quantization_config``."""
     key = "llm_int8_skip_modules"
     left_out = word_list(section.values.get(key), section.path, section.inside + key)
-    eight, four = (
-        section.flag(("load_in_8bit", "_load_in_8bit"), False),
-        section.flag(("load_in_4bit", "_load_in_4bit"), False),
-    )
+    eight = section.flag(("load_in_8bit", "_load_in_8bit"), False)
+    four = section.flag(("load_in_4bit", "_load_in_4bit"), False)
     if eight == four:
         raise ConfigError(
             f"{section.path}: {section.inside}load_in_4bit and load_in_8bit are both {str(four).lower()}; one must be true"

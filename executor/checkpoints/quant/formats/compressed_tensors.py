@@ -26,11 +26,9 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
-PACKED, INTEGERS, FLOAT8 = (
-    "pack-quantized",
-    ("int-quantized", "naive-quantized"),
-    ("float-quantized", "naive-quantized"),
-)
+PACKED = "pack-quantized"
+INTEGERS = ("int-quantized", "naive-quantized")
+FLOAT8 = ("float-quantized", "naive-quantized")
 NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
 KNOWN = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", NVFP4, MXFP4, MXFP8)
 _GROUP_OF = {NVFP4: 16, MXFP4: 32, MXFP8: 32}

@@ -72,10 +72,8 @@ def _outliers_of(tensors: Mapping[str, torch.Tensor], kept: KeptRange) -> dict[s
     cut = {}
     if "cols" in tensors:
         columns = tensors["cols"]
-        before, after = (
-            (columns >= 0) & (columns < kept.begin),
-            (columns >= kept.end) & (columns < kept.whole),
-        )
+        before = (columns >= 0) & (columns < kept.begin)
+        after = (columns >= kept.end) & (columns < kept.whole)
         cut["cols"] = (columns - kept.begin).masked_fill(before | after, 0)
         cut["vals"] = tensors["vals"].masked_fill(before | after, 0)
     if "full_rows" in tensors:

@@ -64,13 +64,11 @@ class SqueezeLlm:
         if layer.depth * self.bits % 32:
             layer.refuse(f"SqueezeLLM needs columns of {self.bits} bits that fill whole 32-bit words")
         sparse = {ending: layer.entry(ending) for ending in SPARSE}
-        outliers, stored = (
-            0,
-            [
-                Stored("qweight", (layer.depth * self.bits // 32, layer.rows), ("I32",)),
-                Stored(MARK, (layer.rows, 1 << self.bits), ("F32", "F16", "BF16")),
-            ],
-        )
+        outliers = 0
+        stored = [
+            Stored("qweight", (layer.depth * self.bits // 32, layer.rows), ("I32",)),
+            Stored(MARK, (layer.rows, 1 << self.bits), ("F32", "F16", "BF16")),
+        ]
         for first, others in (("rows", ("cols", "vals")), ("full_rows", ("full_row_indices",))):
             entry, together = sparse[first], [sparse[each] for each in others]
             if entry is None:
