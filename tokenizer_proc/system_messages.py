@@ -1,4 +1,4 @@
-"""Fallback arrangements of messages for chat templates that reject or drop system and developer messages, for all APIs.
+"""Fallback arrangements of messages for chat templates that reject a conversation or drop system messages, for all APIs.
 
 The arrangements are tried in this order; the first one that the template renders, without a hidden message, is used:
 
@@ -7,8 +7,14 @@ The arrangements are tried in this order; the first one that the template render
 3. as 2, and each converted message merged into the adjacent user message or the preceding tool result;
 4. as 3, and the leading system message prepended to the first user message.
 
-If all fail, messages with calls, text and reasoning get the text appended to the reasoning, and all arrangements are
-tried again: gpt-oss's template accepts only one of the two.
+If all fail, they are tried again with one other change:
+
+* Messages with calls, text and reasoning get the text appended to the reasoning: gpt-oss's template accepts one of the two.
+* An answer without text and calls gets its reasoning as text: Ministral 3's template accepts no empty answer. Agents send it
+  after an interruption.
+* Several calls of a message become messages of one call, each before its result: Llama 3's template accepts no others.
+* A user message after a tool result is merged into the result: Mistral's templates accept no user there. Agents append
+  reminders and interruptions.
 
 A late message keeps its position, so that the prefix before it still hits the prefix cache.
 """
@@ -32,10 +38,59 @@ def rearranged(messages: Sequence[Message]) -> Iterator[list[Message]]:
         messages = [_with_role(message, "developer", "system") for message in messages]
         yield messages.copy()
     yield from _system_arrangements(messages)
-    joined = [_with_text_in_reasoning(message) for message in messages]
-    if any(one is not other for one, other in zip(joined, messages, strict=True)):
-        yield joined.copy()
-        yield from _system_arrangements(joined)
+    for changed in (
+        [_with_text_in_reasoning(message) for message in messages],
+        [_with_reasoning_as_text(message) for message in messages],
+        _with_single_calls(messages),
+    ):
+        if any(one is not other for one, other in zip(changed, messages, strict=False)):
+            yield changed.copy()
+            yield from _system_arrangements(changed)
+    for arranged in (messages, *_system_arrangements(messages)):
+        merged = _with_users_in_results(arranged)
+        if len(merged) < len(arranged):
+            yield merged
+
+
+def _with_reasoning_as_text(message: Message) -> Message:
+    """Use the reasoning of an answer without text and calls as its text."""
+    reasoning = message.get("reasoning_content")
+    is_answer = message["role"] == "assistant" and not message.get("tool_calls")
+    if is_answer and not str(message["content"]) and isinstance(reasoning, str):
+        return {**message, "content": PartsText(reasoning)}
+    return message
+
+
+def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
+    """Split messages with several calls into messages of one call, each followed by its result."""
+    found: list[Message] = []
+    index = 0
+    while index < len(messages):
+        message, index = messages[index], index + 1
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results: dict[str, list[Message]] = {}
+        while index < len(messages) and messages[index]["role"] == "tool":
+            results.setdefault(str(messages[index].get("tool_call_id")), []).append(messages[index])
+            index += 1
+        for call in calls:
+            found += [{**message, "tool_calls": [call]}, *results.pop(str(call.get("id")), ())]
+            message = {"role": message["role"], "content": NoContent()}
+        found += [result for others in results.values() for result in others]
+    return found
+
+
+def _with_users_in_results(messages: Sequence[Message]) -> list[Message]:
+    """Merge each user message after a tool result into the result."""
+    found: list[Message] = []
+    for before, message in zip((None, *messages), messages, strict=False):
+        if before is not None and before["role"] == "tool" and message["role"] == "user":
+            found[-1] = {**before, "content": _join(before["content"], message["content"])}
+        else:
+            found.append(message)
+    return found
 
 
 def _with_text_in_reasoning(message: Message) -> Message:

@@ -105,15 +105,34 @@ def test_a_developer_message_that_the_template_drops_becomes_a_system_message() 
     assert render(dropping, chat("d1", "u1")) == "[S]d1[/S][U]u1[/U][A]"
 
 
-def test_a_late_system_message_after_a_tool_result_is_merged_into_it_if_necessary() -> None:
+@pytest.mark.parametrize(
+    ("later", "result"),
+    [
+        (chat("s2"), "out\n\ns2"),
+        (chat("u2"), "out\n\nu2"),
+        (chat("u2", "a2", "u3"), "out\n\nu2"),
+        (chat("s2", "u2"), "out\n\ns2\n\nu2"),
+    ],
+)
+def test_messages_after_a_tool_result_are_merged_into_it_if_necessary(
+    later: list[Message], result: str
+) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         *chat("s1", "u1"),
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "out"},
-        *chat("s2"),
+        *later,
     ]
-    assert "out\n\ns2[/RESULT]" in render(SHAPES["mistral 0.3"].source, messages)
+    assert f":{result}[/RESULT]" in render(SHAPES["mistral 0.3"].source, messages)
+    kept = [*chat("s1", "u1", "a1"), messages[3], *later]
+    assert render(LAX, kept).startswith("[system]s1[user]u1[assistant]a1[tool]out[")
+
+
+def test_only_one_user_message_after_a_tool_result_is_merged() -> None:
+    messages = [*chat("u1"), {"role": "tool", "content": "out"}, *chat("u2", "u3")]
+    with pytest.raises(RequestError, match="roles must alternate"):
+        render(SHAPES["mistral 0.3"].source, messages)
 
 
 def test_parts_are_merged_as_parts() -> None:
@@ -176,3 +195,10 @@ def test_text_and_reasoning_with_calls_are_joined_for_a_template_with_one_field(
     result = {"role": "tool", "tool_call_id": "c", "content": "4"}
     text = render(SHAPES["gpt-oss"].source, [*chat("u1"), message, result])
     assert text == '<user>u1<analysis>hm\n\nI look.<to=f>{}<f>"4"[A]'
+
+
+def test_an_answer_of_reasoning_alone_has_text_for_a_template_that_accepts_no_empty_answer() -> None:
+    answer = "{% if not m.content %}{{ raise_exception('empty answer') }}{% endif %}[A]{{ m.content }}[/A]"
+    messages = [*chat("u1"), {"role": "assistant", "content": None, "reasoning": "hm"}, *chat("u2")]
+    assert render(turns(USER, answer), messages) == "[U]u1[/U][A]hm[/A][U]u2[/U][A]"
+    assert render(turns(USER), messages) == "[U]u1[/U][A][/A][U]u2[/U][A]"
