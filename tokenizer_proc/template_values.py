@@ -170,8 +170,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Write JSON without Jinja's HTML escapes, as transformers does."""
-    if isinstance(value, UnreadableArguments):
-        return value.text
+    if isinstance(value, UnreadableArguments | NoContent):
+        return value.text if isinstance(value, UnreadableArguments) else ""
     return json.dumps(
         _without_null_content(value),
         ensure_ascii=ensure_ascii,
@@ -183,8 +183,6 @@ def _tojson(
 
 def _without_null_content(value: Any) -> Any:
     """Replace `NoContent` in messages by null."""
-    if isinstance(value, NoContent):
-        return None
     if isinstance(value, dict) and isinstance(value.get("content"), NoContent):
         return {**value, "content": None}
     if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:

@@ -30,7 +30,7 @@ class MergedMessages:
             self.places.append(place)
 
     def merged(self) -> list[Message]:
-        """Return one message per group, with texts joined by line breaks."""
+        """Return one message per group, with texts joined by line breaks, and null for the text of calls alone."""
         return [_merged(group) for group in self._groups]
 
 
@@ -42,4 +42,6 @@ def _merged(group: Sequence[Message]) -> Message:
             merged[key] = "\n".join(filter(None, (message.get(key) for message in group)))
     if any("tool_calls" in message for message in others):
         merged["tool_calls"] = [call for message in group for call in message.get("tool_calls", ())]
+    if "tool_calls" in merged:  # templates of DeepSeek show the calls only beside null
+        merged["content"] = merged["content"] or None
     return merged

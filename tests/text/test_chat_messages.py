@@ -164,6 +164,7 @@ def test_null_content_is_none_in_tests_and_empty_in_output() -> None:
     assert render(template, {"role": "assistant", "content": None}) == expected
     assert render(template, {"role": "assistant"}) == expected
     assert render(template, {"role": "assistant", "content": ""}) == "FalseFalseTrueTrueTrue|xy"
+    assert render(template.replace(tests, "{{ c | tojson }}"), {"role": "assistant"}) == ""
     assert json.loads(render(DUMP, {"role": "assistant", "content": None})) == {
         "role": "assistant",
         "content": None,

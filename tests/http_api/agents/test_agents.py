@@ -296,7 +296,7 @@ def test_messages_in_the_format_of_chat_completions_are_accepted(shared: Any) ->
         {"role": "tool", "tool_call_id": "c", "content": "4"},
     ]
     messages = decode_messages(prompt_of(shared, R, {"input": turns}).messages)
-    assert messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert messages[1] == {"role": "assistant", "content": None, "tool_calls": [call]}
     assert messages[2] == {"role": "tool", "tool_call_id": "c", "name": "f", "content": "4"}
 
 
