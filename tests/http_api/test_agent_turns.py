@@ -30,6 +30,55 @@ def system(**fields: Any) -> Json:
     return {"role": "system", **fields}
 
 
+# --- chat completions ---------------------------------------------------------------------------------------------
+
+
+def test_anthropics_blocks_of_calls_and_results_are_calls_and_tool_messages(shared: Any) -> None:
+    question = {"type": "text", "text": "Continue."}
+    sent = [
+        *HELLO,
+        {"role": "assistant", "content": [{"type": "text", "text": "I read it."}, CALL]},
+        {"role": "user", "content": [RESULT, question]},
+        {"role": "assistant", "content": [CALL]},
+        {"role": "user", "content": [{**RESULT, "content": [question]}]},
+    ]
+    prompt = prompt_of(shared, H, {"messages": sent, "tools": [{"name": "Read", "input_schema": SCHEMA}]})
+    function = {"name": "Read", "arguments": CALL["input"]}
+    calls = [{"id": "toolu_1", "type": "function", "function": function}]
+    result = {"role": "tool", "tool_call_id": "toolu_1", "name": "Read"}
+    assert decode_messages(prompt.messages) == [
+        *HELLO,
+        {"role": "assistant", "content": [{"type": "text", "text": "I read it."}], "tool_calls": calls},
+        {**result, "content": RESULT["content"]},
+        {"role": "user", "content": [question]},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {**result, "content": [question]},
+    ]
+    assert prompt.message_names == [f"messages[{i}]" for i in (0, 1, 2, 2, 3, 4)]
+
+
+def test_blocks_of_calls_that_are_in_tool_calls_too_are_unchanged(shared: Any) -> None:
+    calls = [{"id": "toolu_1", "type": "function", "function": {"name": "Read", "arguments": "{}"}}]
+    answer = {"role": "assistant", "content": [CALL], "tool_calls": calls}
+    sent = [{"role": "user", "content": "What is tool_use?"}, answer]
+    assert messages_of(shared, H, {"messages": sent}) == sent
+    incomplete = {"role": "assistant", "content": [{**CALL, "id": ["toolu_1"]}]}
+    assert messages_of(shared, H, {"messages": [*HELLO, incomplete]}) == [*HELLO, incomplete]
+
+
+def test_calls_without_text_have_null_content(shared: Any) -> None:
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    items = [
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "Read", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "4"},
+    ]
+    turns = [{"role": "assistant", "content": [thought, CALL]}, {"role": "user", "content": [RESULT]}]
+    for path, body in ((M, {"messages": [*HELLO, *turns]}), (R, {"input": [*HELLO, *items]})):
+        answer = messages_of(shared, path, body)[1]
+        assert (answer["content"], answer["reasoning_content"]) == (None, "hm")
+
+
 # --- Anthropic's API ----------------------------------------------------------------------------------------------
 
 

@@ -34,9 +34,7 @@ from quintet.frontend.api.openai.chat_body import channels_of, checked_chat, pro
 from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer, with_params
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.api.openai.redetokenize import replay_usage
-from quintet.frontend.api.openai.types import (
-    ChatBody,
-)
+from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.stream_state import FROM_START, Answer, StreamCursor, StreamId, resume_token_for
 from quintet.frontend.resume.token_relay import enable_relay, resume_state
@@ -135,8 +133,7 @@ def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Chun
         first = b'{"index":%d,"delta":{"role":' + encode_json(role).replace(b"%", b"%%")
         # No token_ids here: clients concatenate id lists.
         first += b',"content":""},"logprobs":null,"finish_reason":null}'
-        with_ids = writer.options.return_token_ids
-        ids = encode_json(list(unpack_i32(started.prompt_ids)) if with_ids else None)
+        ids = encode_json(list(unpack_i32(started.prompt_ids)) if writer.options.return_token_ids else None)
         usage = writer.usage_at_start(started)
         frames = [writer.raw_choice(first % index, b',"prompt_token_ids":' + ids, usage)]
         return [*frames, writer.chunk(index, prefix, usage=usage)] if prefix else frames
@@ -175,10 +172,8 @@ def _response_json(outputs: list[Output], submissions: Submissions, how: ChatAns
     }
     if options.num_spec_tokens is not None:
         answer["metrics"] = metrics_of(submissions.streams, options.num_spec_tokens)
-    with_ids = options.return_token_ids and started is not None
-    answer["prompt_token_ids"] = (
-        list(unpack_i32(started.prompt_ids)) if started is not None and with_ids else None
-    )
+    with_ids = started is not None and options.return_token_ids
+    answer["prompt_token_ids"] = list(unpack_i32(started.prompt_ids)) if started and with_ids else None
     return answer
 
 

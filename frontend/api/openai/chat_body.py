@@ -11,6 +11,7 @@ import msgspec
 from quintet.frontend.api.channels import REASONING_NAMES, Channels
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
+from quintet.frontend.api.openai.anthropic_blocks import with_plain_calls
 from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.json_errors import explain
 from quintet.frontend.api.openai.offered_tools import AS_SENT, Translation, shown_tools, with_deferred
@@ -70,7 +71,7 @@ def parse_conversation(
 ) -> Conversation:
     """Check messages, tools and template arguments; return the prompt."""
     _check_template(body.chat_template, config)
-    messages, encoded = _read_messages(body.messages or [])
+    messages, encoded, places = _read_messages(body.messages or [])
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and generates:
@@ -89,7 +90,7 @@ def parse_conversation(
             add_generation_prompt=generates,
             continue_final_message=continues,
             add_special_tokens=bool(body.add_special_tokens),
-            message_names=list(translation.message_names),
+            message_names=list(translation.message_names) or places,
         ),
         role,
         messages[-1].text if messages[-1].role == role else "",
@@ -125,17 +126,21 @@ def _check_template(template: str | None, config: EngineConfig) -> None:
     )
 
 
-def _read_messages(sent: list[Any]) -> tuple[list[ChatMessage], bytes]:
-    """Check a conversation's messages; return them, and their encoding for the tokenizer. Raises `RequestError`."""
+def _read_messages(sent: list[Any]) -> tuple[list[ChatMessage], bytes, list[str]]:
+    """Check messages; return them, their encoding for the tokenizer, and their places if those differ. Raises `RequestError`."""
+    places: list[str] = []
     try:
         messages, encoded = check_messages(sent), encode_messages(sent)
+        if b"tool_use" in encoded or b"tool_result" in encoded:
+            sent, places = with_plain_calls(sent)
+            messages, encoded = check_messages(sent), encode_messages(sent)
     except msgspec.ValidationError as error:
         raise explain(error, sent, "messages") from None
     except RecursionError:
         raise parse.invalid("messages is nested too deeply; flatten it.", "messages") from None
     if not messages:
         raise parse.invalid("messages is []; it must hold at least one message.", "messages")
-    return messages, encoded
+    return messages, encoded, places
 
 
 def _template_kwargs(body: ChatBody | TokenizeBody, defaults: Mapping[str, object]) -> bytes:
