@@ -94,7 +94,7 @@ class CallForm(msgspec.Struct, array_like=True, frozen=True):
                 "type": "custom_tool_call",
                 "call_id": call_id,
                 "name": self.name,
-                "input": _input_of(arguments),
+                "input": _input_of(self.name, arguments),
             }
         elif self.kind == "local_shell":
             return {"type": "local_shell_call", "call_id": call_id, "action": _local_shell_action(arguments)}
@@ -121,11 +121,22 @@ def _decoded(arguments: str) -> dict[str, Any] | None:
         return None
 
 
-def _input_of(arguments: str) -> str:
-    """Return a freeform tool's input text; arguments that are cut off are returned unchanged."""
-    found = _decoded(arguments)
-    text = None if found is None else found.get("input")
-    return text if isinstance(text, str) else arguments
+def _input_of(name: str, arguments: str) -> str:
+    """Return a freeform tool's input text. Models also write the text alone, in another parameter, or in a command line.
+
+    Other arguments, such as those that are cut off, are returned unchanged.
+    """
+    try:
+        found = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    values = [found]
+    if isinstance(found, dict):
+        values = [found["input"]] if "input" in found else list(found.values())
+    value = values[0] if len(values) == 1 else None
+    if isinstance(value, list) and len(value) == 2 and value[0] == name:  # a command line
+        value = value[1]
+    return value if isinstance(value, str) else arguments
 
 
 def _commands(sent: object) -> list[Any]:

@@ -13,6 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from quintet.deploy.router import request_summary
+from quintet.frontend.api.responses.output import CallForm
 from quintet.frontend.api.responses.parse import chat_body, items_of
 from quintet.frontend.api.responses.types import ResponsesBody
 from quintet.wire.channels import Channel
@@ -179,6 +180,23 @@ def test_calls_have_the_item_types_of_their_tools(parsing: Any) -> None:
     Response.model_validate(whole)
 
     assert_results_follow(parsing, whole, calls, body["tools"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "*** Begin"}', "*** Begin"),
+        ('{"patch": "*** Begin"}', "*** Begin"),
+        ('"*** Begin"', "*** Begin"),
+        ('{"command": ["apply_patch", "*** Begin"]}', "*** Begin"),
+        ('{"command": ["ls", "x"]}', '{"command": ["ls", "x"]}'),
+        ('{"path": "a", "patch": "*** Begin"}', '{"path": "a", "patch": "*** Begin"}'),
+        ('{"input": "*** Be', '{"input": "*** Be'),
+        ("{}", "{}"),
+    ],
+)
+def test_the_input_of_a_freeform_tool_is_read_in_every_form(arguments: str, text: str) -> None:
+    assert CallForm("custom", "apply_patch").item("c", arguments)["input"] == text
 
 
 def assert_results_follow(parsing: Any, whole: Json, calls: list[tuple[str, str]], tools: list[Json]) -> None:
