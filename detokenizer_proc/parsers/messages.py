@@ -86,7 +86,7 @@ class Messages(Machine):
             return False
         self._text = mark + rest
         self._begin("")
-        self._emit_text(header)
+        self._add(header)
         return True
 
     def _split(self) -> tuple[str, str, str]:
