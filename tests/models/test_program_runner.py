@@ -42,7 +42,7 @@ def test_step_arrays_outlive_an_interrupted_call(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(runner, "_run", interrupted)
+        patched.setattr(runner, "run", interrupted)
         runner.logits(np.zeros(3, np.int64))
     assert step.c.output_tokens == own
     after = core.add(prompt, max_tokens=8)

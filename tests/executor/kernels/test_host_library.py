@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import logging
 import os
 import re
@@ -12,7 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +35,7 @@ from quintet.wire.errors import ConfigError
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 
 FP8 = DTYPE_CODES[torch.float8_e4m3fn]
-ONES, WITH_ZERO = (ctypes.c_float * 2)(1.0, 1.0), (ctypes.c_float * 2)(1.0, 0.0)
+SCALES = {"ones": (ctypes.c_float * 2)(1.0, 1.0), "with zero": (ctypes.c_float * 2)(1.0, 0.0)}
 
 SMALL_STACK = """
 import threading
@@ -202,35 +204,46 @@ def test_weight_formats_have_the_same_order() -> None:
         ({"window": 5, "chunk": 5}, "window 5, chunk 5"),
         ({"growth": 1.0, "period": 0}, "growth 1 by 0 positions"),
         ({"kv_dtype": 2}, "activations of format 0, a cache of 2"),
-        ({"key_scales": ctypes.addressof(WITH_ZERO)}, "scales of keys or values for a cache of format 0"),
-        ({"value_scales": ctypes.addressof(WITH_ZERO)}, "scales of keys or values for a cache of format 0"),
-        ({"kv_dtype": FP8, "key_scales": ctypes.addressof(WITH_ZERO)}, "scale 0 of keys or values of head 1"),
+        ({"key_scales": "with zero"}, "scales of keys or values for a cache of format 0"),
+        ({"value_scales": "with zero"}, "scales of keys or values for a cache of format 0"),
+        ({"kv_dtype": FP8, "key_scales": "with zero"}, "scale 0 of keys or values of head 1"),
         (
-            {"kv_dtype": FP8, "value_scales": ctypes.addressof(WITH_ZERO)},
+            {"kv_dtype": FP8, "value_scales": "with zero"},
             "scale 0 of keys or values of head 1",
         ),
-        ({"kv_dtype": FP8, "values_in_keys": 1, "key_scales": ctypes.addressof(ONES)}, "scales of values at"),
+        ({"kv_dtype": FP8, "values_in_keys": 1, "key_scales": "ones"}, "scales of values at"),
     ],
 )
 @pytest.mark.parametrize("attends", [False, True])
 def test_kernel_arguments_are_checked_when_recorded(
-    changed: dict[str, float], words: str, attends: bool
+    small_process: ProcessPoolExecutor, changed: dict[str, float | str], words: str, attends: bool
 ) -> None:
+    assert words in small_process.submit(stderr_of_abort, partial(record, changed, attends)).result()
+
+
+@pytest.fixture(scope="module")
+def small_process() -> Iterator[ProcessPoolExecutor]:
+    """A process that can fork. One with more memory than is free, even unused KV of earlier tests, cannot."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        yield pool
+
+
+def record(changed: dict[str, float | str], attends: bool) -> None:
+    """Record a kernel whose attention layer has changed fields; a text names scales."""
     library, at, wide = program_library(), 64, 1 << 20
     assert library is not None
     program = library.new()
     shape = {"heads": 4, "kv_heads": 2, "key_width": 64, "value_width": 64, "block_size": 16, "period": 1}
-    layer = ctypes.byref(CAttention(**(shape | changed)))
-
+    fields = {
+        name: ctypes.addressof(SCALES[value]) if isinstance(value, str) else value
+        for name, value in (shape | changed).items()
+    }
+    layer = ctypes.byref(CAttention(**fields))
     place = ctypes.byref(KvPlace(at, at, 0, 1, 0, 0))
-
-    def record() -> None:
-        if attends:
-            library.attention(program, layer, at, wide, place, at, wide, 8)
-        else:
-            library.rope_kv_write(program, layer, *(at, wide, at, wide, at, wide), place, at, wide)
-
-    assert words in stderr_of_abort(record)
+    if attends:
+        library.attention(program, layer, at, wide, place, at, wide, 8)
+    else:
+        library.rope_kv_write(program, layer, *(at, wide, at, wide, at, wide), place, at, wide)
 
 
 def loaded() -> ctypes.CDLL:
@@ -241,7 +254,6 @@ def loaded() -> ctypes.CDLL:
 
 def stderr_of_abort(act: Callable[[], None]) -> str:
     """Return the standard error of a child process that runs this and aborts."""
-    gc.collect()  # a process with more memory than is free, even unused KV of earlier tests, cannot fork
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
