@@ -115,8 +115,8 @@ class WorkerContext:
         return loaded.causal
 
     def load_output(self) -> CausalModel:
-        """Return the part of the served model after its layers, whole. Other ranks have parts of the output layer."""
-        if self.share.is_all:
+        """Return the part of the served model after its layers, whole. Other ranks have it, or parts of it."""
+        if self.share.is_all and self.share.is_last:
             return self.load()
         from quintet.executor.loading import load_model  # imports torch
 

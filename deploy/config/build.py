@@ -130,7 +130,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     rules.check_expert_widths(facts, device, DTYPE_BYTES[dtype])
     kv = rules.kv_spec(options, device, facts, DTYPE_BYTES[dtype])
     draft = read_draft(options, facts, kv, dtype)
-    draft_bytes, draft_weight_bytes = (draft.block_bytes, draft.weight_bytes) if draft else (0, 0)
+    draft_bytes, draft_weight_bytes, num_observed = draft.sizes if draft else (0, 0, 0)
     # Rank 0 alone has the draft model. Memory is planned per rank, so each counts a part.
     draft_weight_bytes //= options.tensor_parallel_size
     draft_bytes = -(-draft_bytes * options.decode_context_parallel_size // options.tensor_parallel_size)
@@ -158,7 +158,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         check_weights_fit(
             weight_bytes // hosts + draft_weight_bytes, available_bytes, options.data_parallel_size, num_ranks
         )
-    shared_bytes = ranks.memory_shared(options, facts, device, DTYPE_BYTES[dtype])
+    shared_bytes = ranks.memory_shared(options, facts, device, DTYPE_BYTES[dtype], num_observed)
     # Several stages divide shared memory among hosts; ranks of a single stage have all of it on each host.
     local_shared_bytes = shared_bytes // (hosts if stages > 1 else 1)
     reserved_bytes = weight_bytes // hosts + draft_weight_bytes + local_shared_bytes // num_ranks

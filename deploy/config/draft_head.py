@@ -91,6 +91,11 @@ class HeadFacts:
         num_features = self.head.num_layers * self.head.spec.hidden_size
         return self.kv.bytes_per_block + num_features * DTYPE_BYTES[self.dtype]
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """`block_bytes`, the memory of the weights, and the number of hidden states of the served model that are read."""
+        return self.block_bytes, self.weight_bytes, len(self.head.spec.aux_layers)
+
     def of(self, model: ModelConfig) -> DraftModelConfig:
         """Return the configuration of the head of a served model."""
         return DraftModelConfig(
@@ -124,8 +129,8 @@ def read_head(
     item_bytes, spec, weights = DTYPE_BYTES[dtype], head.spec, head.weights
     num_parameters = (weights and weights.num_parameters) or spec.num_parameters
     weight_bytes = weight_bytes_of(num_parameters, item_bytes, head.quantization, head.stored, weights, 0)
-    if options.tensor_parallel_size > 1 and isinstance(spec, MtpSpec):
-        # Rank 0 of the served model has a part of the output layer; the head needs all of it.
+    if options.tensor_parallel_size * options.pipeline_parallel_size > 1 and isinstance(spec, MtpSpec):
+        # Rank 0 of the served model has at most a part of the output layer; the head needs all of it.
         quantization: Quantization = "none" if head.stored else head.quantization
         num_outputs = spec.vocab_size * spec.hidden_size
         weight_bytes += weight_bytes_of(num_outputs, item_bytes, quantization, None, None, 0)

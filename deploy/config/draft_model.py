@@ -35,9 +35,9 @@ class DraftFacts:
     """See `DraftModelConfig.group`."""
 
     @property
-    def block_bytes(self) -> int:
-        """Memory for each block of the served model's KV memory."""
-        return self.kv.bytes_per_block
+    def sizes(self) -> tuple[int, int, int]:
+        """See `HeadFacts.sizes`."""
+        return self.kv.bytes_per_block, self.weight_bytes, 0
 
     def of(self, model: ModelConfig) -> DraftModelConfig:
         """Return the configuration of the draft model of a served model. Raises `ConfigError` if their tokens differ."""

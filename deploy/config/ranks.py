@@ -193,8 +193,10 @@ def num_copied_parameters(options: Options, facts: ModelFacts) -> int:
     return 0 if eplb is None or spec is None else num_copied(eplb, spec)
 
 
-def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: int) -> int:
-    """Return the maximum shared memory of an engine's ranks, in bytes."""
+def memory_shared(
+    options: Options, facts: ModelFacts, device: str, item_bytes: int, num_observed: int
+) -> int:
+    """Return the maximum shared memory of an engine's ranks, in bytes. num_observed: hidden states that a draft head reads."""
     size, stages = options.tensor_parallel_size, options.pipeline_parallel_size
     spec = _spec_of(facts) if size * stages > 1 and device == "cpu" else None
     if spec is None:
@@ -209,7 +211,8 @@ def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: 
     share = Share(0, size, options.enable_expert_parallel, 0, stages, places=places, context_size=context)
     crossing = KV_GATHER_BYTES * leaves_executor(options)
     of_logits = DTYPE_BYTES["float32"] if options.logits_dtype == "float32" else item_bytes
-    return crossing + shared_bytes(spec, share, step_tokens, options.max_num_seqs, item_bytes, of_logits)
+    limits = step_tokens, options.max_num_seqs
+    return crossing + shared_bytes(spec, share, *limits, item_bytes, of_logits, num_observed)
 
 
 def _with_stages(options: Options, facts: ModelFacts) -> ModelFacts:

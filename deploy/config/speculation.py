@@ -225,11 +225,6 @@ def check_support(options: Options, kind: Literal["torch", "mock"], device: Lite
     if not needs_draft_model(options):
         return
     method = speculative_method(options)
-    if options.pipeline_parallel_size > 1 and method != "draft_model":
-        raise ConfigError(
-            f"{FLAG}: the method {method} is not supported with --pipeline-parallel-size: drop one of them, or use the method"
-            " draft_model or ngram"
-        )
     if options.nnodes > 1:
         raise ConfigError(
             f"{FLAG}: the method {method} is not supported with --nnodes: drop one of them, or use ngram"

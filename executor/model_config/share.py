@@ -292,6 +292,12 @@ def most_outputs(limits: SchedulerConfig) -> int:
     return max(limits.max_num_seqs, MIN_OUTPUTS)
 
 
+def aux_layers_of(limits: SchedulerConfig) -> list[int]:
+    """Return the numbers of layers after which a draft head reads hidden states; none without a head."""
+    draft = None if limits.speculative is None else limits.speculative.draft
+    return [] if draft is None else draft.aux_layers
+
+
 def results_depth(stages: int) -> int:
     """Return the number of steps with logits buffered until sampling: a power of two."""
     return 1 << (stages - 1).bit_length()
@@ -304,11 +310,12 @@ def shared_bytes(
     max_num_seqs: int,
     item_bytes: int,
     logits_item_bytes: int,
+    num_observed: int = 0,
 ) -> int:
     """Return an upper bound on the shared memory of all ranks and stages; pages are mapped on first use.
 
     share: of any rank. step_tokens: maximum tokens of a step. item_bytes: bytes of an activation element;
-    logits_item_bytes: of a logit.
+    logits_item_bytes: of a logit. num_observed: hidden states per token that a draft head reads.
     """
     size, stages = share.size, share.stages
     tokens, outputs = max(step_tokens, max_num_seqs), max(max_num_seqs, MIN_OUTPUTS)
@@ -316,7 +323,9 @@ def shared_bytes(
     logits = outputs * spec.vocab_size * logits_item_bytes
     link_bytes = 0
     if stages > 1:
-        link_bytes = (stages - 1) * LINK_DEPTH * (hidden + rotated) + results_depth(stages) * logits
+        observed = num_observed * hidden
+        link_bytes = (stages - 1) * LINK_DEPTH * (hidden + rotated + observed)
+        link_bytes += results_depth(stages) * (logits + observed)
     if size == 1:
         return link_bytes
     read = hidden * stages if stages > 1 else 0

@@ -43,10 +43,13 @@ class Decoder:
         scope = Scope(setting, self.weights, names, spec.hidden_size)
         self._hidden_size = spec.hidden_size
         self._is_first, self._is_last = setting.share.is_first, setting.share.is_last
+        self._first_layer = 0 if setting.share.layers is None else setting.share.layers[0]
         if self._is_last:
             self._declare_output(scope, spec)
         if self._is_first:
             self._declare_input(scope, spec)
+        if self._is_first or self._is_last:
+            self._norm = scope.norm(spec.final_norm, names.final_norm)
         if setting.share.stages > 1:
             self.weights.on_other_ranks.update(_other_stages_prefixes(names, setting.share, len(spec.layers)))
         attentions: list[AttentionLayer] = []
@@ -75,7 +78,6 @@ class Decoder:
         self._project_out: Linear | None = None
         if spec.embedding_width is not None:
             self._project_out = scope.linear([scope.part(names.project_out, width)], hidden)
-        self._norm = scope.norm(spec.final_norm, names.final_norm)
         self._logit_scale, self._logit_softcap = spec.logit_scale, spec.logit_softcap
 
     def _declare_input(self, scope: Scope, spec: DecoderSpec) -> None:
@@ -109,7 +111,7 @@ class Decoder:
 
     @property
     def final_norm(self) -> Norm | None:
-        """The norm before the output layer, in the last stage."""
+        """The norm before the output layer, in the last stage, and in the first one for draft heads."""
         return self._norm
 
     def forward(
@@ -117,12 +119,12 @@ class Decoder:
     ) -> ValueT:
         """See `CausalModel.forward`. observe: receives the hidden states after each number of layers, from 0."""
         x = self._begin(ops) if self._is_first else ops.from_previous_stage(self._hidden_size)
-        for number, layer in enumerate(self._layers):
+        for number, layer in enumerate(self._layers, self._first_layer):
             if observe is not None:
                 observe(number, x)
             x = layer(ops, x)
-        if observe is not None:
-            observe(len(self._layers), x)
+        if observe is not None and self._is_last:
+            observe(self._first_layer + len(self._layers), x)
         return x
 
     def _begin(self, ops: ForwardPass[ValueT]) -> ValueT:
@@ -155,9 +157,10 @@ class Decoder:
 def _other_stages_prefixes(names: Names, share: Share, num_layers: int) -> set[str]:
     """Return name prefixes of tensors that other stages have. First and last stage both load a tied embedding."""
     before = (names.embedding, names.positions, names.embedding_norm, names.project_in)
-    after = (names.head, names.final_norm, names.project_out)
+    after = (names.head, names.project_out)
+    norm = () if share.is_first or share.is_last else (names.final_norm,)
     found = {names.layer.format(layer=index) for index in range(num_layers) if not share.has_layer(index)}
-    return found.union(() if share.is_first else before, () if share.is_last else after)
+    return found.union(norm, () if share.is_first else before, () if share.is_last else after)
 
 
 def sinusoids(rows: int, width: int) -> torch.Tensor:

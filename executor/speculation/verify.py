@@ -97,6 +97,11 @@ class Speculation:
         """See `Drafter.output_cache`."""
         return self._drafter.output_cache
 
+    @property
+    def reads_steps(self) -> bool:
+        """See `Drafter.reads_steps`."""
+        return self._drafter.reads_steps
+
     def end_requests(self, freed: bytes) -> None:
         """Note the freed slots of a plan, before the slot tables change."""
         if freed:
@@ -119,15 +124,19 @@ class Speculation:
         """Return the result of a plan, with drafts where it allows them. ``compute`` computes and draws rows."""
         if not plan.drafts:
             result = compute(plan)
-            slots, starts, counts = (
-                np.frombuffer(column, np.int32) for column in (plan.slots, plan.starts, plan.counts)
-            )
-            self._note_computed(slots, starts, counts, counts)
+            self.end_without_drafts(plan)
             return result
         step = self.begin(plan)
         result = compute(step.plan)
         self.end(step, result)
         return result
+
+    def end_without_drafts(self, plan: StepPlan) -> None:
+        """Note a computed plan for which `begin` was not called."""
+        slots, starts, counts = (
+            np.frombuffer(column, np.int32) for column in (plan.slots, plan.starts, plan.counts)
+        )
+        self._note_computed(slots, starts, counts, counts)
 
     def begin(self, plan: StepPlan) -> DraftedStep:
         """Add drafts to a plan. The tokens of all earlier steps with these slots are known."""

@@ -18,6 +18,7 @@ from quintet.executor.distributed.parallel.rank_views import open_links, open_ra
 from quintet.executor.interface import StepWorker
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.loading import MODEL_DTYPES
+from quintet.executor.model_config.share import aux_layers_of
 from quintet.executor.models.decoder import Decoder
 from quintet.executor.models.medusa import MedusaHeads
 from quintet.executor.models.model import CausalModel
@@ -134,8 +135,7 @@ def _open_programs(context: WorkerContext, models: Sequence[CausalModel]) -> lis
         context.kv = memory = share_kv(kv, num_blocks, kv_dtype, ranks)
     else:
         memory = context.reserve_kv(kv_dtype)
-    draft = None if config.scheduler.speculative is None else config.scheduler.speculative.draft
-    aux_layers = () if draft is None else draft.aux_layers
+    aux_layers = aux_layers_of(config.scheduler)
     return [
         ModelProgram(library, model, config, dtype, memory, context.share, ranks, aux_layers)
         for model in models

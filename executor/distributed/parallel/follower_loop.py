@@ -16,12 +16,14 @@ from quintet.executor.backends.cpu.ops.huge_pages import gather_some, has_small_
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.context import WorkerContext
+from quintet.executor.distributed.parallel.handover import Handover
 from quintet.executor.distributed.parallel.kv_gather import PartBlocks, open_parts
 from quintet.executor.distributed.parallel.library import Note, OrderKind, StepPart
 from quintet.executor.distributed.parallel.rank_views import Links, open_links, open_ranks, share_of_rank
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
+from quintet.executor.model_config.share import aux_layers_of
 from quintet.process.os_tuning import trim_memory
 from quintet.process.spans import TraceSpan
 from quintet.wire.config import EngineConfig
@@ -101,6 +103,7 @@ def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
     links = open_links(config, context.memory.links, share.stage)
     stage = open_program(context)
     step, num_runs = _step_of(stage, config), 0
+    handover = Handover(stage, aux_layers_of(config.scheduler))
     preceding, following = links.preceding, links.following
     others = [each for each in (ranks, None if share.is_last else following) if each is not None]
     moves = Moves(ranks, None if share.is_last else following)
@@ -122,7 +125,7 @@ def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
             span("wait", num_runs)
             match kind:
                 case OrderKind.RUN:
-                    _run(stage, step, links, order.begin, order.end, order.length, span)
+                    _run(handover, step, links, order.begin, order.end, order.length, span)
                 case OrderKind.COPY_BLOCKS:
                     moves.move(kind, preceding.items(order), stage.kv.copy)
                 case OrderKind.SWAP_OUT:
@@ -149,16 +152,13 @@ def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
 
 
 def _run(
-    stage: ModelProgram, step: Step, links: Links, begin: int, end: int, length: int, span: TraceSpan
+    handover: Handover, step: Step, links: Links, begin: int, end: int, length: int, span: TraceSpan
 ) -> None:
     """Run parts of a step, and send it to the next stage."""
-    preceding = links.preceding
-    following = links.following
-    width = stage.handed_width
-    count = step.c.num_tokens
+    stage, following, count = handover.stage, links.following, step.c.num_tokens
     is_new = begin == StepPart.LAYERS
     if is_new:
-        stage.take(preceding.payload(width, stage.dtype)[:count])
+        handover.take(links.preceding, count)
     first = 0 if is_new else stage.layers_end
     last = stage.end if end == StepPart.END else stage.layers_end
     if first < last:
@@ -169,11 +169,11 @@ def _run(
     span("bubble")
     if stage.logits is not None:
         outputs = step.c.num_outputs
-        following.payload(stage.logits.shape[1], stage.logits_dtype)[:outputs].copy_(stage.logits[:outputs])
+        handover.write_result(following, outputs, count if is_new else 0)
         following.send_done(outputs)
         return
     if is_new:
-        stage.write_handover(following.payload(width, stage.dtype)[:count])
+        handover.write(following, count)
     following.send_run(step.address, begin, end, length)
 
 

@@ -7,6 +7,7 @@ or a plan's deltas.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +15,11 @@ import torch
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import append_draw
 from quintet.executor.backends.cpu.program.step import CStep, Step
+from quintet.executor.distributed.parallel.handover import Handover
 from quintet.executor.distributed.parallel.library import Note, StepPart
 from quintet.executor.distributed.parallel.rank_views import Links
 from quintet.executor.embeds import embeds_of
-from quintet.executor.model_config.share import Share
+from quintet.executor.model_config.share import Share, aux_layers_of
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import Settings
@@ -44,6 +46,7 @@ class Pipeline:
         self, stage: ModelProgram, config: EngineConfig, links: Links, span: TraceSpan = no_span
     ) -> None:
         self._stage, self._links, self._span = stage, links, span
+        self._handover = Handover(stage, aux_layers_of(config.scheduler))
         self.depth = config.executor.pipeline_parallel_size
         """Maximum number of steps with outstanding logits."""
         self.max_outputs = stage.max_outputs
@@ -103,7 +106,7 @@ class Pipeline:
         following, count = self._links.following, step.c.num_tokens
         following.make_room()
         self._span("bubble")
-        stage.write_handover(following.payload(stage.handed_width, stage.dtype)[:count])
+        self._handover.write(following, count)
         return self._send(step, length, StepPart.LAYERS)
 
     def more_logits(self, flight: InFlightStep, tokens: Int) -> torch.Tensor:
@@ -111,7 +114,7 @@ class Pipeline:
         with flight.step.with_outputs(tokens):
             order = self._send(flight.step, flight.length, StepPart.LOGITS)
         self.wait(order)
-        logits = self.take(flight)
+        logits, _ = self._receive()
         self.release_logits()
         return logits[: len(tokens)]
 
@@ -125,13 +128,20 @@ class Pipeline:
         self._links.preceding.wait_for_sent(flight.number)
 
     def take(self, flight: InFlightStep) -> torch.Tensor:
-        """Wait for the oldest step with untaken logits and return them, ``[max_outputs, vocab]``."""
+        """Wait for the oldest step with untaken logits and return them, ``[max_outputs, vocab]``.
+
+        The first stage's `ModelProgram.aux_hidden` is that of the step until the next one begins.
+        """
+        logits, self._stage.aux_hidden = self._receive()
+        return logits
+
+    def _receive(self) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         assert not self._is_taken, self._num_taken
         preceding = self._links.preceding
         preceding.receive(self._step_buffer)
         self._num_taken += 1
         self._is_taken = True
-        return preceding.payload(self._stage.vocab_size, self._stage.logits_dtype)
+        return self._handover.result(preceding)
 
     def release_logits(self) -> None:
         """Release the taken logits' memory for reuse; further calls have no effect."""

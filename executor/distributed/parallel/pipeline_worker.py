@@ -196,10 +196,16 @@ class PipelineWorker:
             return False
         if len(self._pending) >= self._pipeline.depth:
             return True
-        touched = set(np.frombuffer(plan.slots + plan.freed, np.int32).tolist())
-        touched.update(row.slot for row in plan.new_rows)
+        replaced = {*np.frombuffer(plan.freed, np.int32).tolist(), *(row.slot for row in plan.new_rows)}
+        touched = replaced.union(np.frombuffer(plan.slots, np.int32).tolist())
         drawing = (step.rows.slots[step.rows.sampling].tolist() for step in self._pending)
-        return any(not touched.isdisjoint(slots) for slots in drawing)
+        if any(not touched.isdisjoint(slots) for slots in drawing):
+            return True
+        if self._speculation is None or not self._speculation.reads_steps:
+            return False
+        # The drafter reads these steps with the tables and blocks that they were computed with.
+        computed = (step.rows.slots.tolist() for step in self._pending)
+        return bool(plan.copies) or any(not replaced.isdisjoint(slots) for slots in computed)
 
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> Pending:
@@ -277,6 +283,8 @@ class PipelineWorker:
         if step.drafted is not None:
             assert self._speculation is not None
             self._speculation.end(step.drafted, result)
+        elif self._speculation is not None:
+            self._speculation.end_without_drafts(step.plan)
         self._span("sampling")
         return result
 

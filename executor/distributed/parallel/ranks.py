@@ -56,10 +56,13 @@ class Ranks:
         address = self.library.gathered(self.handle, buffer, width * dtype.itemsize)
         return self._rows(address, self.shape.max_tokens, width, dtype)
 
-    def payload(self, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the payload rows, of ``width`` elements, of the leader's next order or of the last received order."""
-        rows = self.shape.payload_bytes // (width * dtype.itemsize)
-        return self._rows(self.library.payload(self.handle), rows, width, dtype)
+    def payload(self, width: int, dtype: torch.dtype, begin: int = 0) -> torch.Tensor:
+        """Return the payload rows, of ``width`` elements, of the leader's next order or of the last received order.
+
+        begin: first byte of the rows.
+        """
+        rows = (self.shape.payload_bytes - begin) // (width * dtype.itemsize)
+        return self._rows(self.library.payload(self.handle) + begin, rows, width, dtype)
 
     def staging(self) -> torch.Tensor:
         """Return the staging buffer, uint8, for weights copied between ranks."""

@@ -11,6 +11,7 @@ from quintet.executor.model_config.share import (
     PARTIAL_BYTES,
     STAGING_BYTES,
     SUM_BYTES,
+    aux_layers_of,
     chosen_bytes,
     gathered_width,
     most_outputs,
@@ -71,16 +72,21 @@ def _shared_kv_fields(config: EngineConfig, spec: DecoderSpec, item_bytes: int) 
 
 
 def link_shape(config: EngineConfig, link: int) -> CRanksShape:
-    """Return the memory shape of a link: a step's hidden states with rotations, or its logits."""
+    """Return the memory shape of a link: a step's hidden states with rotations, or its logits.
+
+    Both with hidden states that a draft head reads (`quintet.executor.distributed.parallel.handover`).
+    """
     num_stages, shape = config.executor.pipeline_parallel_size, shape_of(config)
     shape.ranks, shape.depth = 2, LINK_DEPTH
-    shape.payload_bytes += shape.max_tokens * shape.rotated_row_bytes
+    observed_bytes = len(aux_layers_of(config.scheduler)) * shape.payload_bytes
+    shape.payload_bytes += shape.max_tokens * shape.rotated_row_bytes + observed_bytes
     shape.sums_width = shape.logits_row_bytes = shape.rotated_row_bytes = shape.gathered_row_bytes = 0
     shape.experts_row_bytes = shape.staging_bytes = shape.kv_bytes = shape.kv_copies = 0
     shape.query_row_bytes = shape.partial_floats = 0
     if link == num_stages - 1:
         shape.depth = results_depth(num_stages)
         shape.payload_bytes = shape.max_outputs * config.model.vocab_size * config.logits_item_bytes
+        shape.payload_bytes += observed_bytes
     return shape
 
 

@@ -144,11 +144,9 @@ def test_layouts_and_devices_without_support_are_refused() -> None:
         '{"method": "mtp", "num_speculative_tokens": 4}',
     )
     for layout in ("tensor_parallel_size", "pipeline_parallel_size"):
-        assert config_of(model, **{layout: 2}) is not None
-        with pytest.raises(ConfigError, match="the method draft_model is not supported with --nnodes"):
-            config_of(model, nnodes=2, **{layout: 2})
-    assert config_of(mtp, tensor_parallel_size=2) is not None
-    with pytest.raises(ConfigError, match="the method mtp is not supported with --pipeline-parallel-size"):
-        config_of(mtp, pipeline_parallel_size=2)
+        for each, method in ((model, "draft_model"), (mtp, "mtp")):
+            assert config_of(each, **{layout: 2}) is not None
+            with pytest.raises(ConfigError, match=f"the method {method} is not supported with --nnodes"):
+                config_of(each, nnodes=2, **{layout: 2})
     with pytest.raises(ConfigError, match="not on CUDA"):
         speculative_config(Options(speculative_config=text), "torch", "cuda")

@@ -77,9 +77,11 @@ def test_tensors_of_the_layer_are_its_memory(tmp_path: Path) -> None:
 
 def test_rank_0_has_a_whole_output_layer_for_the_layer(tmp_path: Path) -> None:
     write_model(tmp_path / "target", **MIMO)
-    alone, ranks = (draft_of(tmp_path, tensor_parallel_size=size) for size in (1, 2))
-    assert ranks.weight_bytes - alone.weight_bytes == 100 * 64 * 2
-    assert ranks.model.kv == alone.model.kv
+    alone = draft_of(tmp_path)
+    for layout in ("tensor_parallel_size", "pipeline_parallel_size"):
+        divided = draft_of(tmp_path, **{layout: 2})
+        assert divided.weight_bytes - alone.weight_bytes == 100 * 64 * 2
+        assert divided.model.kv == alone.model.kv
 
 
 def test_experts_of_the_layer_have_a_layout_of_their_own(tmp_path: Path) -> None:

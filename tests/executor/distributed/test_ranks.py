@@ -19,7 +19,7 @@ from quintet.executor.backends.cpu.program.step import CStep, Step
 from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.distributed.parallel.library import CRanksShape, OrderKind, RanksLibrary
 from quintet.executor.distributed.parallel.ranks import Ranks
-from quintet.executor.distributed.parallel.shapes import shape_of
+from quintet.executor.distributed.parallel.shapes import link_shape, shape_of
 from quintet.executor.model_config.share import KeptRange, Share
 
 DEPTH = 6
@@ -199,6 +199,26 @@ def test_shared_memory_is_counted_as_mapped(experts: bool, tmp_path: Path) -> No
     item_bytes = 4 * ranks.item_ints
     rest = ranks.num_bytes(ctypes.byref(shape)) - config.executor.shared_bytes
     assert item_bytes <= rest < 2 * item_bytes
+
+
+def test_observed_hidden_states_are_counted_as_mapped(tmp_path: Path) -> None:
+    """Those that a prediction layer reads, in the links of three stages."""
+    library = open_library()
+    assert library is not None
+    family = {"architectures": ["MiMoForCausalLM"], "num_key_value_heads": 2, "num_hidden_layers": 3}
+    model, ranks = write_model(tmp_path, **family), RanksLibrary(library)
+    sizes = list[tuple[int, int]]()
+    for drafts in (None, '{"method": "mtp", "num_speculative_tokens": 2}'):
+        options = Options(
+            model=str(model), load_format="dummy", device="cpu", max_num_seqs=8, max_model_len=64,
+            max_num_batched_tokens=512, pipeline_parallel_size=3, speculative_config=drafts,
+        )  # fmt: skip
+        config = resolve(options, tmp_path).config
+        shapes = [link_shape(config, link) for link in range(3)]
+        mapped_bytes = sum(ranks.num_bytes(ctypes.byref(shape)) for shape in shapes)
+        sizes.append((mapped_bytes, config.executor.shared_bytes))
+    (mapped, counted), (mapped_with_drafts, counted_with_drafts) = sizes
+    assert mapped_with_drafts - mapped == counted_with_drafts - counted == (2 + 2 + 4) * 512 * 64 * 2
 
 
 def test_each_order_is_received_with_its_step() -> None:

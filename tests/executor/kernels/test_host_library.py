@@ -229,7 +229,7 @@ def small_process() -> Iterator[ProcessPoolExecutor]:
 
 
 def record(changed: dict[str, float | str], attends: bool) -> None:
-    """Record a kernel whose attention layer has changed fields; a text names scales."""
+    """Record a kernel with changed fields of its attention layer; a text names scales."""
     library, at, wide = program_library(), 64, 1 << 20
     assert library is not None
     program = library.new()

@@ -1,18 +1,24 @@
-"""Draft heads on rank 0: drafts are those of a reference, and outputs are those of the same ranks without drafts."""
+"""Draft heads on rank 0 of the first stage: outputs are those of the same ranks without drafts.
+
+Drafts are those of a reference; with stages, those of one process in the same schedule.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import transformers
 from tests.models.distributed.ranks import in_ranks
-from tests.models.equality import few_blocks, with_blocks
+from tests.models.equality import Loaded, few_blocks, load, with_blocks
 from tests.models.random_checkpoints import write_checkpoint
+from tests.models.small_models import prompts_of
 from tests.models.speculation.draft_heads import (
     Head,
     eagle3_head,
@@ -21,22 +27,31 @@ from tests.models.speculation.draft_heads import (
     record_drafts,
 )
 from tests.models.speculation.mtp_checkpoints import KINDS, write
-from tests.models.speculation.test_bits import PARAMS, drafting, run
+from tests.models.speculation.test_bits import PARAMS, Recorder, drafting, run
 from tests.models.test_engine import changed
 from tests.models.test_equal import ROWS
 
 from quintet.core import recurrent_state
+from quintet.wire.params import SamplingParams
 
 HEADS: dict[str, Callable[[], Head]] = {"eagle": eagle_head, "eagle3": eagle3_head, "medusa": medusa_heads}
 LAYOUTS = [
-    ("eagle", 2, 1),
-    ("eagle3", 2, 1),
-    ("medusa", 2, 1),
-    ("eagle3", 4, 2),
-    *((name, 2, 1) for name in ("mimo", "glm4 moe, three layers", "deepseek v3", "qwen 3.5")),
-    ("mimo", 4, 2),
+    *((name, 2, 1, 1) for name in HEADS),
+    ("eagle3", 4, 2, 1),
+    *((name, 2, 1, 1) for name in ("mimo", "glm4 moe, three layers", "deepseek v3", "qwen 3.5")),
+    ("mimo", 4, 2, 1),
 ]
-"""Head or model, ranks, and ranks that share KV memory."""
+"""Head or model, ranks, ranks that share KV memory, and stages."""
+STAGES = [
+    *((name, 1, 1, 2) for name in HEADS),
+    ("eagle3", 1, 1, 3),
+    *((name, 1, 1, 2) for name in ("mimo", "glm4 moe, three layers", "deepseek v3")),
+    ("eagle3", 2, 1, 2),
+    ("mimo", 4, 2, 2),
+]
+"""As `LAYOUTS`."""
+FEW = SamplingParams(temperature=0.0, max_tokens=16, seed=0, logit_bias={7: 30.0, 9: 30.0, 11: 30.0})
+"""Three tokens, so that random heads often propose the next one."""
 
 
 def made(name: str, folder: Path) -> tuple[str, Any]:
@@ -54,14 +69,28 @@ def made(name: str, folder: Path) -> tuple[str, Any]:
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("params", ["greedy", "sampled", "logprobs"])
-@pytest.mark.parametrize(("name", "size", "context"), LAYOUTS)
+@pytest.mark.parametrize(("name", "size", "context", "stages"), LAYOUTS)
 def test_heads_change_no_output_of_ranks(
-    name: str, size: int, context: int, params: str, tmp_path: Path
+    name: str, size: int, context: int, stages: int, params: str, tmp_path: Path
 ) -> None:
+    check_outputs(name, size, context, stages, params, tmp_path)
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("params", ["greedy", "sampled", "logprobs", "choices"])
+@pytest.mark.parametrize(("name", "size", "context", "stages"), STAGES)
+def test_heads_change_no_output_of_stages(
+    name: str, size: int, context: int, stages: int, params: str, tmp_path: Path
+) -> None:
+    check_outputs(name, size, context, stages, params, tmp_path)
+
+
+def check_outputs(name: str, size: int, context: int, stages: int, params: str, tmp_path: Path) -> None:
+    """Compare outputs with and without drafts, and greedy drafts with the reference's."""
     flag, reference = made(name, tmp_path)
     with (
         mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32),
-        in_ranks(tmp_path, size, context=context, speculative_config=flag) as loaded,
+        in_ranks(tmp_path, size, context=context, stages=stages, speculative_config=flag) as loaded,
     ):
         worker: Any = loaded.worker
         plain = run(changed(loaded.config, speculative=None), worker, PARAMS[params])
@@ -78,3 +107,76 @@ def test_heads_change_no_output_of_ranks(
     for tokens, drafts in proposals[:: len(proposals) // 8]:
         expected = reference(tokens, len(drafts))
         assert drafts[: len(expected)] == expected
+
+
+def in_layout(folder: Path, stages: int, flag: str) -> AbstractContextManager[Loaded]:
+    """Load in one process, or in stages."""
+    if stages == 1:
+        return nullcontext(load(folder, speculative_config=flag))
+    return in_ranks(folder, 1, stages=stages, speculative_config=flag)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("name", [*HEADS, "mimo", "glm4 moe, three layers"])
+def test_stages_accept_the_drafts_of_one_process(name: str, tmp_path: Path) -> None:
+    """One request after another: a prompt in chunks, a prefix hit, and choices that continue after a copied block."""
+    flag, _ = made(name, tmp_path)
+    (prompt,) = prompts_of((70,))
+    requests = [
+        (prompt, FEW),
+        ([*prompt[:50], 1, 2, 3], FEW),
+        (prompt[:21], msgspec.structs.replace(FEW, n=3, temperature=1.0)),
+    ]
+    outputs, drafts = list[object](), list[dict[tuple[int, ...], list[int]]]()
+    for stages in (1, 2, 3):
+        with in_layout(tmp_path, stages, flag) as loaded:
+            driver = Recorder(
+                changed(loaded.config, long_prefill_token_threshold=20), drafting(loaded.worker)
+            )
+            found = record_drafts(loaded.worker)
+            for number, (tokens, params) in enumerate(requests, 1):
+                driver.admit(10 * number, tokens, params)
+                driver.run()
+                if number == 2:
+                    drafts.append({tuple(tokens): proposed for tokens, proposed in found if proposed})
+            assert driver.cached[20] == 48 and driver.engine.state is not None
+            assert driver.engine.state.counters.num_accepted_tokens > 10
+            outputs.append(driver.outputs)
+    assert outputs[0] == outputs[1] == outputs[2]
+    for others in drafts[1:]:
+        check_equal_drafts(drafts[0], others)
+
+
+def check_equal_drafts(
+    first: dict[tuple[int, ...], list[int]], second: dict[tuple[int, ...], list[int]]
+) -> None:
+    """Check that drafts after the same tokens are equal. Their number depends on the steps in flight."""
+    common = first.keys() & second.keys()
+    assert 2 * len(common) > len(first)
+    for tokens in common:
+        length = min(len(first[tokens]), len(second[tokens]))
+        assert first[tokens][:length] == second[tokens][:length]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+def test_drafts_in_the_slot_of_a_canceled_prompt_are_unaffected(name: str, tmp_path: Path) -> None:
+    """The next request starts in the slot while later stages compute a chunk of that prompt."""
+    flag, _ = made(name, tmp_path)
+    first, second = prompts_of((80, 30))
+    outputs, drafts = list[object](), list[dict[tuple[int, ...], list[int]]]()
+    for stages in (1, 2):
+        with in_layout(tmp_path, stages, flag) as loaded:
+            config = changed(loaded.config, long_prefill_token_threshold=20, max_num_seqs=1)
+            driver = Recorder(config, drafting(loaded.worker))
+            found = record_drafts(loaded.worker)
+            driver.admit(1, first, FEW)
+            driver.admit(2, second, FEW)
+            plan = driver.engine.plan(0)
+            assert plan is not None
+            driver._begin([plan])
+            driver._apply(driver.engine.cancel([1], 0))
+            driver.run()
+            outputs.append(driver.outputs[2])
+            drafts.append({tuple(tokens): proposed for tokens, proposed in found if proposed})
+    assert outputs[0] == outputs[1] and drafts[0]
+    check_equal_drafts(*drafts)

@@ -71,8 +71,8 @@ class ModelProgram:
         """``[max_tokens, hidden]``: hidden states from the previous stage; None in the first stage."""
         self.hidden = hidden.tensor
         """``[max_tokens, hidden]``: hidden states for the next stage."""
-        self.aux_hidden = [value.tensor for value in observed]
-        """``[max_tokens, hidden]``: hidden states after each number of layers in ``aux_layers``, for a draft head."""
+        self.aux_hidden: Sequence[torch.Tensor] = [value.tensor for value in observed]
+        """``[max_tokens, hidden]`` after each number of ``aux_layers``; in the first of several stages, of all."""
         self.logits = None if logits is None else logits.tensor
         assert self.logits is None or self.logits.dtype is self.logits_dtype, self.logits.dtype
         """``[max_outputs, vocab]``; None if another stage computes them."""
@@ -111,25 +111,6 @@ class ModelProgram:
         elapsed = time.perf_counter() - started
         self.seconds += elapsed
         return elapsed
-
-    @property
-    def handed_width(self) -> int:
-        """Elements per token to send to the next stage: hidden states, and rotations that it cannot compute."""
-        return int(self.hidden.shape[1]) + self.rotations.handed_width
-
-    def write_handover(self, rows: torch.Tensor) -> None:
-        """Write the last step's hidden states and rotations into rows ``[num_tokens, handed_width]``."""
-        width = self.hidden.shape[1]
-        rows[:, :width].copy_(self.hidden[: len(rows)])
-        self.rotations.write_handover(rows[:, width:])
-
-    def take(self, rows: torch.Tensor) -> None:
-        """Load the hidden states and rotations that the previous stage sent."""
-        assert self.received_hidden is not None, self.share
-        self.wait_for_ranks()  # they may still read the last step's
-        width = self.received_hidden.shape[1]
-        self.received_hidden[: len(rows)].copy_(rows[:, :width])
-        self.rotations.take(rows[:, width:])
 
     @property
     def has_idle_tasks(self) -> bool:
