@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -244,45 +244,63 @@ def check_broken(reasoning: str, tools: str, random: Random) -> None:
 
 ARRAY = {"properties": {"x": {"type": "array"}}}
 REFERENCES = {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 60}}
-BLANKS = ["\n"] * 200_000
 TYPED = "<tool_call>\n<function=f>\n<parameter=x>\n"
 """Begins a value that is converted as a whole."""
+SCALE = 10
 
 
 @pytest.mark.parametrize(
     ("reasoning", "tools", "parameters", "parts"),
     [
-        ("", "qwen3_coder", {"$defs": REFERENCES, "properties": {"x": {"$ref": "#/$defs/a"}}}, ["w1w"]),
-        ("openai_gptoss", "openai", {}, ["<|start|>" + " " * 60 + "w1w<|message|>"]),
-        ("openai_gptoss", "openai", {}, [*BLANKS, "w1w"]),
-        ("deepseek_r1", "hermes", {}, [*BLANKS, "w1w"]),
-        ("", "hermes", {}, ["w1w", *BLANKS, "w2w"]),
-        ("deepseek_r1", "hermes", {}, ['w1w<tool_call>{"a": "', *["<tool_call>"] * 20_000, "</think>w2w"]),
-        ("deepseek_r1", "hermes", {}, [*["<tool_call>"] * 10_000, "w1w"]),
-        ("deepseek_r1", "glm45", {}, [*["<tool_call>"] * 800, "w1w"]),
-        ("", "pythonic", {}, ["[f(x=w1w", *["' "] * 60_000]),
-        ("", "qwen3_coder", ARRAY, [TYPED, "['w1w ", *["\\n"] * 200_000, "']"]),
-        ("", "qwen3_coder", ARRAY, [TYPED, "[w1w", *["'a"] * 60_000, "]"]),
-        ("", "qwen3_coder", ARRAY, [TYPED, "['w1w',", *["'a',"] * 100_000, "]"]),
-        ("", "hermes", {}, ['<tool_call>{"name": "w1w"}</tool_call>' * 10_000]),
+        ("openai_gptoss", "openai", {}, lambda n: [*["\n"] * n * 10_000, "w1w"]),
+        ("deepseek_r1", "hermes", {}, lambda n: [*["\n"] * n * 10_000, "w1w"]),
+        ("", "hermes", {}, lambda n: ["w1w", *["\n"] * n * 10_000, "w2w"]),
+        (
+            "deepseek_r1",
+            "hermes",
+            {},
+            lambda n: ['w1w<tool_call>{"a": "', *["<tool_call>"] * n * 1_000, "</think>w2w"],
+        ),
+        ("deepseek_r1", "hermes", {}, lambda n: [*["<tool_call>"] * n * 500, "w1w"]),
+        ("deepseek_r1", "glm45", {}, lambda n: [*["<tool_call>"] * n * 60, "w1w"]),
+        ("", "pythonic", {}, lambda n: ["[f(x=w1w", *["' "] * n * 3_000]),
+        ("", "qwen3_coder", ARRAY, lambda n: [TYPED, "['w1w ", *["\\n"] * n * 10_000, "']"]),
+        ("", "qwen3_coder", ARRAY, lambda n: [TYPED, "[w1w", *["'a"] * n * 3_000, "]"]),
+        ("", "qwen3_coder", ARRAY, lambda n: [TYPED, "['w1w',", *["'a',"] * n * 5_000, "]"]),
+        ("", "hermes", {}, lambda n: ['<tool_call>{"name": "w1w"}</tool_call>' * n * 500]),
         (
             "qwen3",
             "qwen3_coder",
             {},
-            ["<tool_call><function=w1w><parameter=a>x</parameter></function>" * 10_000],
+            lambda n: ["<tool_call><function=w1w><parameter=a>x</parameter></function>" * n * 500],
         ),
-        ("", "pythonic", {}, ["[f(x=w1w)]\n" * 10_000]),
-        ("", "pythonic", {}, ["😀\n" * 100_000 + "w1w"]),
+        ("", "pythonic", {}, lambda n: ["[f(x=w1w)]\n" * n * 500]),
+        ("", "pythonic", {}, lambda n: ["😀\n" * n * 5_000 + "w1w"]),
     ],
 )
 def test_work_is_linear(
-    reasoning: str, tools: str, parameters: dict[str, object], parts: Sequence[str]
+    reasoning: str, tools: str, parameters: dict[str, object], parts: Callable[[int], Sequence[str]]
 ) -> None:
     schemas = json.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}]).encode()
-    began_s = time.process_time()
-    deltas = read(build(reasoning, tools, schemas, ""), parts)
-    assert time.process_time() - began_s < 2.0  # takes a tenth of this; quadratic work took 4 s and more
-    assert WORD.findall("".join(delta.text for delta in deltas)) == WORD.findall("".join(parts))
+    seconds = dict[int, float]()
+    for scale in (1, SCALE):
+        text = parts(scale)
+        began_s = time.process_time()
+        for _ in range(SCALE // scale):
+            deltas = read(build(reasoning, tools, schemas, ""), text)
+        seconds[scale] = time.process_time() - began_s
+        assert WORD.findall("".join(delta.text for delta in deltas)) == WORD.findall("".join(text))
+    assert seconds[SCALE] < 3 * seconds[1] + 0.5, (
+        seconds
+    )  # the same amount of text; quadratic work takes 10 times as long
+
+
+def test_long_headers_and_recursive_schemas_take_little_time() -> None:
+    """Exponential work would not end."""
+    recursive = {"$defs": REFERENCES, "properties": {"x": {"$ref": "#/$defs/a"}}}
+    schemas = json.dumps([{"type": "function", "function": {"name": "f", "parameters": recursive}}]).encode()
+    assert read(build("", "qwen3_coder", schemas, ""), ["w1w"])
+    assert read(build("openai_gptoss", "openai", b"[]", ""), ["<|start|>" + " " * 60 + "w1w<|message|>"])
 
 
 @pytest.mark.parametrize("name", TOOLS)
