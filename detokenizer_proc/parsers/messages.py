@@ -43,7 +43,7 @@ class MessageFormat:
 
 
 class Messages(Machine):
-    """Parses messages of a `MessageFormat`. Text without a header is content, and so is a header without a message."""
+    """Parses messages of a `MessageFormat`. Text without a header is an answer, and so is a header without a message."""
 
     def __init__(
         self, form: MessageFormat, prompt: str, calls: Callable[[], Parser] | None, *, with_reasoning: bool

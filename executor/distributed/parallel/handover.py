@@ -3,8 +3,8 @@
     to the next stage     a row per token: hidden states | rotations | observed hidden states
     to the first stage    a row of logits per output; then a row of observed hidden states per token
 
-A draft head of the first stage reads the observed hidden states, those after some numbers of layers. A stage sends the ones
-that it has received and its own.
+Observed hidden states are those that a draft head in the first stage reads. A stage sends the ones that it received, and its
+own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Handover:
         self._widths = [self._width, stage.rotations.handed_width, len(aux_layers) * self._width]
 
     def take(self, link: Ranks, count: int) -> None:
-        """Load ``count`` tokens from the previous stage. Its order must not be done before `write`."""
+        """Load ``count`` tokens from the previous stage. Report its order as finished only after `write`."""
         stage, (hidden, rotations, observed) = self.stage, self._columns(link, count)
         assert stage.received_hidden is not None, stage.share
         stage.wait_for_ranks()  # they may still read the last step's
@@ -54,7 +54,7 @@ class Handover:
         self._write_observed(observed, count)
 
     def result(self, link: Ranks) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return the places of logits ``[max_outputs, vocab]``, and of each observed hidden state ``[max_tokens, hidden]``."""
+        """Return views of the logits ``[max_outputs, vocab]``, and of each observed hidden state ``[max_tokens, hidden]``."""
         stage = self.stage
         logits = link.payload(stage.vocab_size, stage.logits_dtype)[: stage.max_outputs]
         if not self._widths[-1]:
@@ -65,6 +65,7 @@ class Handover:
         rows = link.payload(sum(self._widths), self.stage.dtype)[:count]
         return torch.split(rows, self._widths, dim=1)
 
-    def _write_observed(self, places: Sequence[torch.Tensor], count: int) -> None:
-        for place, observed in zip(places, self._observed, strict=False):
-            place[:count].copy_(observed[:count])
+    def _write_observed(self, targets: Sequence[torch.Tensor], count: int) -> None:
+        """Copy the observed hidden states of ``count`` tokens. The last targets are those of later stages."""
+        for target, observed in zip(targets, self._observed, strict=False):
+            target[:count].copy_(observed[:count])
