@@ -57,13 +57,24 @@ def test_anthropics_blocks_of_calls_and_results_are_calls_and_tool_messages(shar
     assert prompt.message_names == [f"messages[{i}]" for i in (0, 1, 2, 2, 3, 4)]
 
 
+@pytest.mark.parametrize(
+    ("role", "block", "reason"),
+    [
+        ("user", {"type": "tool_result", "content": "x"}, "tool_use_id must be a string"),
+        ("assistant", {**CALL, "id": ["toolu_1"]}, "id ['toolu_1']; id must be a string"),
+    ],
+)
+def test_errors_name_the_wrong_field_of_a_block(shared: Any, role: str, block: Json, reason: str) -> None:
+    refused = shared.ask("POST", H, {"messages": [*HELLO, {"role": role, "content": [block]}]})
+    assert refused.status == 400 and reason in refused.json["error"]["message"]
+    assert refused.json["error"]["param"] == f"messages[{len(HELLO)}].content[0]"
+
+
 def test_blocks_of_calls_that_are_in_tool_calls_too_are_unchanged(shared: Any) -> None:
     calls = [{"id": "toolu_1", "type": "function", "function": {"name": "Read", "arguments": "{}"}}]
     answer = {"role": "assistant", "content": [CALL], "tool_calls": calls}
     sent = [{"role": "user", "content": "What is tool_use?"}, answer]
     assert messages_of(shared, H, {"messages": sent}) == sent
-    incomplete = {"role": "assistant", "content": [{**CALL, "id": ["toolu_1"]}]}
-    assert messages_of(shared, H, {"messages": [*HELLO, incomplete]}) == [*HELLO, incomplete]
 
 
 def test_calls_without_text_have_null_content(shared: Any) -> None:
