@@ -97,10 +97,19 @@ def test_threads_share_the_query_heads_of_one_kv_head(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_drafts_of_a_row_read_its_context_once(tmp_path: Path, threads: int) -> None:
-    """Nine tokens of seven query heads each exceed a group of tokens. Threads divide the keys, not the tokens."""
-    runner = worker_of(SHAPES["S"], tmp_path).runner
-    assert isinstance(runner, ProgramRunner)
-    operations = balance_of(runner, [2039], [9], threads)
+    """Nine tokens of seven query heads each exceed a group of tokens. Threads divide the keys, not the tokens.
+
+    Without VDPBF16PS on AMD: there groups follow each other in a core's cache (``bench/notes/050-drafts-attention.md``).
+    """
+    library = open_library()
+    assert library is not None
+    library.qt_attend_in_pairs(0)
+    try:
+        runner = worker_of(SHAPES["S"], tmp_path).runner
+        assert isinstance(runner, ProgramRunner)
+        operations = balance_of(runner, [2039], [9], threads)
+    finally:
+        library.qt_attend_in_pairs(-1)
     attention = next(each for each in operations if each.name.startswith("attention") and each.pieces)
     assert attention.bytes_again == 0
     assert attention.busiest * threads <= 1.05 * attention.cost
