@@ -118,10 +118,16 @@ _HUNYUAN_SPELLINGS = tuple(
     for name in ("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value")
     for slash in ("", "/")
 )
+_DSML_GROUPS = ("tool_calls", "function_calls", "calls", "toolcalls")
 _DSML_SPELLINGS = tuple(
-    (f"<{slash}{bar}DSML{bar}", f"<{slash}｜DSML｜") for bar in ("｜｜", "|", "‖") for slash in ("", "/")
+    (f"<{slash}{bar}DSML{bar}{space}{name}", f"<{slash}｜DSML｜{name}")
+    for bar in ("｜", "｜｜", "|", "‖")
+    for space in ("", " ")
+    for slash in ("", "/")
+    for name in ("invoke", "parameter", *_DSML_GROUPS)
+    if (bar, space) != ("｜", "")
 )
-"""Those of models that write the marks without their special token."""
+"""Those of V4.1, with a space, and of models that write the marks without their special token."""
 _THINK = ThinkFormat(("<think>",), ("</think>",))
 _THINK_FIRST = ThinkFormat(("<think>",), ("</think>",), begins_inside=True)
 _COHERE_BEGINS = ("<|START_RESPONSE|>", "<|START_TEXT|>")
@@ -213,7 +219,7 @@ TOOLS: dict[str, ToolFormat] = {
         heads=(_SEPARATOR,),
     ),
     "deepseek_v32": replace(
-        _invoke_tags("｜DSML｜", "｜DSML｜function_calls", "｜DSML｜tool_calls", within=("｜DSML｜",)),
+        _invoke_tags("｜DSML｜", *(f"｜DSML｜{name}" for name in _DSML_GROUPS), within=("｜DSML｜",)),
         spellings=_DSML_SPELLINGS,
     ),
     "dots": _invoke_tags("", "dots_function_call"),

@@ -194,15 +194,16 @@ def test_a_call_without_its_closing_brackets_is_complete(name: str, text: str) -
     assert parse(text, name) == ([("f", {"s": "a"})], "", "")
 
 
-@pytest.mark.parametrize("bars", ["｜｜", "|", "‖"])
-def test_deepseeks_marks_in_plain_text_are_read(bars: str) -> None:
+@pytest.mark.parametrize("group", ["tool_calls", "calls", "toolcalls"])
+@pytest.mark.parametrize(
+    "mark", ["｜DSML｜", "｜DSML｜ ", "｜｜DSML｜｜", "｜｜DSML｜｜ ", "|DSML|", "‖DSML‖"]
+)
+def test_deepseeks_marks_in_other_spellings_are_read(mark: str, group: str) -> None:
     value = '<｜DSML｜parameter name="s" string="true">a</｜DSML｜parameter>'
-    text = f'A<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">{value}</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
-    assert parse(text.replace("｜DSML｜", f"{bars}DSML{bars}"), "deepseek_v32") == (
-        [("f", {"s": "a"})],
-        "A",
-        "",
-    )
+    text = f'<｜DSML｜{group}>\n<｜DSML｜invoke name="f">{value}</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+    text = text.replace("｜DSML｜", mark)
+    assert parse(f"A{text}", "deepseek_v32") == ([("f", {"s": "a"})], "A", "")
+    assert parse(f"So{text}", "deepseek_v32", "deepseek_v3", "<think>") == ([("f", {"s": "a"})], "", "So")
 
 
 @pytest.mark.parametrize(
