@@ -83,6 +83,9 @@ def test_flags_override_detection() -> None:
         ("nemotron_3", "interns1", ("nemotron_v3", "internlm")),
         ("none", "granite-20b-fc", ("", "granite_20b_fc")),
         ("minimax-m3", "hunyuan", ("minimax_m3", "hy_v3")),
+        ("deepseek_v41", "deepseekv4", ("deepseek_v3", "deepseek_v32")),
+        ("ling3", "ling3", ("glm45", "glm45")),
+        ("hy_v4", "hy_v4", ("hy_v3", "hy_v3")),
     ],
 )
 def test_names_of_other_servers_are_accepted(reasoning: str, tools: str, expected: tuple[str, str]) -> None:
