@@ -68,6 +68,7 @@ REASONING_ALIASES = {
     "interns1": "qwen3",
     "ling3": "glm45",
     "minimax": "minimax_m2",
+    "minimax_append_think": "minimax_m2_append_think",
     "mimo": "qwen3",
     "nano_v3": "nemotron_v3",
     "nemotron_3": "nemotron_v3",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from quintet.detokenizer_proc.parsers.formats import REASONING, HarmonyFormat
 from quintet.detokenizer_proc.parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from quintet.detokenizer_proc.parsers.messages import MessageFormat
-from quintet.detokenizer_proc.parsers.thinking import ThinkFormat
+from quintet.detokenizer_proc.parsers.thinking import KeptFormat, ThinkFormat
 from quintet.wire.config import ForcedCalls, ThinkMarks
 
 _NAME, _ARGUMENTS, _PARAMETERS = '{"name": "', '", "arguments": ', '", "parameters": '
@@ -109,6 +109,8 @@ def think_marks(reasoning: str) -> ThinkMarks | None:
     form = REASONING.get(reasoning)
     if form is None:
         return None
+    if isinstance(form, KeptFormat):
+        form = form.form
     if isinstance(form, ThinkFormat):
         return ThinkMarks(list(form.opens), list(form.closes), form.begins_inside, breaks=list(form.breaks))
     if isinstance(form, MessageFormat):

@@ -27,7 +27,14 @@ from quintet.detokenizer_proc.parsers.nested_calls import NestedCalls, NestedFor
 from quintet.detokenizer_proc.parsers.schemas import Schemas
 from quintet.detokenizer_proc.parsers.tag_format import TagFormat
 from quintet.detokenizer_proc.parsers.tagged_calls import TaggedCalls
-from quintet.detokenizer_proc.parsers.thinking import EmbeddedCalls, LateCloseFilter, ThinkFormat, Thinking
+from quintet.detokenizer_proc.parsers.thinking import (
+    EmbeddedCalls,
+    KeptFormat,
+    KeptReasoning,
+    LateCloseFilter,
+    ThinkFormat,
+    Thinking,
+)
 from quintet.wire.channels import Channel
 from quintet.wire.config import CallIds
 
@@ -165,7 +172,7 @@ def call_ids(tools: str) -> CallIds:
 def fit(reasoning: str, tools: str) -> bool:
     """Return whether two parsers (empty: none) can be combined for one output."""
     thought, form = REASONING.get(reasoning), TOOLS.get(tools)
-    thought = None if isinstance(thought, ThinkFormat) else thought
+    thought = None if isinstance(thought, ThinkFormat | KeptFormat) else thought
     calls = (
         form.messages if isinstance(form, MessageCalls) else form if isinstance(form, HarmonyFormat) else None
     )
@@ -187,6 +194,8 @@ def build(reasoning: str, tools: str, schemas: bytes, prompt: str) -> Parser:
     thought = REASONING[reasoning] if reasoning else None
     if isinstance(thought, HarmonyFormat) or (tools and isinstance(TOOLS[tools], HarmonyFormat)):
         return Harmony(with_reasoning=bool(reasoning), with_calls=bool(tools))
+    if isinstance(thought, KeptFormat):
+        return KeptReasoning(thought.form, prompt, build("", tools, schemas, prompt) if tools else None)
     form, types = TOOLS[tools] if tools else None, Schemas(schemas)
     if isinstance(thought, MessageFormat) or isinstance(form, MessageCalls):
         messages = form.messages if isinstance(form, MessageCalls) else thought

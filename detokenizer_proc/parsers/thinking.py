@@ -40,6 +40,18 @@ class ThinkFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptFormat:
+    """Reasoning that stays in the content with its marks, for clients that return only the content."""
+
+    form: ThinkFormat
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Special tokens that the parser must see as text."""
+        return self.form.marks
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddedCalls:
     """Tool calls that may begin inside unclosed reasoning."""
 
@@ -243,3 +255,38 @@ class LateCloseFilter(Machine):
         text, self._text = self._text, ""
         self._emit(Channel.CONTENT, self._prose.take(text) + (self._prose.end() if self._over else ""))
         return False
+
+
+class KeptReasoning:
+    """Keeps reasoning of a `KeptFormat` in the content. The opening mark that the prompt has precedes it."""
+
+    is_reasoning = False
+
+    def __init__(self, form: ThinkFormat, prompt: str, calls: Parser | None) -> None:
+        inside = is_inside(prompt, form.opens, form.closes, form.begins_inside)
+        self._opening = form.opens[0] if inside else ""
+        self._held = ""
+        self._calls = calls
+
+    def push(self, text: str) -> list[ChannelText]:
+        """See `Parser`."""
+        if self._opening:
+            self._held += text
+            begin = self._held.lstrip()[: len(self._opening)]
+            if self._opening.startswith(begin) and begin != self._opening:
+                return []
+            text = self._take_held(begin)
+        if self._calls is not None:
+            return self._calls.push(text)
+        return [ChannelText(Channel.CONTENT, 0, text)] if text else []
+
+    def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
+        """See `Parser`."""
+        deltas = self.push(self._take_held("")) if self._held else []
+        return deltas + (self._calls.finish(is_cut=is_cut) if self._calls is not None else [])
+
+    def _take_held(self, begin: str) -> str:
+        """Return the text held back, after the opening mark unless it begins with that mark."""
+        text = self._held if begin == self._opening else self._opening + self._held
+        self._opening = self._held = ""
+        return text

@@ -83,6 +83,8 @@ def test_flags_override_detection() -> None:
         ("nemotron_3", "interns1", ("nemotron_v3", "internlm")),
         ("none", "granite-20b-fc", ("", "granite_20b_fc")),
         ("minimax-m3", "hunyuan", ("minimax_m3", "hy_v3")),
+        ("minimax-append-think", "minimax-m2", ("minimax_m2_append_think", "minimax_m2")),
+        ("minimax_m2_append_think", "minimax_m2", ("minimax_m2_append_think", "minimax_m2")),
         ("deepseek_v41", "deepseekv4", ("deepseek_v3", "deepseek_v32")),
         ("ling3", "ling3", ("glm45", "glm45")),
         ("hy_v4", "hy_v4", ("hy_v3", "hy_v3")),

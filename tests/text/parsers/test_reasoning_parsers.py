@@ -65,6 +65,23 @@ def test_marks_around_an_answer_without_reasoning_are_removed() -> None:
     assert read(parser, list("<answer>\nYes.\n</answer>")) == [ChannelText(CONTENT, 0, "Yes.")]
 
 
+@pytest.mark.parametrize("output", ["So</think>\n\nYes.", "<think>So</think>\n\nYes."])
+@pytest.mark.parametrize("prompt", ["assistant:<think>\n", "assistant:", "assistant:<think>\n\n</think>\n"])
+def test_kept_reasoning_has_the_mark_of_the_prompt(output: str, prompt: str) -> None:
+    whole = output if "</think>" in prompt else "<think>" + output.removeprefix("<think>")
+    for tools in ("", "minimax_m2"):
+        for parts in ([output], list(output)):
+            parser = build("minimax_m2_append_think", tools, b"", prompt)
+            assert read(parser, parts) == [ChannelText(CONTENT, 0, whole)]
+    call = '<minimax:tool_call>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>'
+    parser = build("minimax_m2_append_think", "minimax_m2", b"", prompt)
+    assert read(parser, list(output + call)) == [
+        ChannelText(CONTENT, 0, whole),
+        ChannelText(NAME, 0, "f"),
+        ChannelText(ARGUMENTS, 0, "{}"),
+    ]
+
+
 def test_unclosed_reasoning_extends_to_the_end() -> None:
     assert read(build("qwen3", "hermes", b"", ""), ["<think>\na <tool_call> b\n"]) == [
         ChannelText(REASON, 0, "a <tool_call> b\n")
