@@ -40,16 +40,15 @@ _allowed_decoder = msgspec.json.Decoder(AllowedTools)
 def check_tool_choice(body: ChatBody) -> None:
     """Reject an invalid tool_choice. Parses the tools only to remove those outside ``allowed_tools``.
 
-    Some agents send Anthropic's objects, ``{"type": "auto"}``; they are translated to OpenAI's strings.
+    Some agents send Anthropic's objects, ``{"type": "auto"}``; they are translated to OpenAI's strings. Their other fields,
+    such as a function without a name, have no effect.
     """
     choice = body.tool_choice
-    if isinstance(choice, dict) and len(choice) == 1 and "type" in choice:
-        kind = msgspec.json.decode(choice["type"])
-        choice = TOOL_CHOICES.get(kind, choice) if isinstance(kind, str) else choice
+    kind = msgspec.json.decode(choice["type"]) if isinstance(choice, dict) and "type" in choice else choice
+    if isinstance(kind, str) and kind in TOOL_CHOICES:
+        choice = TOOL_CHOICES[kind]
     elif isinstance(choice, dict) and "allowed_tools" in choice and parse.json_of(body.tools):
         choice = _keep_allowed(body, choice["allowed_tools"])
-    elif isinstance(choice, str):
-        choice = TOOL_CHOICES.get(choice, choice)
     body.tool_choice = choice
     if choice is None or choice == "none":
         return

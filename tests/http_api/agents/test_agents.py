@@ -503,6 +503,8 @@ def test_item_indexes_of_a_continued_conversation_exclude_its_history(shared: An
         ({"type": "auto"}, "auto"),
         ({"type": "any"}, "required"),
         ({"type": "none"}, "none"),
+        ({"type": "none", "function": {"name": ""}}, "none"),
+        ({"type": "any", "disable_parallel_tool_use": False}, "required"),
         ({"type": "function", "name": "list"}, {"type": "function", "function": {"name": "list"}}),
         ({"type": "tool", "name": "list"}, {"type": "function", "function": {"name": "list"}}),
         ({"function": {"name": "list"}}, {"type": "function", "function": {"name": "list"}}),
