@@ -13,7 +13,8 @@ If all fail, they are tried again with one other change:
 * An answer without text and calls gets its reasoning as text: Ministral 3's template accepts no empty answer. Agents send it
   after an interruption.
 * Several calls of a message become messages of one call, each before its result: Llama 3's template accepts no others.
-* A user message after a tool result is merged into the result: Mistral's templates accept no user there. Agents append
+* Turns alternate (Mistral, Gemma, Llama 2): a user message is merged into one before it, or into the result of a tool;
+  an answer into one before it. An interrupted call gets a result, and an answer without any text is dropped. Agents append
   reminders and interruptions.
 
 A late message keeps its position, so that the prefix before it still hits the prefix cache.
@@ -22,6 +23,7 @@ A late message keeps its position, so that the prefix before it still hits the p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import is_not
 from typing import Any
 
 from quintet.tokenizer_proc.chat_messages import REASONING
@@ -30,6 +32,7 @@ from quintet.wire.chat import Message
 
 SEPARATOR = "\n\n"
 SHOWN_CHARS = 80
+NO_RESULT = "[no result: the call was interrupted]"
 
 
 def rearranged(messages: Sequence[Message]) -> Iterator[list[Message]]:
@@ -46,17 +49,17 @@ def rearranged(messages: Sequence[Message]) -> Iterator[list[Message]]:
         if any(one is not other for one, other in zip(changed, messages, strict=False)):
             yield changed.copy()
             yield from _system_arrangements(changed)
-    for arranged in (messages, *_system_arrangements(messages)):
-        merged = _with_users_in_results(arranged)
-        if len(merged) < len(arranged):
-            yield merged
+    for answered in (messages, [_with_reasoning_as_text(message) for message in messages]):
+        for arranged in (answered, *_system_arrangements(answered)):
+            turns = _alternating(arranged)
+            if len(turns) != len(arranged) or any(map(is_not, turns, arranged)):
+                yield turns
 
 
 def _with_reasoning_as_text(message: Message) -> Message:
     """Use the reasoning of an answer without text and calls as its text."""
     reasoning = message.get("reasoning_content")
-    is_answer = message["role"] == "assistant" and not message.get("tool_calls")
-    if is_answer and not str(message["content"]) and isinstance(reasoning, str):
+    if _is_answer(message) and not str(message["content"]) and isinstance(reasoning, str):
         return {**message, "content": PartsText(reasoning)}
     return message
 
@@ -82,15 +85,38 @@ def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
-def _with_users_in_results(messages: Sequence[Message]) -> list[Message]:
-    """Merge each user message after a tool result into the result."""
+def _alternating(messages: Sequence[Message]) -> list[Message]:
+    """Merge messages of one side: a user's into a user's or a result before it, an answer into an answer before it.
+
+    Calls without results get `NO_RESULT`. Answers without text, calls and reasoning are dropped.
+    """
     found: list[Message] = []
-    for before, message in zip((None, *messages), messages, strict=False):
-        if before is not None and before["role"] == "tool" and message["role"] == "user":
-            found[-1] = {**before, "content": _join(before["content"], message["content"])}
+    for message in messages:
+        is_merged = False
+        if message["role"] == "user":
+            found += _missing_results(found[-1:])
+            is_merged = bool(found) and found[-1]["role"] in ("user", "tool")
+        elif _is_answer(message):
+            is_merged = bool(found) and _is_answer(found[-1])
+            is_empty = not (str(message["content"]) or message.get("reasoning_content"))
+            if is_empty and message is not messages[-1]:
+                continue
+        if is_merged:
+            found[-1] = {**found[-1], "content": _join(found[-1]["content"], message["content"])}
         else:
             found.append(message)
     return found
+
+
+def _missing_results(messages: Sequence[Message]) -> list[Message]:
+    """Return a result for each call of these messages."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    ids = [{"tool_call_id": call["id"]} if "id" in call else {} for call in calls]
+    return [{"role": "tool", "content": PartsText(NO_RESULT), **call_id} for call_id in ids]
+
+
+def _is_answer(message: Message) -> bool:
+    return message["role"] == "assistant" and not message.get("tool_calls")
 
 
 def _with_text_in_reasoning(message: Message) -> Message:

@@ -112,6 +112,7 @@ def test_a_developer_message_that_the_template_drops_becomes_a_system_message() 
         (chat("u2"), "out\n\nu2"),
         (chat("u2", "a2", "u3"), "out\n\nu2"),
         (chat("s2", "u2"), "out\n\ns2\n\nu2"),
+        (chat("u2", "u3"), "out\n\nu2\n\nu3"),
     ],
 )
 def test_messages_after_a_tool_result_are_merged_into_it_if_necessary(
@@ -129,10 +130,38 @@ def test_messages_after_a_tool_result_are_merged_into_it_if_necessary(
     assert render(LAX, kept).startswith("[system]s1[user]u1[assistant]a1[tool]out[")
 
 
-def test_only_one_user_message_after_a_tool_result_is_merged() -> None:
-    messages = [*chat("u1"), {"role": "tool", "content": "out"}, *chat("u2", "u3")]
-    with pytest.raises(RequestError, match="roles must alternate"):
-        render(SHAPES["mistral 0.3"].source, messages)
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL | {"id": "abcdef123"}]}
+NO_RESULT = "[no result: the call was interrupted]"
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (chat("u1", "u2", "a1", "u3"), "[I]u1\n\nu2[/I]a1</s>[I]u3[/I]"),
+        (chat("s1", "u1", "u2", "s2", "u3"), "[I]s1\n\nu1\n\nu2\n\ns2\n\nu3[/I]"),
+        (chat("u1", "a1", "a2", "u2"), "[I]u1[/I]a1\n\na2</s>[I]u2[/I]"),
+        ([*chat("u1"), {"role": "assistant", "content": ""}, *chat("u2")], "[I]u1[/I]</s>[I]u2[/I]"),
+        ([*chat("u1", "u2"), {"role": "assistant", "content": ""}, *chat("u3")], "[I]u1\n\nu2\n\nu3[/I]"),
+        (
+            [*chat("u1"), CALLED, *chat("u2")],
+            f'[I]u1[/I][CALLS] [{{"name": "f", "arguments": {{}}, "id": "abcdef123"}}]'
+            f"[RESULT]abcdef123:{NO_RESULT}\n\nu2[/RESULT]",
+        ),
+    ],
+)
+def test_interrupted_turns_alternate_for_a_template_that_accepts_no_others(
+    messages: list[Message], expected: str
+) -> None:
+    assert render(SHAPES["mistral 0.3"].source, messages).removesuffix("[A]") == expected
+    assert render(LAX, messages).count("]") == 1 + len(messages)
+
+
+def test_an_answer_of_reasoning_alone_is_text_in_alternating_turns() -> None:
+    answer = "{% if not m.content %}{{ raise_exception('empty answer') }}{% endif %}[A]{{ m.content }}[/A]"
+    source = ALTERNATING[: ALTERNATING.index("{%- if messages[0]")] + turns(USER, answer)
+    messages = [*chat("u1", "u2"), {"role": "assistant", "content": None, "reasoning": "hm"}, *chat("u3")]
+    assert render(source, messages) == "[U]u1\n\nu2[/U][A]hm[/A][U]u3[/U][A]"
 
 
 def test_parts_are_merged_as_parts() -> None:
@@ -146,8 +175,9 @@ def test_parts_are_merged_as_parts() -> None:
 
 def test_a_template_error_names_the_message_of_the_client() -> None:
     names = ["system", "messages[0]", "messages[1].content[2]"]
+    refusing = "{% if m.content == 'u2' %}{{ raise_exception('refused') }}{% endif %}" + USER
     with pytest.raises(RequestError, match=r"messages\[1\]\.content\[2\], of role 'user'") as caught:
-        render(ALTERNATING, chat("s1", "u1", "u2"), message_names=names)
+        render(turns(refusing), chat("s1", "a1", "u2"), message_names=names)
     assert caught.value.param == "messages[1].content[2]"
 
 

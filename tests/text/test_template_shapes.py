@@ -140,6 +140,10 @@ def test_rendering_equals_transformers_or_names_a_message(name: str, chat: str) 
         if (name, chat) == ("llama 3.1", "two calls"):  # it accepts one call at once
             assert ours(shape.source, CHATS[chat]) == theirs(shape, CHATS["calls one by one"])
             return
+        if chat == "two users":  # it accepts alternating turns only
+            merged = {"role": "user", "content": f"{USER['content']}\n\n{USER['content']}"}
+            assert ours(shape.source, CHATS[chat]) == theirs(shape, [merged])
+            return
         if any(message["role"] == "system" for message in CHATS[chat]):
             assert "Be brief." in ours(shape.source, CHATS[chat])
             return
