@@ -50,8 +50,8 @@ def normal_messages(
         normal.append(_normal_message(message, name_of(i, names), traits, content_format, is_beside_result))
     if normal[0]["role"] in ("system", "developer"):
         normal[0]["content"] = _without_billing_header(normal[0]["content"])
-    if traits.call_id_length is not None:
-        map_call_ids(normal, traits.call_id_length)
+    if traits.call_id_form is not None:
+        map_call_ids(normal, traits.call_id_form)
     return normal
 
 

@@ -1,4 +1,4 @@
-"""Traits of a chat template from its syntax tree: content format, roles, length of call ids."""
+"""Traits of a chat template from its syntax tree: content format, roles, form of call ids."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ OVER_ITEMS = frozenset({"selectattr", "rejectattr", "map", "groupby"})
 """Filters that read the items of their input."""
 PART_FIELDS = frozenset({"type", "text"})
 CALL_IDS = frozenset({"id", "tool_call_id", "call_id"})
+AFTER_NUMBERED_ID = "<|tool_call_argument_begin|>"
+"""Kimi K2's mark after the id of a call, which names the function."""
 
 
 class TemplateTraits(msgspec.Struct, frozen=True):
@@ -24,8 +26,8 @@ class TemplateTraits(msgspec.Struct, frozen=True):
     """String constants of the template; it does not support other roles."""
     has_thinking_parts: bool = False
     """True if the template handles parts of type thinking."""
-    call_id_length: int | None = None
-    """Required length of call ids."""
+    call_id_form: int | Literal["numbered"] | None = None
+    """Required length of call ids, or ``functions.name:0``."""
 
 
 def traits_of(tree: nodes.Template) -> TemplateTraits:
@@ -35,11 +37,14 @@ def traits_of(tree: nodes.Template) -> TemplateTraits:
         _is_content(loop.iter, names) for loop in tree.find_all(nodes.For)
     )
     comparisons = list(tree.find_all(nodes.Compare))
+    words = frozenset(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+    texts = (*words, *(node.data for node in tree.find_all(nodes.TemplateData)))
+    is_numbered = any(AFTER_NUMBERED_ID in text for text in texts)
     return TemplateTraits(
         content_format="openai" if is_openai else "string",
-        words=frozenset(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)),
+        words=words,
         has_thinking_parts=any(_compares_type(node, "thinking") for node in comparisons),
-        call_id_length=next(filter(None, map(_id_length, comparisons)), None),
+        call_id_form="numbered" if is_numbered else next(filter(None, map(_id_length, comparisons)), None),
     )
 
 

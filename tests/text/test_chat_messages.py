@@ -32,7 +32,7 @@ def test_the_content_format_is_read_from_the_syntax_tree(name: str) -> None:
     shape = SHAPES[name]
     traits = traits_of(make_environment().parse(shape.source))
     assert traits.content_format == ("string" if shape.content == "string" else "openai")
-    assert traits.call_id_length == (9 if name == "mistral 0.3" else None)
+    assert traits.call_id_form == (9 if name == "mistral 0.3" else None)
     assert traits.has_thinking_parts == (name == "magistral")
 
 

@@ -204,6 +204,32 @@ def test_ids_of_calls_fit_a_template_that_restricts_them() -> None:
     assert texts("call_0123456789") == texts("call_0123456789")
 
 
+KIMI_CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.id }}<|tool_call_argument_begin|>{% endfor %}"
+KIMI = turns(USER, KIMI_CALLS, "{%- elif m.role == 'tool' -%}<result>{{ m.tool_call_id }}")
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        (["functions.f:0", "functions.f:7"], ["functions.f:0", "functions.f:7"]),
+        (["functions_f_0", "call_1a2b"], ["functions.f:0", "functions.f:1"]),
+        (["functions.g:0", "functions.f:1"], ["functions.f:0", "functions.f:1"]),
+        ([None, None], ["functions.f:0", "functions.f:1"]),
+    ],
+)
+def test_ids_of_calls_name_the_function_for_kimi(sent: list[str | None], shown: list[str]) -> None:
+    calls = [CALL | ({"id": each} if each else {}) for each in sent]
+    results = [{"role": "tool", "content": "x"} | ({"tool_call_id": each} if each else {}) for each in sent]
+    order = results if sent[0] is None else results[::-1]
+    text = render(KIMI, [*chat("u1"), {"role": "assistant", "tool_calls": calls}, *order])
+    assert [part.partition("<")[0] for part in text.split("<call>")[1:]] == shown
+    expected = shown if sent[0] is None else shown[::-1]
+    assert [part.partition("[")[0] for part in text.split("<result>")[1:]] == expected
+    for source in (KIMI, LAX):
+        unknown = [*chat("u1"), {"role": "tool", "content": "x", "tool_call_id": "a"}]
+        assert ("<result>a" in render(source, unknown)) == (source == KIMI)
+
+
 @pytest.mark.parametrize(
     "content", ["{}\nYou help.", [{"type": "text", "text": "{}"}, {"type": "text", "text": "You help."}]]
 )
