@@ -157,7 +157,8 @@ class Harmony(Machine):
             self._emit_prose(mark)
             return True
         if is_call and (mark or self._over):
-            self._emit(Channel.ARGUMENTS, self._repair.end(), self._call_of_message())
+            held = self._repair.end(is_cut=self._is_cut and not mark)
+            self._emit(Channel.ARGUMENTS, held, self._call_of_message())
         if not mark:
             if self._over:
                 self._emit(self._prose.channel, self._prose.end(), self._call_of_message())

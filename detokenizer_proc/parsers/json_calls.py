@@ -113,7 +113,7 @@ class JsonCalls(ListReader):
         read = self._object
         self._take(read.read(self._text))
         if self._over and not read.is_over:
-            read.end()
+            read.end(is_cut=self._is_cut)
         if read.name and read.has_arguments and not self._is_called:
             self._call_by(read.name)
         if self._is_called:
@@ -188,5 +188,5 @@ class JsonCalls(ListReader):
     def _in_arguments(self) -> bool:
         self._emit_arguments(self._repair.take(self._take(self._value.read(self._text))))
         if self._value.is_over or self._over:
-            self._emit_arguments(self._repair.end())
+            self._emit_arguments(self._repair.end(is_cut=self._is_cut and not self._value.is_over))
         return self._end_once(self._value.is_over)

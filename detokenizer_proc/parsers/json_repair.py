@@ -6,6 +6,9 @@
 | backslash that begins no escape | doubled |
 | backslash before a single quote | removed |
 | comma before a closing bracket | removed |
+| brackets that are not closed, at their parent's or at the end | closed, unless the end is within a string |
+| closing bracket without an opening one | removed |
+| key without a value at the end | null |
 | Python's True, False, None; NaN | true, false, null; null |
 """
 
@@ -14,18 +17,21 @@ from __future__ import annotations
 import re
 
 _INSIDE = re.compile(r'[\x00-\x1f"\\]')
-_OUTSIDE = re.compile(r'[",]|(?<!\w)[TFN][A-Za-z]*')
+_OUTSIDE = re.compile(r'[",{}\[\]]|(?<!\w)[TFN][A-Za-z]*')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _PART_OF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _NOT_BLANK = re.compile(r"\S")
 _CONTROLS = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
+MAX_OMITTED = 8
+"""Brackets that a closing bracket may close at once."""
+CLOSERS = {"{": "}", "[": "]"}
 _WORDS = {"True": "true", "False": "false", "None": "null", "NaN": "null"}
 
 
 class JsonRepair:
     """Repairs one object or list. A text that begins with another character is unchanged."""
 
-    __slots__ = ("_comma", "_is_json", "_last", "_rest", "in_string")
+    __slots__ = ("_closers", "_comma", "_is_json", "_last", "_last_sign", "_rest", "in_string")
 
     def __init__(self) -> None:
         self.in_string = False
@@ -33,6 +39,8 @@ class JsonRepair:
         self._rest = ""  # part of an escape or a word
         self._comma: list[str] = []  # a comma and whitespace after it
         self._last = ""  # last character before the unread text
+        self._last_sign = ""  # last character that is not whitespace
+        self._closers: list[str] = []  # of the open brackets
 
     def take(self, text: str) -> str:
         """Read text; return the repaired text that is final."""
@@ -49,12 +57,17 @@ class JsonRepair:
                 break
             at += step
         self._last = text[at - 1 : at]
+        self._last_sign = "".join(out).rstrip()[-1:] or self._last_sign
         return "".join(out)
 
-    def end(self) -> str:
-        """End the text; return the text held back, unchanged."""
-        held, self._comma, self._rest = "".join(self._comma) + self._rest, [], ""
-        return held
+    def end(self, *, is_cut: bool = False) -> str:
+        """End the text; return the text held back, and the missing brackets. ``is_cut``: it has no end, so none are missing."""
+        comma, closers, rest = self._comma, self._closers, self._rest
+        self._comma, self._closers, self._rest = [], [], ""
+        if is_cut or self.in_string or not closers:
+            return "".join(comma) + rest
+        value = "null" if self._last_sign == ":" and not rest else ""
+        return "".join(comma[1:]) + rest + value + "".join(reversed(closers))
 
     def _read_string(self, text: str, at: int, out: list[str]) -> int:
         """Read a part of a string; return the number of characters, or 0 to wait for more text."""
@@ -103,7 +116,12 @@ class JsonRepair:
         if sign == ",":
             self._comma = [sign]
             return 1
-        if sign == '"':
+        if sign in CLOSERS:
+            self._closers.append(CLOSERS[sign])
+        elif sign in "}]":
+            out.append(close_brackets(self._closers, sign))
+            return 1
+        elif sign == '"':
             self.in_string = True
         elif found.end() == len(text) and any(word.startswith(sign) for word in _WORDS):
             return 0
@@ -111,7 +129,20 @@ class JsonRepair:
         return len(sign)
 
 
+def close_brackets(closers: list[str], sign: str) -> str:
+    """Remove the brackets that a closing bracket closes from the end of ``closers``; return them, innermost first.
+
+    A model may omit the closing brackets inside. Empty if it closes none of the last `MAX_OMITTED`.
+    """
+    for num_closed in range(1, min(len(closers), MAX_OMITTED) + 1):
+        if closers[-num_closed] == sign:
+            closed = "".join(reversed(closers[-num_closed:]))
+            del closers[-num_closed:]
+            return closed
+    return ""
+
+
 def repaired(text: str) -> str:
     """Repair a whole text."""
     repair = JsonRepair()
-    return repair.take(text) + repair.end()
+    return repair.take(text) + repair.end(is_cut=True)

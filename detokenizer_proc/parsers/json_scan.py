@@ -10,7 +10,7 @@ import json
 import re
 from enum import Enum, auto
 
-from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
+from quintet.detokenizer_proc.parsers.json_repair import CLOSERS, JsonRepair, close_brackets
 from quintet.detokenizer_proc.parsers.machine import MAX_NAME
 
 _OUTSIDE = re.compile(r'["{}\[\]<]')
@@ -44,12 +44,12 @@ def quoted(text: str) -> str:
 class JsonValue:
     """Finds the end of one value. ``first`` is its first character."""
 
-    __slots__ = ("_depth", "_escaped", "_in_string", "_is_nested", "is_over", "is_string")
+    __slots__ = ("_closers", "_escaped", "_in_string", "_is_nested", "is_over", "is_string")
 
     def __init__(self, first: str) -> None:
         self.is_string = first == '"'
         self._is_nested = first in {"{", "["}
-        self._depth = 0
+        self._closers: list[str] = []  # of the open brackets
         self._in_string = False
         self._escaped = False
         self.is_over = False
@@ -82,9 +82,11 @@ class JsonValue:
             elif character == "<":
                 self.is_over = True
                 return match.start()
+            elif character in CLOSERS:
+                self._closers.append(CLOSERS[character])
             else:
-                self._depth += 1 if character in "{[" else -1
-            if not self._in_string and self._depth <= 0:
+                close_brackets(self._closers, character)
+            if not (self._in_string or self._closers):
                 self.is_over = True
                 return at
 
@@ -152,7 +154,7 @@ class CallObject:
         self._has_alias = False  # `ALIASES` gave the name or the arguments
         self._fresh: list[str] = []
         self._repair = JsonRepair()
-        self._is_ended = False
+        self._is_ended = self._is_cut = False
         self._extra: list[str] = []
 
     @property
@@ -169,7 +171,7 @@ class CallObject:
         """Return and clear the new text of the arguments."""
         fresh, self._fresh = self._fresh, []
         text = self._repair.take("".join(fresh))
-        return text + self._repair.end() if self.is_over or self._is_ended else text
+        return text + self._repair.end(is_cut=self._is_cut) if self.is_over or self._is_ended else text
 
     @property
     def _is_argument(self) -> bool:
@@ -192,9 +194,9 @@ class CallObject:
                 at = self._read_sign(match[0], match.start())
         return at
 
-    def end(self) -> None:
-        """End the text and release the held arguments."""
-        self._is_ended = True
+    def end(self, *, is_cut: bool) -> None:
+        """End the text and release the held arguments. ``is_cut``: a limit ended the text, not the model."""
+        self._is_ended, self._is_cut = True, is_cut
         if self._expects is _Expects.VALUE_TEXT and self._is_argument:
             self._end_arguments()
 

@@ -152,7 +152,7 @@ class TaggedCalls(CallReader):
         self._emit_arguments(self._repair.take(self._take(self._body.read(self._text))))
         if not (self._body.is_over or self._over):
             return False
-        self._emit_arguments(self._repair.end())
+        self._emit_arguments(self._repair.end(is_cut=self._is_cut and not self._body.is_over))
         self._state = TaggedCalls._after
         return True
 

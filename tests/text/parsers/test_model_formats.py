@@ -234,3 +234,37 @@ def test_a_doubled_end_tag_is_no_text(name: str, text: str) -> None:
     assert parse(once.replace("</arg_value></arg_value>", "</arg_value>") % value, name)[0] == [
         ("f", {"s": value, "x": 1})
     ]
+
+
+JSON_CALLS = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": %s\n</tool_call>',
+    "kimi_k2": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>%s<|tool_call_end|>",
+    "llama3_json": '{"name": "f", "parameters": %s',
+    "openai": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>%s<|call|>",
+    "qwen3_coder": "<tool_call>\n<function=f>\n%s\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", JSON_CALLS)
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"s": "a"', {"s": "a"}),
+        ('{"tags": ["a"}', {"tags": ["a"]}),
+        ('{"points": [{"y": 1], "x": 2}', {"points": [{"y": 1}], "x": 2}),
+        ('{"o": {"k": [1, ', {"o": {"k": [1]}}),
+        ('{"s": "a", "x": ', {"s": "a", "x": None}),
+        ('{"s": "]}"]}', {"s": "]}"}),
+    ],
+)
+def test_brackets_that_a_model_omits_are_closed(name: str, written: str, arguments: object) -> None:
+    assert parse(JSON_CALLS[name] % written, name) == ([("f", arguments)], "", "")
+
+
+@pytest.mark.parametrize("name", JSON_CALLS)
+@pytest.mark.parametrize("written", ['{"s": "a', '{"s": "a", "tags": [1'])
+def test_arguments_that_a_limit_or_an_open_string_ends_are_not_closed(name: str, written: str) -> None:
+    text = JSON_CALLS[name][: JSON_CALLS[name].index("%s")] + written
+    assert text_of(parse_truncated(name, text), Channel.ARGUMENTS).rstrip() == written
+    if written.endswith("a"):
+        assert text_of(read(build("", name, SCHEMAS, ""), [text]), Channel.ARGUMENTS) == written
