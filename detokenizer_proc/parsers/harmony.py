@@ -26,7 +26,7 @@ _ROLES = frozenset({"all", "assistant", "user"})
 _CHANNELS = re.compile(r"<\|channel\|>\s*(\w*)")
 _HEADER = re.compile(
     r"(<\|start\|>)?\s*(assistant)?\s*"
-    r"((to=[^\s<]+|<\|channel\|>\s*(analysis|commentary|final)?|<\|constrain\|>|json|code|text)\s*)*"
+    r"((to=[^\s<]+|<\|channel\|>\s*(analysis|commentary|final)?|<\|constrain\|>\s*[\w/+.-]*|json|code|text)\s*)*"
 )
 """A model may write a channel twice; the last one counts."""
 _MARKUP = re.compile(

@@ -139,6 +139,15 @@ def test_a_channel_of_harmony_may_be_written_twice() -> None:
         ]
 
 
+@pytest.mark.parametrize("kind", ["json", " JSON", "application/json", "code", ""])
+def test_a_content_type_of_harmony_is_no_text(kind: str) -> None:
+    text = f'<|channel|>commentary to=functions.f <|constrain|>{kind}<|message|>{{"a": 1}}<|call|>'
+    assert read(build("openai_gptoss", "openai", b"", "<|start|>assistant"), list(text)) == [
+        ChannelText(NAME, 0, "f"),
+        ChannelText(ARGUMENTS, 0, '{"a": 1}'),
+    ]
+
+
 @pytest.mark.parametrize(
     ("header", "reasoning", "content"),
     [
