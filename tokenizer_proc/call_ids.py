@@ -1,4 +1,4 @@
-"""Call ids in the form of the chat template.
+"""Call ids in the form of the chat template, and results in the order of their calls.
 
 Some templates reject ids of another length. Kimi K2 reads the function from the id, and imitates ids of another form in its next
 calls, or ends its turn. Agents send other forms: of another model's calls, or with ``_`` for ``.`` and ``:``.
@@ -15,8 +15,29 @@ from quintet.wire.chat import Message
 ALPHANUMERIC = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
-def map_call_ids(messages: list[Message], form: int | Literal["numbered"]) -> None:
-    """Rewrite the ids of calls and results to the template's form. Valid ids are kept."""
+def arrange_calls(messages: list[Message], form: int | Literal["numbered"] | None) -> None:
+    """Rewrite the ids of calls and results to the template's form, unless it has none, and order the results."""
+    if form is not None:
+        _map_call_ids(messages, form)
+    for index, message in enumerate(messages):
+        _order_results(messages, index + 1, [call.get("id") for call in message.get("tool_calls", ())])
+
+
+def _order_results(messages: list[Message], begin: int, call_ids: list[Any]) -> None:
+    """Sort the results from ``begin`` by their calls: many templates show no ids, and agents send results as tools end.
+
+    Results keep their order if one has no id, or the id of no call.
+    """
+    end = begin
+    while end < len(messages) and messages[end]["role"] == "tool":
+        end += 1
+    results = messages[begin:end]
+    if len(call_ids) > 1 and all(result.get("tool_call_id") in call_ids for result in results):
+        messages[begin:end] = sorted(results, key=lambda result: call_ids.index(result.get("tool_call_id")))
+
+
+def _map_call_ids(messages: list[Message], form: int | Literal["numbered"]) -> None:
+    """Rewrite the ids of calls and results. Valid ids are kept."""
     pending: list[str] = []
     known: dict[str, str] = {}
     number = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quintet.tokenizer_proc.call_ids import map_call_ids
+from quintet.tokenizer_proc.call_ids import arrange_calls
 from quintet.tokenizer_proc.content_parts import normal_parts
 from quintet.tokenizer_proc.template_syntax import ContentFormat, TemplateTraits
 from quintet.tokenizer_proc.template_values import (
@@ -50,8 +50,8 @@ def normal_messages(
         normal.append(_normal_message(message, name_of(i, names), traits, content_format, is_beside_result))
     if normal[0]["role"] in ("system", "developer"):
         normal[0]["content"] = _without_billing_header(normal[0]["content"])
-    if traits.call_id_form is not None:
-        map_call_ids(normal, traits.call_id_form)
+    if any(message["role"] == "tool" or "tool_calls" in message for message in normal):
+        arrange_calls(normal, traits.call_id_form)
     return normal
 
 

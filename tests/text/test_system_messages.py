@@ -204,6 +204,30 @@ def test_ids_of_calls_fit_a_template_that_restricts_them() -> None:
     assert texts("call_0123456789") == texts("call_0123456789")
 
 
+@pytest.mark.parametrize(
+    ("results", "shown"),
+    [
+        (["b", "a"], "a,b"),
+        (["b", "a", "b"], "a,b,b"),
+        (["c", "a"], "c,a"),
+        ([None, "a"], "None,a"),
+        (["b"], "b"),
+    ],
+)
+def test_results_are_in_the_order_of_their_calls(results: list[str | None], shown: str) -> None:
+    calls = [CALL | {"id": each} for each in ("a", "b")]
+    messages = [
+        *chat("u1"),
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": each, "content": f"{each},"} for each in results),
+        *chat("a1"),
+    ]
+    text = render(LAX.replace("[{{ m.role }}]", ""), messages)
+    assert text == f"u1{shown},a1[A]"
+    alone = [*chat("u1"), CALLED, *messages[2:]]
+    assert render(LAX.replace("[{{ m.role }}]", ""), alone) == f"u1{','.join(map(str, results))},a1[A]"
+
+
 KIMI_CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.id }}<|tool_call_argument_begin|>{% endfor %}"
 KIMI = turns(USER, KIMI_CALLS, "{%- elif m.role == 'tool' -%}<result>{{ m.tool_call_id }}")
 
@@ -220,11 +244,9 @@ KIMI = turns(USER, KIMI_CALLS, "{%- elif m.role == 'tool' -%}<result>{{ m.tool_c
 def test_ids_of_calls_name_the_function_for_kimi(sent: list[str | None], shown: list[str]) -> None:
     calls = [CALL | ({"id": each} if each else {}) for each in sent]
     results = [{"role": "tool", "content": "x"} | ({"tool_call_id": each} if each else {}) for each in sent]
-    order = results if sent[0] is None else results[::-1]
-    text = render(KIMI, [*chat("u1"), {"role": "assistant", "tool_calls": calls}, *order])
+    text = render(KIMI, [*chat("u1"), {"role": "assistant", "tool_calls": calls}, *results])
     assert [part.partition("<")[0] for part in text.split("<call>")[1:]] == shown
-    expected = shown if sent[0] is None else shown[::-1]
-    assert [part.partition("[")[0] for part in text.split("<result>")[1:]] == expected
+    assert [part.partition("[")[0] for part in text.split("<result>")[1:]] == shown
     for source in (KIMI, LAX):
         unknown = [*chat("u1"), {"role": "tool", "content": "x", "tool_call_id": "a"}]
         assert ("<result>a" in render(source, unknown)) == (source == KIMI)
