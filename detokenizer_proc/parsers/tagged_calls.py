@@ -37,7 +37,7 @@ class TaggedCalls(CallReader):
         line_end = ("\n",) if form.has_lines else ()  # follows a name or a key that lacks its end
         no_end = ("\n", form.parameter, form.key_end, form.value_end, *form.begins, *form.fillers, *form.ends)
         self._name_ends = Marks(*((form.name_end, *line_end) if form.name_end else no_end))
-        self._key_ends = Marks(form.key_end, *line_end)
+        self._key_ends = Marks(form.key_end, *line_end, *(form.value_begin and (form.value_begin,)))
         self._plain_ends = self._value_ends = Marks(form.value_end, form.parameter, *form.ends)
         self._quote_ends = Marks(*form.quotes[1:])
         self._value_end = form.value_end  # of the current value
@@ -143,9 +143,25 @@ class TaggedCalls(CallReader):
             return False
         if mark is None or (mark == "" and self._is_cut):
             return self._reject()
+        if (
+            mark in self._form.begins and not self._form.function
+        ):  # in place of the mark before the first key?
+            rest = self._text[len(mark) :]
+            key, end = self._key_in(rest)
+            if end == "" and not self._over:
+                return False
+            if end and self._schemas.key_after_name(f"{self._name} {key}"):
+                self._text = self._form.parameter + rest
         self._begin_call()
         self._state = TaggedCalls._in_call
         return True
+
+    def _key_in(self, text: str) -> tuple[str, str | None]:
+        """Return the text before the next mark, and the mark if it follows a key: empty if it may, None otherwise."""
+        key, sign, _ = text[:MAX_NAME].partition("<")
+        if not sign:
+            return key.strip(), "" if len(text) < MAX_NAME else None
+        return key.strip(), Marks(self._form.key_end).at_start(text[len(key) : len(key) + MAX_MARK])
 
     def _in_body(self) -> bool:
         """Read all arguments as one JSON object, which some models write in place of tags."""
@@ -219,7 +235,7 @@ class TaggedCalls(CallReader):
         if mark == "\n" and not self._held.strip():  # a newline before the key
             self._held += self._take(1)
             return True
-        if mark and mark != "\n" and len(self._held) <= MAX_NAME:
+        if mark and mark not in {"\n", self._form.value_begin} and len(self._held) <= MAX_NAME:
             self._take(len(mark))
         key = self._held.strip().removeprefix(self._form.parameter)
         key, kind = self._form.key_of(key)

@@ -236,6 +236,26 @@ def test_a_doubled_end_tag_is_no_text(name: str, text: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["glm45", "hy_v3"])
+@pytest.mark.parametrize(
+    ("usual", "written"),
+    [
+        ("f<arg_key>s</arg_key>", "f<tool_call>s</arg_key>"),
+        ("f<arg_key>s</arg_key>", "f\n<tool_call> s </arg_key>"),
+        ("<arg_key>x</arg_key>", "<arg_key>x"),
+    ],
+)
+def test_a_wrong_or_missing_mark_of_a_key_is_read(name: str, usual: str, written: str) -> None:
+    text = (
+        "<tool_call>f<arg_key>s</arg_key><arg_value>a</arg_value>"
+        "<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"
+    )
+    assert usual in text
+    assert parse(text.replace(usual, written), name) == ([("f", {"s": "a", "x": 1})], "", "")
+    two = "<tool_call>f<tool_call>g<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"
+    assert parse(two, name) == ([("f", {}), ("g", {"x": 1})], "", "")
+
+
 JSON_CALLS = {
     "hermes": '<tool_call>\n{"name": "f", "arguments": %s\n</tool_call>',
     "kimi_k2": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>%s<|tool_call_end|>",
