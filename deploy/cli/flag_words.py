@@ -1,6 +1,6 @@
 """Spellings of flags in vLLM command lines, rewritten to those that the command's parser declares.
 
-Underscores in names, switches with a value (``--enforce-eager=true``), JSON values by dotted key
+Underscores in names, abbreviations, switches with a value (``--enforce-eager=true``), JSON values by dotted key
 (``--speculative-config.method ngram``), lists of numbers in several words, and a flag with its value in one word.
 """
 
@@ -67,9 +67,13 @@ def _long(option: str, actions: Actions) -> str:
 
 
 def _declared(name: str, actions: Actions) -> str | None:
-    """Return the declared spelling of a flag's name; None for an unknown one."""
+    """Return the declared spelling of a flag's name or abbreviation; None for an unknown or ambiguous one."""
     spelled = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
-    return next((each for each in (name, spelled) if each in actions), None)
+    for each in (name, spelled):
+        if each in actions:
+            return each
+    longer = [each for each in actions if each.startswith(spelled)] if len(spelled) > len("--") else []
+    return longer[0] if len(longer) == 1 and spelled.startswith("--") else None
 
 
 def _words_of(option: str, action: argparse.Action, rest: str, waiting: list[str]) -> list[str]:

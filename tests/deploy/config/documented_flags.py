@@ -14,7 +14,8 @@ _HEAD = """# Flags of vLLM
 lists each flag of vLLM 0.33 and of older versions.
 
 * A switch also has a `--no-` form, and may have a value: `--enforce-eager=true`.
-* Names may have underscores. JSON values may be given by key: `--speculative-config.method ngram`. `--model` is MODEL.
+* Names may have underscores. They may be abbreviated if no other flag begins so: `--gpu-memory-util 0.9`.
+* JSON values may be given by key: `--speculative-config.method ngram`. `--model` is MODEL.
 * A flag and its value may be one word, as in lists of compose files (`- --dtype auto`).
 * Flags of SGLang (`--model-path`, `--tp`, …) are rejected; the error names the flag of Quintet.
 

@@ -95,6 +95,10 @@ COMMON: list[tuple[list[str], dict[str, Any]]] = [
     (["--load-format", "safetensors"], {"load_format": "auto"}),
     (["--model", "folder", "--max_model_len=1k"], {"model": "folder", "max_model_len": 1000}),
     (["--gpu_memory_utilization", "0.5", "--dtype", "bf16"], {"gpu_memory_utilization": 0.5, "dtype": "bfloat16"}),
+    (["--tensor-parallel", "4", "--gpu_memory-util=0.9", "--max-num-seq", "1024"],
+     {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.9, "max_num_seqs": 1024}),
+    (["--speculative-conf.method=ngram", "--enforce", "true", "--no-enable-prefix"],
+     {"speculative_config": {"method": "ngram"}, "enforce_eager": True, "enable_prefix_caching": False}),
     (["--max-num-batched-tokens", "8K"], {"max_num_batched_tokens": 8192}),
     (["--enforce-eager", "True", "folder"], {"enforce_eager": True, "model": "folder"}),
     (["-ep", "false", "folder"], {"enable_expert_parallel": False, "model": "folder"}),
@@ -188,6 +192,12 @@ def test_flags_of_llama_cpp_are_hinted(word: str, flag: str, capsys: pytest.Capt
         with pytest.raises(SystemExit):
             parsed("folder", option, "1")
         assert f"unrecognized argument: {option}; did you mean {flag}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["--enable-log", "--max-num"])
+def test_ambiguous_abbreviations_are_not_accepted(word: str) -> None:
+    with pytest.raises(SystemExit):
+        parsed("folder", word, "x", "1")
 
 
 @pytest.mark.parametrize(
