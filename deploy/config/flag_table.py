@@ -185,7 +185,7 @@ def _value(spec: FlagSpec, value: object) -> object:
         return json.dumps(value)
     if isinstance(value, str) and spec.kind in _NUMBERS and _NUMBERS[spec.kind].fullmatch(value):
         return spec.kind(value)
-    return spec.flag.aliases.get(value, value) if isinstance(value, str) else value
+    return spec.flag.aliases.get(str(value), value)  # str() of torch.bfloat16 in a call of LLM
 
 
 def _nearest(key: str, known: list[str]) -> str:

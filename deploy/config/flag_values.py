@@ -17,6 +17,13 @@ _UNITS = {
 BOOLEANS = {"true": True, "false": False}
 """Values of switches as text."""
 
+DTYPES = {
+    **dict.fromkeys(("half", "fp16", "torch.float16"), "float16"),
+    **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("float", "torch.float32"), "float32"),
+}
+"""Other names of data types: vLLM's, and those that ``LLM(dtype=torch.bfloat16)`` has as text."""
+
 LOAD_FORMATS = (
     "safetensors", "hf", "pt", "gguf", "npcache", "mistral", "fastsafetensors", "bitsandbytes", "runai_streamer",
     "runai_streamer_sharded", "instanttensor", "modelexpress",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quintet.deploy.config.flag_values import LOAD_FORMATS, QUANTIZATION_ALIASES, count, json_object
+from quintet.deploy.config.flag_values import DTYPES, LOAD_FORMATS, QUANTIZATION_ALIASES, count, json_object
 from quintet.wire.config import (
     ActivationDtype,
     ChatContentFormat,
@@ -84,7 +84,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Flag(
             MODEL,
             "data type of weights, activations and KV cache; auto uses the checkpoint's data type",
-            aliases={"half": "float16", "fp16": "float16", "float": "float32", "bf16": "bfloat16"},
+            aliases=DTYPES,
         ),
     ] = "auto"
     max_model_len: Annotated[

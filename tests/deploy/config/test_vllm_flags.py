@@ -245,6 +245,23 @@ def test_files_and_keyword_arguments_accept_them(tmp_path: Path) -> None:
     )
 
 
+class TorchDtype:
+    """Stands for a data type of torch, which is no text."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"torch.{self._name}"
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+def test_keyword_arguments_accept_data_types_of_torch(name: str) -> None:
+    assert make_options({"dtype": TorchDtype(name)}, "LLM(...)") == Options(dtype=name)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"dtype is torch\.int8"):
+        make_options({"dtype": TorchDtype("int8")}, "LLM(...)")
+
+
 def test_switches_are_turned_off_as_in_vllms_files(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(
