@@ -66,6 +66,7 @@ ENVIRONMENT = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "extend the context with --hf-overrides",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "LoRA adapters are not supported",
     "VLLM_SERVER_DEV_MODE": "its endpoints are not served",
+    "VLLM_BATCH_INVARIANT": "set --batch-invariant for a GPU; a CPU is always batch-invariant",
 }
 """Environment variables of vLLM that change its behaviour, and what to do here. Others are ignored without a note."""
 
@@ -78,7 +79,7 @@ _LOGS = "requests are not logged, except one line each with --log-requests"
 _ALWAYS = "always enabled"
 _PLACEMENT = "the supervisor manages process placement"
 _WEIGHTS = "weights are memory-mapped and packed while loading"
-_KERNELS = "the executor selects kernels and sampling methods"
+KERNELS = "the executor selects kernels and sampling methods"
 _MAMBA = "recurrent states use the data types of their kernels"
 _RANKS = "the executor selects communication between ranks"
 _DBO = "dual-batch overlap is not used"
@@ -106,10 +107,10 @@ ACCEPTED_SWITCHES: dict[str, str] = {
     "multi_step_stream_outputs": "every step is streamed",
     "enable_reasoning": "reasoning is parsed if --reasoning-parser is set or detected",
     "disable_frontend_multiprocessing": "frontends are always processes of their own",
-    "enable_flashinfer_autotune": _KERNELS,
-    "enable_bf16x3_router_gemm": _KERNELS,
-    "use_fp64_gumbel": _KERNELS,
-    "disable_cascade_attn": _KERNELS,
+    "enable_flashinfer_autotune": KERNELS,
+    "enable_bf16x3_router_gemm": KERNELS,
+    "use_fp64_gumbel": KERNELS,
+    "disable_cascade_attn": KERNELS,
     "disable_custom_all_reduce": _RANKS,
     "disable_nccl_for_dp_synchronization": _RANKS,
     "enable_batch_sharded_sampling": _RANKS,
@@ -177,7 +178,7 @@ ACCEPTED_VALUES: dict[str, str] = {
     **dict.fromkeys((
         "performance_mode", "kernel_config", "attention_config", "moe_backend", "linear_backend", "ir_op_priority",
         "gdn_prefill_backend", "kda_prefill_backend", "override_attention_dtype",
-    ), _KERNELS),
+    ), KERNELS),
     "attn_group_size": "layers of one kind share a KV group",
     **dict.fromkeys((
         "mamba_backend", "mamba_ssu_algorithm", "mamba_cache_philox_rounds", "mamba_cache_dtype",

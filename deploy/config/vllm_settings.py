@@ -12,6 +12,7 @@ from quintet.deploy.config.vllm_flags import (
     ACCEPTED_VALUES,
     DRAFTS,
     HUB,
+    KERNELS,
     REFUSED_SWITCHES,
     REFUSED_VALUES,
     RENAMED,
@@ -59,6 +60,8 @@ def translated(settings: Mapping[str, object], source: str) -> tuple[Settings, l
             )
         elif key in HUB:
             _set_environment(HUB[key], value)
+        elif key == "attention_backend" and isinstance(value, str) and value.isupper():
+            notes.append(f"{option(key)} {value} has no effect: {KERNELS}")
         elif key == LOCAL_ENGINES and str(value) == str(all_given.get("data_parallel_size", 1)):
             continue
         elif accepted is not None:

@@ -146,6 +146,13 @@ def assert_noted(key: str, words: list[str]) -> None:
     assert note.startswith(flags.option(key)) and "has no effect" in note
 
 
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "ROCM_AITER_FA", "FLASHINFER"])
+def test_names_of_vllm_for_attention_backends_have_no_effect(name: str) -> None:
+    options, [note] = parsed("folder", "--attention-backend", name)
+    assert options == Options(model="folder") and note.startswith(f"--attention-backend {name} has no effect")
+    assert parsed("--attention-backend", "flashinfer") == (Options(attention_backend="flashinfer"), [])
+
+
 def test_the_environment_may_have_the_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     options, [note] = parsed("folder")
@@ -156,8 +163,11 @@ def test_the_environment_may_have_the_api_key(monkeypatch: pytest.MonkeyPatch) -
 def test_variables_without_effect_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "8")
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "False")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert parsed("m")[1] == [
-        "the environment variable VLLM_CPU_KVCACHE_SPACE has no effect: set --kv-cache-memory"
+        "the environment variable VLLM_CPU_KVCACHE_SPACE has no effect: set --kv-cache-memory",
+        "the environment variable VLLM_BATCH_INVARIANT has no effect: set --batch-invariant for a GPU; a CPU is always"
+        " batch-invariant",
     ]
 
 
