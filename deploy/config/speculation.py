@@ -153,6 +153,8 @@ def _parsed(options: Options) -> _SpeculativeJson | None:
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{FLAG} {text}: {error}; write JSON such as {EXAMPLE}") from None
     method = _method(parsed)
+    if method == "mtp" and parsed.model in ("", options.model):  # names the checkpoint that is read anyway
+        parsed.model = None
     if method not in METHOD_KEYS:
         raise ConfigError(
             f'{FLAG}: the method is "{method}"; it must be one of {", ".join(METHOD_KEYS)}: write {EXAMPLE}, or drop {FLAG}'

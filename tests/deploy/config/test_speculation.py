@@ -8,7 +8,12 @@ import msgspec
 import pytest
 
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.speculation import MTP_ALIASES, notes_on_keys, speculative_config
+from quintet.deploy.config.speculation import (
+    MTP_ALIASES,
+    draft_model_name,
+    notes_on_keys,
+    speculative_config,
+)
 from quintet.wire.config import SpeculativeConfig
 from quintet.wire.errors import ConfigError
 
@@ -134,6 +139,14 @@ def test_keys_of_suffix_decoding_have_defaults_of_vllm() -> None:
 def test_names_of_vllm_for_a_family_mean_mtp(method: str) -> None:
     config = config_of(f'{{"method": "{method}", "num_speculative_tokens": 1}}')
     assert config is not None and config.method == "mtp"
+
+
+@pytest.mark.parametrize("model", ["baidu/ERNIE-4.5-21B-A3B-PT", ""])
+def test_the_model_of_mtp_may_be_the_served_one(model: str) -> None:
+    text = f'{{"method": "ernie_mtp", "model": "{model}", "num_speculative_tokens": 1}}'
+    served = "baidu/ERNIE-4.5-21B-A3B-PT"
+    assert config_of(text, model=served) == config_of('{"method": "mtp", "num_speculative_tokens": 1}')
+    assert draft_model_name(msgspec.structs.replace(Options(model=served), speculative_config=text)) is None
 
 
 def test_layouts_and_devices_without_support_are_refused() -> None:
