@@ -37,6 +37,7 @@ KEYS = (
     ),
     *("attention.layer_norm_rms_epsilon", "attention.sliding_window", "attention.scale", "logit_scale"),
     *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"),
+    "rope.scale_linear",
     *("expert_count", "expert_used_count", "expert_feed_forward_length", "residual_scale", "embedding_scale"),
     *("ssm.state_size", "ssm.inner_size", "ssm.time_step_rank", "ssm.conv_kernel", "ssm.group_count"),
     *(
@@ -133,6 +134,28 @@ def test_errors_name_the_keys_of_the_file(wrong: dict[str, Any], expected: str) 
     hf_config = json.loads(hf_config_of_gguf(parsed(metadata | {"general.architecture": "llama"})))
     with pytest.raises(ConfigError, match=rf"^model\.gguf: {re.escape(expected)}"):
         FAMILIES[hf_config["architectures"][0]].read(HfConfig(hf_config, "model.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("values", "factor"),
+    [
+        ({"rope.scale_linear": 4.0}, 4.0),
+        ({"rope.scaling.factor": 8.0}, 8.0),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0, "rope.scale_linear": 4.0}, 2.0),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 2.0}, None),
+        ({"rope.scaling.type": "linear"}, None),
+        ({"rope.scale_linear": 0.0}, None),
+        ({}, None),
+    ],
+)
+def test_linear_scaling_needs_no_type_and_has_an_older_key(
+    values: dict[str, Any], factor: float | None
+) -> None:
+    usual = {"block_count": 2, "embedding_length": 64, "attention.head_count": 4}
+    metadata = {f"llama.{key}": value for key, value in (usual | values).items()}
+    hf_config = json.loads(hf_config_of_gguf(parsed(metadata | {"general.architecture": "llama"})))
+    expected = factor and {"rope_type": "linear", "factor": factor}
+    assert hf_config.get("rope_scaling") == expected
 
 
 @pytest.fixture(scope="module")

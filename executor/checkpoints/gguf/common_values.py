@@ -101,7 +101,8 @@ def _share(count: int, dim: int) -> float:
 
 
 def _scaling(metadata: GgufMetadata) -> Values | None:
-    kind, factor = metadata.get("rope.scaling.type"), metadata.get("rope.scaling.factor")
+    kind = metadata.get("rope.scaling.type", "linear")  # llama.cpp's default
+    factor = metadata.get("rope.scaling.factor", metadata.get("rope.scale_linear"))  # the key of 2023
     original = metadata.get("rope.scaling.original_context_length")
     if metadata.has("rope_factors_long.weight"):
         return {
@@ -114,7 +115,7 @@ def _scaling(metadata: GgufMetadata) -> Values | None:
     if metadata.has("rope_freqs.weight"):
         return {"rope_type": "factors", "factors": metadata.factors("rope_freqs.weight")}
     if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
+        return {"rope_type": "linear", "factor": factor} if factor else None
     if kind == "yarn":
         stretch = 10.0 * metadata.real("rope.scaling.yarn_log_multiplier", 0.0)  # per logarithm of the factor
         return {
@@ -126,7 +127,7 @@ def _scaling(metadata: GgufMetadata) -> Values | None:
             "attention_factor": metadata.get("rope.scaling.yarn_attn_factor"),
             **({"mscale": stretch, "mscale_all_dim": stretch} if stretch else {}),
         }
-    if kind not in (None, "none"):
+    if kind != "none":
         raise metadata.wrong("rope.scaling.type", "none, linear or yarn")
     return None
 
