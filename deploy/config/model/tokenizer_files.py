@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -26,12 +27,15 @@ _MORE_FILES = (
 _CONVERT = """
 import sys
 from transformers import AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], use_fast=True, local_files_only=True)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], use_fast=True, local_files_only=True, mistral_format=False)
 if not tokenizer.is_fast:
     sys.exit("transformers has no fast version of this tokenizer")
 tokenizer.save_pretrained(sys.argv[2])
 """
 
+
+_TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+"""Special tokens of Mistral's ``tekken.json``, which has no names for them."""
 
 SET_TOKENIZER = "set --tokenizer to a folder that has one"
 
@@ -97,6 +101,16 @@ def _convert(folder: Path, slow: str, made: Path, advice: str) -> None:
             f"{folder} has only {slow}, and transformers could not convert it to tokenizer.json (sentencepiece may need"
             f" `pip install sentencepiece`): {last}. Otherwise {advice}"
         )
+    if slow == "tekken.json":
+        _complete_tekken(made)
+
+
+def _complete_tekken(made: Path) -> None:
+    """Name the special tokens of a converted ``tekken.json``, and add BOS to texts, as Mistral's own library does."""
+    config, tokenizer = made / "tokenizer_config.json", made / "tokenizer.json"
+    declared = _TEKKEN | (read_json(config) if config.is_file() else {})
+    config.write_text(json.dumps(declared))
+    tokenizer.write_bytes(tokenizer_json.with_bos(tokenizer.read_bytes(), str(declared["bos_token"])))
 
 
 def _default_cache() -> Path:

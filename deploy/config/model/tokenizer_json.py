@@ -59,6 +59,14 @@ def completed(tokenizer: bytes, tokenizer_config: Json) -> bytes | None:
     return msgspec.json.encode(document | changed) if changed else None
 
 
+def with_bos(tokenizer: bytes, token: str) -> bytes:
+    """Return a ``tokenizer.json`` with a post-processor that adds BOS; unchanged if its vocabulary lacks the token."""
+    document = msgspec.json.decode(tokenizer, type=dict[str, msgspec.Raw])
+    added = msgspec.json.decode(document.get("added_tokens", b"[]"), type=list[dict[str, Any]])
+    post_processor = _around_bos(document, added, token)
+    return msgspec.json.encode(document | {"post_processor": post_processor}) if post_processor else tokenizer
+
+
 def declared_tokens(tokenizer_config: Json) -> dict[int, Json]:
     """Return the tokens of ``added_tokens_decoder`` by id, in order. Skips invalid ones."""
     declared = tokenizer_config.get("added_tokens_decoder")
@@ -142,6 +150,10 @@ def _begin_token(document: Document, added: Added, tokenizer_config: Json) -> Js
         return None
     if not _adds_nothing(msgspec.json.decode(document.get("post_processor", b"null"))):
         return None
+    return _around_bos(document, added, token)
+
+
+def _around_bos(document: Document, added: Added, token: str) -> Json | None:
     ids = (_ids_of(document) or {}) | {each["content"]: each["id"] for each in added}
     return around((token, ids[token]), None) if token in ids else None
 

@@ -14,8 +14,10 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from quintet.deploy.config.model.stop_tokens import end_token_ids
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.deploy.config.model.tokenizer_json import LLAMA3, completed
+from quintet.tokenizer_proc.template_files import special_tokens
 from quintet.wire.errors import ConfigError
 
 
@@ -66,6 +68,32 @@ def test_a_cache_that_is_not_writable_is_named(is_gguf: bool, slow: Path, tmp_pa
 
 
 VOCAB = {"a": 0, "b": 1, "word": 2}
+
+
+@pytest.mark.parametrize("declared", [{}, {"bos_token": "<own>"}], ids=str)
+def test_a_converted_tekken_has_bos_and_names_of_special_tokens(
+    declared: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models with ``tekken.json`` only, as Mistral Small 3.2 and Devstral."""
+
+    def convert(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        made = Path(command[-1])
+        tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="a"))
+        tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", "<own>"])
+        tokenizer.save(str(made / "tokenizer.json"))
+        (made / "tokenizer_config.json").write_text(json.dumps({"backend": "tokenizers"} | declared))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", convert)
+    (tmp_path / "tekken.json").write_text("{}")
+    folder = tokenizer_folder(tmp_path, tmp_path / "cache")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    bos = declared.get("bos_token", "<s>")
+    assert tokenizer.encode("word").tokens == [bos, "word"]
+    assert tokenizer.encode("word", add_special_tokens=False).tokens == ["word"]
+    found = special_tokens({}, json.loads((folder / "tokenizer_config.json").read_text()))
+    assert (found["bos_token"], found["eos_token"]) == (bos, "</s>")
+    assert end_token_ids([], folder, {}) == [5]
 
 
 def write_tokenizer(folder: Path, declared: dict[str, Any]) -> Path:
