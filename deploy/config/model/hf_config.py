@@ -29,7 +29,7 @@ from quintet.deploy.config.model.stop_tokens import configured_ids
 from quintet.executor.checkpoints.quant.formats.kv_cache import KvFormat, wish_of
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import Format
-from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
+from quintet.executor.checkpoints.weights.files import PICKLED, check_no_adapter, checkpoint_files
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
@@ -208,13 +208,7 @@ def _check_kind(folder: Path) -> None:
     files = [path for path in sorted(folder.glob("*.gguf")) if not path.name.startswith("mmproj")]
     if files:
         raise ConfigError(f"{folder} has no config.json, but GGUF files: give one, for example {files[0]}")
-    adapter = folder / "adapter_config.json"
-    if adapter.exists():
-        base = read_json(adapter).get("base_model_name_or_path")
-        raise ConfigError(
-            f"{folder} is an adapter of {shown(base)}, not a model: merge it into that model, for example with PEFT's"
-            " merge_and_unload, and serve the result"
-        )
+    check_no_adapter(folder)
     if (folder / "params.json").exists():
         raise ConfigError(
             f"{folder} has a model in Mistral's own format (params.json): use the files with config.json, which transformers"

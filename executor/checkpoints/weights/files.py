@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf, part_paths, read_json
+from quintet.wire.params import shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -18,6 +19,9 @@ SQUEEZELLM_FILES = "sq-*.pt"
 MEDUSA_FILE = "medusa_lm_head.pt"
 """File name of Medusa's authors."""
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER = "adapter_model"
+"""Beginning of the file names of an adapter's weights, which may lie beside those of the model."""
 MAX_NAME_BYTES = 255
 """Linux limit."""
 
@@ -51,9 +55,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
             return _listed(folder, folder / index)
         if has_single:
             return [folder / single]
-        others = sorted(folder.glob(pattern))
+        others = [path for path in sorted(folder.glob(pattern)) if not path.name.startswith(_ADAPTER)]
         if others:
             return others
+    check_no_adapter(folder)
     unread = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     found = (
         f"; {unread[0]} has an unsupported format: convert it with transformers' save_pretrained, which writes"
@@ -69,6 +74,16 @@ def checkpoint_files(folder: Path) -> list[Path]:
         f"{folder} has no weights ({SINGLE_FILE} or {INDEX_FILE}){found}. To test without weights: --load-format dummy or"
         " --executor mock"
     )
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raise `ConfigError` if a folder without weights has an adapter."""
+    if (folder / ADAPTER_CONFIG).exists():
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        raise ConfigError(
+            f"{folder} is an adapter of {shown(base)}, not a model: merge it into that model, for example with PEFT's"
+            " merge_and_unload, and serve the result"
+        )
 
 
 def is_stale(index: Path) -> bool:

@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.deploy.config.model_folder import write_model
+from tests.deploy.config.model_folder import write_model, write_weights
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
+from quintet.deploy.config.model.weights import read_weight_facts
 from quintet.wire.errors import ConfigError
 
 RUN_DIR = Path("/tmp/quintet-test")
@@ -72,3 +73,18 @@ def test_a_folder_without_a_config_is_explained(tmp_path: Path, file: str, words
     (tmp_path / file).write_text('{"base_model_name_or_path": "owner/base"}')
     with pytest.raises(ConfigError, match=words):
         resolve(Options(model=str(tmp_path), executor="mock"), RUN_DIR)
+
+
+def test_an_adapter_with_the_config_of_its_model_is_explained(tmp_path: Path) -> None:
+    """Axolotl writes ``config.json`` beside the adapter."""
+    folder = write_model(tmp_path)
+    write_weights(folder / "adapter_model.safetensors", {"base_model.model.lm_head.lora_A.weight": [4, 64]})
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    with pytest.raises(ConfigError, match=r"is an adapter of 'owner/base', not a model: merge it"):
+        resolve(Options(model=str(folder)), RUN_DIR)
+
+
+def test_an_adapter_beside_weights_is_not_read(tmp_path: Path) -> None:
+    write_weights(tmp_path / "adapter_model.safetensors", {"base_model.model.lora_A.weight": [4]})
+    write_weights(tmp_path / "model-00001-of-00001.safetensors", {"x": [10]})
+    assert read_weight_facts(tmp_path).num_parameters == 10
