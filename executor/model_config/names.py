@@ -10,16 +10,23 @@ from fnmatch import translate
 _MODEL = "model."
 _TEXT_PART = "model.language_model."
 """Prefix of a text model in the multimodal checkpoints of transformers 4.52 and later, instead of ``model.``."""
+_LANGUAGE_MODEL = "language_model."
+"""Prefix of all names of a text model in older multimodal checkpoints: ``language_model.lm_head``."""
+OTHER_PARTS = ("*vision_tower.*", "*vision_model.*", "*multi_modal_projector.*", "*visual.*")
+"""Patterns of the tensors of a multimodal checkpoint that do not belong to the text model."""
 
 
 def spellings(name: str, prefix: str) -> tuple[str, ...]:
     """Return the names that a checkpoint may use for an expected tensor, the expected one first.
 
-    Either with or without the prefix, or as the text part of a multimodal model, or without its prefix.
+    Either with or without the prefix, or as the text part of a multimodal model, or without its prefix. Unsloth and other tools
+    write a multimodal checkpoint with the config of its text model.
     """
     found = [name]
     if prefix:
         found.append(name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
+    if prefix == _MODEL:
+        found.append(_LANGUAGE_MODEL + name)
     if name.startswith(_TEXT_PART):
         found.append(_MODEL + name.removeprefix(_TEXT_PART))
     elif name.startswith(_MODEL):
@@ -29,7 +36,7 @@ def spellings(name: str, prefix: str) -> tuple[str, ...]:
 
 def expected_spellings(name: str, prefix: str) -> tuple[str, ...]:
     """Return the names that a model may expect for a checkpoint's tensor: the inverse of `spellings`."""
-    found = [name, name.removeprefix(prefix), prefix + name]
+    found = [name, name.removeprefix(prefix), prefix + name, name.removeprefix(_LANGUAGE_MODEL)]
     if name.startswith(_TEXT_PART):
         found.append(_MODEL + name.removeprefix(_TEXT_PART))
     elif name.startswith(_MODEL):

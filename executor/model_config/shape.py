@@ -12,7 +12,7 @@ from typing import Any
 
 from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
 from quintet.executor.model_config.hf_config import HfConfig, Key
-from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.names import OTHER_PARTS, Names
 from quintet.executor.model_config.rope import MAX_POSITIONS, POSITIONS, RopeSpec, rope_spec
 from quintet.executor.model_config.spec import (
     Activation,
@@ -355,7 +355,8 @@ def decoder(
         usual["reach"] = rotated_reach(hf_config, [each.rope for each in attentions])
     count, names = hf_config.whole(PREDICTORS, 0, MAX_LAYERS, predictors), switches.get("names", Names())
     unread = (names.in_layer(num_layers(hf_config) + i, "*") for i in range(max(predictors, count)))
-    spec = DecoderSpec(**(usual | switches | {"names": replace(names, ignored=(*names.ignored, *unread))}))
+    names = replace(names, ignored=(*names.ignored, *OTHER_PARTS, *unread))
+    spec = DecoderSpec(**(usual | switches | {"names": names}))
     if hf_config.flag(STACKED_EXPERTS, False):
         spec = replace(spec, layers=tuple(map(_with_stacked_experts, spec.layers)))
     return _apart(spec) if hf_config.flag(SEPARATE_MATRICES, False) else spec

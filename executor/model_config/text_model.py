@@ -21,14 +21,7 @@ def text_of(read: Callable[[HfConfig], DecoderSpec], inner: str = "") -> Callabl
 
     def reader(hf_config: HfConfig) -> DecoderSpec:
         spec = read(_text_config(hf_config))
-        ignored = (
-            *spec.names.ignored,
-            "*vision_tower.*",
-            "*vision_model.*",
-            "*multi_modal_projector.*",
-            "*visual.*",
-        )
-        names = replace(spec.names, prefix="language_model.", ignored=ignored)
+        names = replace(spec.names, prefix="language_model.")
         if inner:
             below = {
                 field: getattr(names, field).replace("model.", inner, 1)
@@ -54,8 +47,7 @@ def _text_config(hf_config: HfConfig) -> HfConfig:
 
 def qwen2_vl(hf_config: HfConfig) -> DecoderSpec:
     """Qwen2-VL and 2.5-VL."""
-    spec = llama.qwen2(_text_config(hf_config))
-    return replace(spec, names=replace(spec.names, ignored=("*visual.*",)))
+    return llama.qwen2(_text_config(hf_config))
 
 
 def mistral3(hf_config: HfConfig) -> DecoderSpec:

@@ -25,7 +25,7 @@ from quintet.executor.model_config.shape import (
 from quintet.executor.model_config.spec import DecoderSpec, FeedForwardSpec
 from quintet.executor.model_config.state_specs import DeltaSpec
 
-NAMES = replace(QWEN_NAMES, state_mixer="linear_attn", ignored=("mtp.*", "*visual.*"))
+NAMES = replace(QWEN_NAMES, state_mixer="linear_attn", ignored=("mtp.*",))
 
 
 def qwen3_next(hf_config: HfConfig) -> DecoderSpec:

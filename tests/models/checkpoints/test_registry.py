@@ -40,7 +40,12 @@ def test_parameter_count_of_the_spec_equals_the_model(architecture: str) -> None
     ("architecture", "prefix"),
     [
         *itertools.product(
-            ["Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"],
+            [
+                "Gemma3ForConditionalGeneration",
+                "Mistral3ForConditionalGeneration",
+                "Gemma3ForCausalLM",
+                "MistralForCausalLM",
+            ],
             ["model.language_model.", "language_model.model.", "model."],
         ),
         *itertools.product(
@@ -56,7 +61,9 @@ def test_text_part_has_the_names_of_any_version_of_transformers(architecture: st
         name.replace("model.", prefix, 1): Entry("BF16", each.shape, 0, 0)
         for name, each in weights.expected.items()
     }
-    vision = {f"{prefix.partition('language')[0]}visual.patch_embed.weight": Entry("BF16", (4, 4), 0, 0)}
+    before = prefix.partition("language")[0]
+    parts = ("visual.patch_embed", "vision_tower.vision_model.head", "multi_modal_projector.mm_soft_emb_norm")
+    vision = {f"{before}{each}.weight": Entry("BF16", (4, 4), 0, 0) for each in parts}
     file: Any = SimpleNamespace(path=Path("model.safetensors"), entries=entries | vision)
     assert list(expected_names(weights, [file]).values()) == list(weights.expected)
 
