@@ -196,8 +196,16 @@ def notes_on_keys(options: Options) -> list[str]:
 
 
 def _method(parsed: _SpeculativeJson) -> str:
-    method = parsed.method or ("ngram" if parsed.model is None else "draft_model")
+    method = parsed.method or _usual_method(parsed.model)
     return "mtp" if method in MTP_ALIASES else method
+
+
+def _usual_method(model: str | None) -> str:
+    """Return the method without the key ``method``. As in vLLM, names of EAGLE heads count."""
+    if model is None:
+        return "ngram"
+    name = model.lower()
+    return "eagle" if "eagle-" in name else "eagle3" if "eagle3" in name else "draft_model"
 
 
 def _lookup_range(parsed: _SpeculativeJson) -> tuple[int, int]:

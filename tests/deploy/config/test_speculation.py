@@ -141,6 +141,20 @@ def test_names_of_vllm_for_a_family_mean_mtp(method: str) -> None:
     assert config is not None and config.method == "mtp"
 
 
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("yuhuili/EAGLE-LLaMA3.1-Instruct-8B", "eagle"),
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
+        ("AngelSlim/Qwen3-8B_eagle3", "eagle3"),
+        ("Qwen/Qwen3-0.6B", "draft_model"),
+    ],
+)
+def test_names_of_heads_give_the_method_as_in_vllm(model: str, method: str) -> None:
+    config = config_of(f'{{"model": "{model}", "num_speculative_tokens": 5}}')
+    assert config is not None and config.method == method
+
+
 @pytest.mark.parametrize("model", ["baidu/ERNIE-4.5-21B-A3B-PT", ""])
 def test_the_model_of_mtp_may_be_the_served_one(model: str) -> None:
     text = f'{{"method": "ernie_mtp", "model": "{model}", "num_speculative_tokens": 1}}'
