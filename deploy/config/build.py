@@ -53,6 +53,7 @@ from quintet.deploy.config.sections import (
     scheduler_config,
 )
 from quintet.deploy.config.speculation import check_support, notes_on_keys
+from quintet.deploy.config.speculators import with_verifier
 from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.quant.formats.registry import check_contents
 from quintet.executor.checkpoints.quant.formats.scheme import Format
@@ -92,7 +93,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
 
     May download the model from the hub. Raises `ConfigError`.
     """
-    options = with_kv_transfer_config(options)
+    options = with_verifier(with_kv_transfer_config(options))
     rules.check_ranges(options)
     rules.check_mock_only_flags(options)
     rules.check_run_dir_length(run_dir)

@@ -172,7 +172,8 @@ def test_head_reads_hidden_states_of_its_layers(folder: Path) -> None:
     assert found.model.kv.bytes_per_block == kv and config.model.kv.draft_bytes == kv + features
 
 
-def test_head_of_the_speculators_library_is_read(folder: Path) -> None:
+def speculators_head(folder: Path, **section: Any) -> Path:
+    """Write a head in the format of the library ``speculators``."""
     hf_config = json.loads((head_of(folder) / "config.json").read_text())
     ids = hf_config.pop("eagle_aux_hidden_state_layer_ids")
     outer = {
@@ -183,11 +184,41 @@ def test_head_of_the_speculators_library_is_read(folder: Path) -> None:
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": ids,
         "norm_before_residual": True,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": str(folder / "target"), "architectures": []},
+        }
+        | section,
     }
     (folder / "head" / "config.json").write_text(json.dumps(outer))
-    config = config_of(folder, speculative_config=flag(folder / "head", method="eagle3"))
+    return folder / "head"
+
+
+def test_head_of_the_speculators_library_is_read(folder: Path) -> None:
+    config = config_of(folder, speculative_config=flag(speculators_head(folder), method="eagle3"))
     found = speculative_of(config).draft
     assert found is not None and (found.aux_layers, found.model.vocab_size) == ([0, 2], 40)
+
+
+def test_a_head_as_model_is_served_with_the_model_that_it_names(folder: Path) -> None:
+    """``vllm serve RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3``."""
+    head = str(speculators_head(folder))
+    config = config_of(folder, model=head)
+    assert config.model.path == str(folder / "target") and config.model.served_names == [head]
+    speculative = speculative_of(config)
+    assert (speculative.method, speculative.num_speculative_tokens) == ("eagle3", 3)
+    assert speculative.draft is not None and speculative.draft.model.path == head
+    named = config_of(folder, model=head, served_model_name=["llama"])
+    assert named.model.served_names == ["llama"]
+
+
+@pytest.mark.parametrize(
+    "section", [{"verifier": None}, {"verifier": {"name_or_path": None}}, {"proposal_methods": []}], ids=str
+)
+def test_a_head_that_names_no_model_is_refused(section: dict[str, Any], folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"speculators_config: .*; give MODEL and --speculative-config"):
+        config_of(folder, model=str(speculators_head(folder, **section)))
 
 
 @pytest.mark.parametrize(
