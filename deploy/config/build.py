@@ -17,7 +17,12 @@ from quintet.deploy.config.kv.disk import kv_disk_config
 from quintet.deploy.config.kv.events import kv_events_config
 from quintet.deploy.config.kv.peers import kv_peers_config
 from quintet.deploy.config.kv.store import kv_store_config
-from quintet.deploy.config.kv.transfer import KvSource, num_parts, with_kv_transfer_config
+from quintet.deploy.config.kv.transfer import (
+    KvSource,
+    notes_on_transfer,
+    num_parts,
+    with_kv_transfer_config,
+)
 from quintet.deploy.config.memory import (
     ATTENTION_SCRATCH_BYTES,
     available_ram_bytes,
@@ -105,7 +110,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     check_packed_cache(options, device)
     ranks.check_flags(options, device)
     check_support(options, kind, device)
-    notes.extend(notes_on_keys(options))
+    notes.extend([*notes_on_keys(options), *notes_on_transfer(options)])
     folder = locate_model(
         options.model, reads_weights, with_code=options.trust_remote_code, revision=options.revision
     )

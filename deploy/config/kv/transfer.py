@@ -43,6 +43,15 @@ ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 """vLLM's ``kv_role`` -> ``--role``."""
 PEER_CONNECTORS = ("NixlConnector", "P2pNcclConnector")
 """vLLM's connectors between prefill and decode servers."""
+OFFLOADING = "OffloadingConnector"
+"""vLLM's connector to host memory, which ``--kv-offloading-size`` also configures."""
+OFFLOADING_BYTES = "cpu_bytes_to_use"
+_EXTRA = "kv_connector_extra_config"
+NO_EFFECT = frozenset({
+    *("enable_permute_local_kv", "engine_id", "kv_buffer_device", "kv_buffer_size", "kv_connector_module_path", _EXTRA),
+    *("kv_ip", "kv_load_failure_policy", "kv_parallel_size", "kv_port", "kv_rank"),
+})  # fmt: skip
+"""Further keys of vLLM beside ``kv_connector``. They have no effect here."""
 MAX_STAGING_BYTES = 512 << 20
 """Limit of host memory for KV fetched for waiting requests, per back end."""
 
@@ -60,6 +69,15 @@ def with_kv_transfer_config(options: Options) -> Options:
         raise ConfigError(f"{FLAG}: {error}") from None
     _check_required(options)
     return options
+
+
+def notes_on_transfer(options: Options) -> list[str]:
+    """Return a note on the keys of vLLM without effect."""
+    given = options.kv_transfer_config
+    ignored = sorted(given.keys() & NO_EFFECT) if "kv_connector" in given else []
+    if given.get("kv_connector") == OFFLOADING:
+        ignored = [key for key in ignored if key != _EXTRA]
+    return [f"{FLAG}: keys without effect: {', '.join(ignored)}"] if ignored else []
 
 
 def _check_required(options: Options) -> None:
@@ -83,7 +101,14 @@ def _flag_of(name: str) -> str:
 def _settings(sections: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the option and value of each key. Raises `ConfigError`."""
     connector, role = sections.pop("kv_connector", None), sections.pop("kv_role", None)
-    if connector is not None or role is not None:
+    extra = sections.get(_EXTRA)
+    if connector is not None:
+        sections = {key: value for key, value in sections.items() if key not in NO_EFFECT}
+    if connector == OFFLOADING and isinstance(extra, dict) and OFFLOADING_BYTES in extra:
+        if extra.get("secondary_tiers"):
+            raise ConfigError(f"{FLAG}: secondary_tiers is not supported: write the sections host and disk")
+        yield "swap_space", extra[OFFLOADING_BYTES]
+    elif connector is not None or role is not None:
         if connector not in PEER_CONNECTORS or role not in ROLES:
             keys = {"kv_connector": connector, "kv_role": role}
             sent = " with ".join(f"{key} {value!r}" for key, value in keys.items() if value is not None)

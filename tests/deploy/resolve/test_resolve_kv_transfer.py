@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.config.build import resolve
+from quintet.deploy.config.build import Resolution, resolve
 from quintet.deploy.config.flags import Options
 from quintet.wire.config import CacheConfig
 from quintet.wire.errors import ConfigError
 
 
-def cache_of(folder: Path, transfer: dict[str, Any], **options: object) -> CacheConfig:
+def resolved(folder: Path, transfer: dict[str, Any], **options: object) -> Resolution:
     requested: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "kv_transfer_config": transfer}
-    return resolve(Options(**(requested | options)), folder, http=False).config.cache
+    return resolve(Options(**(requested | options)), folder, http=False)
+
+
+def cache_of(folder: Path, transfer: dict[str, Any], **options: object) -> CacheConfig:
+    return resolved(folder, transfer, **options).config.cache
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +67,27 @@ def test_roles_of_vllm_are_accepted(tmp_path: Path, kv_role: str, role: str) -> 
     assert peers is not None and peers.role == role
 
 
+def test_further_keys_of_vllm_are_noted(tmp_path: Path) -> None:
+    """As in the guides of llm-d and of vLLM."""
+    keys = {"kv_load_failure_policy": "fail", "kv_buffer_size": "1e9", "kv_connector_extra_config": {"a": 1}}
+    found = resolved(tmp_path, {"kv_connector": "NixlConnector", "kv_role": "kv_both"} | keys)
+    assert found.config.cache.peers is not None and found.config.cache.peers.role == "both"
+    [note] = [note for note in found.notes if note.startswith("--kv-transfer-config")]
+    assert note.endswith("without effect: kv_buffer_size, kv_connector_extra_config, kv_load_failure_policy")
+
+
+def test_offloading_of_vllm_is_host_memory(tmp_path: Path) -> None:
+    extra = {"cpu_bytes_to_use": 64 << 20, "eviction_policy": "lru"}
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    found = resolved(tmp_path, transfer)
+    assert found.config.cache == cache_of(tmp_path, {"host": {"size": "64MiB"}})
+    assert not [note for note in found.notes if note.startswith("--kv-transfer-config")]
+
+
 @pytest.mark.parametrize(
     ("transfer", "words"),
     [
@@ -74,6 +99,18 @@ def test_roles_of_vllm_are_accepted(tmp_path: Path, kv_role: str, role: str) -> 
         ({"disk": {"size": "1GiB"}}, "--kv-disk-size requires --kv-disk"),
         ({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, "or sections of back ends: host"),
         ({"kv_connector": "NixlConnector"}, "kv_connector 'NixlConnector' is not supported; write"),
+        (
+            {"kv_connector": "OffloadingConnector"},
+            "kv_connector 'OffloadingConnector' is not supported; write",
+        ),
+        ({"kv_port": 1}, "unknown back end 'kv_port'"),
+        (
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": 1, "secondary_tiers": [{}]},
+            },
+            "secondary_tiers is not supported: write the sections host and disk",
+        ),
     ],
 )
 def test_invalid_sections_are_rejected(tmp_path: Path, transfer: dict[str, Any], words: str) -> None:
