@@ -20,6 +20,11 @@ class _EplbJson(msgspec.Struct, forbid_unknown_fields=True):
     num_redundant_experts: int = 0
     use_async: bool = True
     """Accepted and ignored: experts are always copied asynchronously, between steps."""
+    log_balancedness: bool = False
+    """Accepted and ignored, as the following keys of vLLM."""
+    log_balancedness_interval: int = 1
+    policy: str | None = None
+    communicator: str | None = None
 
 
 def eplb_config(options: Options) -> EplbConfig | None:

@@ -28,9 +28,10 @@ def test_eplb_is_resolved_and_its_memory_is_counted(tmp_path: Path) -> None:
     plain = config_of(tmp_path, None, enable_eplb=False)
     assert plain.executor.eplb is None
     assert config.executor.shared_bytes - plain.executor.shared_bytes == 4 << 20
-    assert config_of(
-        tmp_path, '{"num_redundant_experts": 2, "use_async": false}'
-    ).executor.eplb == EplbConfig(1000, 3000, 2)
+    of_vllm = '{"window_size":1000,"step_interval":3000,"num_redundant_experts":2,"log_balancedness":true,"use_async":false}'
+    assert config_of(tmp_path, of_vllm).executor.eplb == EplbConfig(1000, 3000, 2)
+    more = '{"num_redundant_experts": 2, "log_balancedness_interval": 8, "policy": "default", "communicator": "nixl"}'
+    assert config_of(tmp_path, more).executor.eplb == EplbConfig(1000, 3000, 2)
 
 
 @pytest.mark.parametrize(
