@@ -49,8 +49,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_file_is_fetched_alone(cache: Path) -> None:
-    assert locate_model("owner/name:m-Q4_0.gguf", with_weights=True) == cache / "m-Q4_0.gguf"
+@pytest.mark.parametrize("name", ["owner/name:m-Q4_0.gguf", "owner/name/m-Q4_0.gguf"])
+def test_a_file_is_fetched_alone(name: str, cache: Path) -> None:
+    assert locate_model(name, with_weights=True) == cache / "m-Q4_0.gguf"
     assert [path.name for path in cache.iterdir()] == ["m-Q4_0.gguf"]
 
 
@@ -77,6 +78,12 @@ def test_the_file_of_a_type_is_fetched(kind: str, cache: Path) -> None:
 def test_the_parts_of_a_type_are_fetched(with_weights: bool, cache: Path) -> None:
     assert locate_model("owner/name:F32", with_weights) == cache / "m-F32-00001-of-00003.gguf"
     assert len([*cache.iterdir()]) == (3 if with_weights else 1)
+
+
+@pytest.mark.parametrize("name", ["./models/m/m.gguf", "/models/m/m.gguf", "~/models/m/m.gguf"])
+def test_a_missing_local_file_is_not_looked_for_at_the_hub(name: str, cache: Path) -> None:
+    with pytest.raises(ConfigError, match=r"m\.gguf': file not found"):
+        locate_model(name, with_weights=True)
 
 
 def test_a_type_without_a_file_is_a_one_line_error(cache: Path) -> None:

@@ -21,6 +21,8 @@ _UNWANTED_FILES = ["*/*", "consolidated*"]
 """Subfolders, and second copies of the weights in other formats."""
 _TYPE_NAME = re.compile(r"[A-Za-z0-9_-]{2,40}")
 """Quantization type of a GGUF file of a hub repository: ``Q4_K_M``."""
+_FILE_AS_IN_VLLM = re.compile(r"^([^/:]+/[^/:]+)/")
+"""Repository in the name of a GGUF file: ``owner/name/file.gguf``."""
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 """Files of subfolders that are downloaded."""
 
@@ -34,10 +36,10 @@ def locate_model(
 ) -> Path:
     """Return the local folder of a model, or its GGUF file; download it if ``name`` is a hub name.
 
-    ``owner/name:file.gguf`` and ``owner/name:folder/file.gguf`` are single files of a hub repository, and ``owner/name:Q4_K_M``
-    is its GGUF file of that type. None is the toy model that ships with Quintet; names in `PACKAGED_MODELS` are files of
-    Python packages. revision: branch, tag or commit of a hub repository. flag: used in errors. ``HF_HUB_OFFLINE=1`` uses the
-    hub cache only. Raises `ConfigError`.
+    ``owner/name:file.gguf`` and ``owner/name:folder/file.gguf`` are single files of a hub repository (``/`` may replace ``:``, as
+    in vLLM), and ``owner/name:Q4_K_M`` is its GGUF file of that type. None is the toy model that ships with Quintet; names in
+    `PACKAGED_MODELS` are files of Python packages. revision: branch, tag or commit of a hub repository. flag: used in errors.
+    ``HF_HUB_OFFLINE=1`` uses the hub cache only. Raises `ConfigError`.
     """
     if name is None:
         from quintet.deploy.embedded import default_model_path
@@ -55,7 +57,7 @@ def locate_model(
         )
     if name in PACKAGED_MODELS:
         return locate_packaged(name, flag)
-    repository, _, file = name.partition(":")
+    repository, _, file = (_FILE_AS_IN_VLLM.sub(r"\1:", name) if is_gguf(folder) else name).partition(":")
     is_file_of_hub = repository.count("/") == 1 and not name.startswith(("/", ".", "~"))
     if is_file_of_hub and _TYPE_NAME.fullmatch(file):
         return _fetch_type(repository, file, with_weights, flag, revision)
