@@ -16,6 +16,17 @@ REASONING_NAMES = ("reasoning", "reasoning_content")
 DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
+def reasoning_names(user_agent: str) -> tuple[str, ...]:
+    """Return the `REASONING_NAMES` that a client can read: one for OpenAI's Agents SDK and without a User-Agent.
+
+    The SDK shows reasoning with two names twice, and forgets it. Rust's HTTP clients send no User-Agent, and its JSON parsers
+    reject a message with two names of one field; those that know only one of them know the second.
+    """
+    if user_agent.startswith("Agents/"):
+        return REASONING_NAMES[:1]
+    return REASONING_NAMES if user_agent else REASONING_NAMES[1:]
+
+
 class Channels(msgspec.Struct, array_like=True, frozen=True):
     """Format of the channels of a response."""
 
@@ -27,8 +38,8 @@ class Channels(msgspec.Struct, array_like=True, frozen=True):
     include_reasoning: bool = True
     parallel_calls: bool = True
     """True if calls after the first are sent."""
-    num_reasoning_names: int = len(REASONING_NAMES)
-    """Number of `REASONING_NAMES` under which the reasoning is sent."""
+    reasoning_names: tuple[str, ...] = REASONING_NAMES
+    """Fields in which the reasoning is sent."""
 
     def call_id(self, choice: int, call: int, name: str) -> str:
         """Return the id of a call, in the format of the model's template."""
@@ -63,8 +74,7 @@ class Channels(msgspec.Struct, array_like=True, frozen=True):
             if "name" in call_fields:
                 function = {"name": str(call_fields.pop("name")), **function}
             call_fields["function"] = function
-        names = REASONING_NAMES[: self.num_reasoning_names]
-        return TextByChannel("".join(content), "".join(reasoning), list(calls.values()), names)
+        return TextByChannel("".join(content), "".join(reasoning), list(calls.values()), self.reasoning_names)
 
 
 class TextByChannel(msgspec.Struct):

@@ -171,9 +171,8 @@ class StreamClient:
         while time.monotonic() < deadline_s:
             connection = http.client.HTTPConnection(urlsplit(self._server.url).netloc, timeout=30)
             try:
-                headers = {"Content-Type": "application/json"} | (
-                    {"Last-Event-ID": self._last_id} if self._last_id else {}
-                )
+                headers = {"Content-Type": "application/json", "User-Agent": "tests"}
+                headers |= {"Last-Event-ID": self._last_id} if self._last_id else {}
                 connection.request("POST", self._path, self._body, headers)
                 for line in connection.getresponse():
                     if line.startswith(b"id: "):

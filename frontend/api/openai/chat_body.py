@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.frontend.api.channels import REASONING_NAMES, Channels
+from quintet.frontend.api.channels import Channels, reasoning_names
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.anthropic_blocks import with_plain_calls
@@ -102,14 +102,14 @@ def parse_conversation(
 def channels_of(
     body: ChatBody, conversation: Conversation, response_id: str, config: EngineConfig, user_agent: str = ""
 ) -> Channels:
-    """Return the output channels of a response. OpenAI's Agents SDK shows reasoning twice and forgets it if it has two names."""
+    """Return the output channels of a response."""
     return Channels(
         response_id,
         config.model.parsers.call_ids,
         conversation.num_calls,
         include_reasoning=body.include_reasoning is not False,
         parallel_calls=body.parallel_tool_calls is not False,
-        num_reasoning_names=1 if user_agent.startswith("Agents/") else len(REASONING_NAMES),
+        reasoning_names=reasoning_names(user_agent),
     )
 
 
