@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 
+from quintet.frontend.api import sse
 from quintet.frontend.api.anthropic.errors import OVERLOADED
 from quintet.frontend.http.error_shape import STATUS
 from quintet.wire.errors import ErrorCode
@@ -17,6 +18,7 @@ _NOTE = re.compile(rb"^: ((?:ids|told) \d+ \[(?:\d+(?:,\d+)*)?\])\r?\n", re.MULT
 _WITHDRAWN = re.compile(rb"^: withdrawn\r?\n", re.MULTILINE)
 _EVENT_ID = re.compile(rb"^id: ([^\r\n:]+):([^\r\n]*)", re.MULTILINE)
 _ID_LINE = re.compile(rb"^id: [^\r\n]*\r?\n", re.MULTILINE)
+_KEEP_ALIVE = re.compile(rb"^%b(?!\n)" % sse.KEEP_ALIVE_WITH_IDS, re.MULTILINE)
 _ERROR = re.compile(rb'^(?:event: error\r?\n)?data: (\{(?:"type":"error",)?"error":[^\r\n]*)', re.MULTILINE)
 DONE = b"data: [DONE]"
 _BLANKS = (b"\n\n", b"\r\n\r\n", b"\r\r")
@@ -87,6 +89,8 @@ class Events:
             self._last = chunk
             if self._is_relayed and not self._sends_ids:
                 chunk = _ID_LINE.sub(b"", chunk)
+        if self._is_relayed and not self._sends_ids and sse.KEEP_ALIVE_WITH_IDS in chunk:
+            chunk = _KEEP_ALIVE.sub(sse.KEEP_ALIVE, chunk)
         if not self.has_started:
             self.has_started = not _is_silence(chunk)
         if chunk.rstrip(b"\r\n").endswith(DONE) or (

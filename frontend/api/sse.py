@@ -4,8 +4,10 @@ from __future__ import annotations
 
 CONTENT_TYPE = b"text/event-stream; charset=utf-8"
 HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
-KEEP_ALIVE = b": keep-alive\n"
-"""Comment without a blank line: after an event with an id, OpenAI's SDKs read a blank line as an empty event."""
+KEEP_ALIVE = b": keep-alive\n\n"
+"""Comment with a blank line: clients such as Dify split a stream at blank lines, and skip parts that start with a colon."""
+KEEP_ALIVE_WITH_IDS = b": keep-alive\n"
+"""Comment of a stream with event ids: after an event with an id, OpenAI's SDKs read a blank line as an empty event."""
 DONE = b"data: [DONE]\n\n"
 
 

@@ -142,12 +142,17 @@ def test_keys_and_overload(serve: Callable[..., Any]) -> None:
             assert waiting.result(10).choices[0].text == " t0"
 
 
-def test_keep_alive_comments_are_not_events_of_the_client(serve: Callable[..., Any]) -> None:
-    """Comments of a silent stream must not add a blank line, which this client reads as an event."""
+@pytest.mark.parametrize("headers", [{}, {"accept": "text/event-stream"}])
+def test_keep_alive_comments_are_not_events_of_the_client(
+    serve: Callable[..., Any], headers: dict[str, str]
+) -> None:
+    """Beside event ids, comments must not add a blank line, which this client reads as an event."""
     server = serve(keep_alive_s=0.02)
     server.engine.silent_after = 1
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        stream = client.completions.create(model="toy", prompt="x", max_tokens=3, stream=True)
+        stream = client.completions.create(
+            model="toy", prompt="x", max_tokens=3, stream=True, extra_headers=headers
+        )
         texts = [next(stream).choices[0].text]
         submit = server.engine.wait_for(server.kinds.Submit)[-1]
         time.sleep(0.1)  # several comments

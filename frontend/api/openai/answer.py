@@ -354,7 +354,7 @@ class ChunkWriter:
 
     def silence(self) -> bytes:
         """See `AnswerWriter.silence`."""
-        return sse.KEEP_ALIVE
+        return sse.KEEP_ALIVE_WITH_IDS if self._event_id else sse.KEEP_ALIVE
 
     def tail(self, streams: Sequence[Stream]) -> bytes:
         """Return the end of the stream: usage if requested, and ``[DONE]``."""

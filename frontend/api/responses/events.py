@@ -330,7 +330,7 @@ class ResponsesWriter:
 
     def silence(self) -> bytes:
         """See `AnswerWriter.silence`."""
-        return sse.KEEP_ALIVE
+        return sse.KEEP_ALIVE_WITH_IDS if self._event_id else sse.KEEP_ALIVE
 
     def headers(self) -> tuple[Header, ...]:
         """See `AnswerWriter.headers`."""

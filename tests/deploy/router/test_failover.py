@@ -309,7 +309,7 @@ def test_event_ids_are_for_clients_that_read_them() -> None:
 
     run(scenario())
     events = Events(is_relayed=True, sends_ids=False)
-    assert events.take(event(0)).startswith(b"data: ")
+    assert events.take(b": keep-alive\n" + event(0)).startswith(b": keep-alive\n\ndata: ")
     assert events.take_resume_state() == ("a1-b2", "1", [[100]])
 
 
