@@ -363,7 +363,7 @@ def error_lines() -> Iterator[str]:
     yield "# Errors\n"
     yield "Every error has a message that names what was sent, what is allowed and how to fix it.\n"
     yield "| API | Body |\n|---|---|"
-    yield '| OpenAI | `{"error": {"message", "type", "param", "code"}}`; `code`: HTTP status or `context_length_exceeded` |'
+    yield '| OpenAI | `{"error": {"message", "type", "param", "code"}}`; `code`: text, HTTP status or `context_length_exceeded` |'
     yield '| Anthropic | `{"type": "error", "error": {"type", "message"}, "request_id"}`; id also in the header `request-id` |'
     yield "| Python | `quintet.wire.errors.RequestError` with `code`, `message` and `param` |\n"
     yield "| Python's `code` | HTTP status | OpenAI's `type` | Anthropic's `type` |\n|---|---|---|---|"

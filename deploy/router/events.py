@@ -21,6 +21,7 @@ _ID_LINE = re.compile(rb"^id: [^\r\n]*\r?\n", re.MULTILINE)
 _KEEP_ALIVE = re.compile(rb"^%b(?!\n)" % sse.KEEP_ALIVE_WITH_IDS, re.MULTILINE)
 _ERROR = re.compile(rb'^(?:event: error\r?\n)?data: (\{(?:"type":"error",)?"error":[^\r\n]*)', re.MULTILINE)
 DONE = b"data: [DONE]"
+UNAVAILABLE = str(STATUS[ErrorCode.UNAVAILABLE])
 _BLANKS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 """Separators of events, for all line endings."""
 _ENDS = tuple(
@@ -104,9 +105,7 @@ class Events:
         for found in _ERROR.finditer(chunk):
             try:
                 error = json.loads(found[1])["error"]
-                is_unavailable = (
-                    error.get("code") == STATUS[ErrorCode.UNAVAILABLE] or error.get("type") == OVERLOADED
-                )
+                is_unavailable = str(error.get("code")) == UNAVAILABLE or error.get("type") == OVERLOADED
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
             if is_unavailable:

@@ -55,7 +55,7 @@ def play_with(server: Server, requests: list[StreamRequest], poisons: dict[int, 
         result = run.results[index]
         error = json.loads(result.error)
         # A whole body before the first byte, else an event.
-        assert error.get("error", error)["code"] == 422, result.error
+        assert error.get("error", error)["code"] == "422", result.error
         assert not any(choice.num_endings for choice in result.choices.values())
     return Run([result for index, result in enumerate(run.results) if index not in poisons], run.duration_s)
 

@@ -69,7 +69,7 @@ def test_a_started_stream_ends_with_an_error_at_its_deadline(serve: Callable[...
     assert answer.status == 200
     assert answer.events[0]["choices"][0]["text"] == " t0"
     error = answer.events[-1]["error"]
-    assert error["code"] == 504
+    assert error["code"] == "504"
     assert "output tokens so far: " in error["message"]
 
 

@@ -191,7 +191,7 @@ def test_an_invalid_request_has_an_error_and_the_next_request_succeeds(
         response = connection.getresponse()
         error = json.loads(response.read())["error"]
         assert response.status == status, error
-        assert error["code"] in {status, "context_length_exceeded"}
+        assert error["code"] in {str(status), "context_length_exceeded"}
         assert error["param"] == param, error
         assert set(error) == {"message", "type", "param", "code"}
         assert len(error["message"]) < 400
@@ -273,7 +273,7 @@ def test_content_types(shared: Any) -> None:
     for good in ("application/json", "application/json; charset=utf-8", "application/vnd.api+json"):
         assert shared.ask("POST", C, body, {"content-type": good}).status == 200
     wrong = shared.ask("POST", C, body, {"content-type": "text/plain"})
-    assert (wrong.status, wrong.json["error"]["code"]) == (415, 415)
+    assert (wrong.status, wrong.json["error"]["code"]) == (415, "415")
     assert "'text/plain'" in wrong.json["error"]["message"]
 
 

@@ -93,7 +93,7 @@ def test_request_smuggling_with_an_upgrade_offer_is_refused(shared: Any) -> None
 def test_unreadable_requests_have_an_error_message(shared: Any, sent: bytes, words: bytes) -> None:
     received = send_raw(shared, sent)
     assert received.startswith(b"HTTP/1.1 400") and words in received
-    assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == 400
+    assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "400"
 
 
 # --- HTTP/1.0 ---------------------------------------------------------------------------------------------------------

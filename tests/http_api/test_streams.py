@@ -154,7 +154,7 @@ def test_an_error_after_output_is_an_event(serve: Callable[..., Any], path: str)
     reply = server.ask("POST", path, body)
     assert reply.status == 200
     assert reply.events[-1]["error"]["message"] == "The engine broke."
-    assert reply.events[-1]["error"]["code"] == 500
+    assert reply.events[-1]["error"]["code"] == "500"
     assert reply.body.endswith(b"data: [DONE]\n\n")
     server.engine.fail_after = None
     assert server.ask("POST", C, {"prompt": "x", "max_tokens": 1}).status == 200

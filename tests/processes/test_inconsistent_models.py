@@ -118,7 +118,7 @@ def test_dropped_message_ends_its_request_with_an_error(server: Server, vocab_si
     outbox.send(FrameHmac(run_key(inbox.parent)).sign(codec.encode(nonsense)))
     events = [line for line in response.read().decode().splitlines() if line.startswith("data: ")]
     error = json.loads(events[-2].removeprefix("data: "))["error"]
-    assert events[-1] == "data: [DONE]" and error["code"] == 500
+    assert events[-1] == "data: [DONE]" and error["code"] == "500"
     assert "the core received a message (admit)" in error["message"]
     outbox.close()
     context.term()

@@ -22,15 +22,15 @@ class Code(IntEnum):
     WORKER_TIMEOUT = 50006
 
 
-_OF_CODE: dict[int | str, Code] = {
+_OF_CODE = {
     ErrorCode.TOO_LONG.value: Code.CONTEXT_OVERFLOW,
-    400: Code.OUT_OF_RANGE,
-    401: Code.WRONG_KEY,
-    404: Code.INVALID_MODEL,
-    413: Code.VALIDATION,
-    422: Code.OUT_OF_RANGE,
-    429: Code.OVERLOADED,
-    503: Code.WORKER_TIMEOUT,
+    "400": Code.OUT_OF_RANGE,
+    "401": Code.WRONG_KEY,
+    "404": Code.INVALID_MODEL,
+    "413": Code.VALIDATION,
+    "422": Code.OUT_OF_RANGE,
+    "429": Code.OVERLOADED,
+    "503": Code.WORKER_TIMEOUT,
 }
 
 
@@ -51,7 +51,7 @@ class ServerError(msgspec.Struct):
     """Error object of the server."""
 
     message: str
-    code: int | str = 500
+    code: int | str = "500"
     param: str | None = None
 
 
@@ -69,7 +69,7 @@ def error_in(body: bytes, status: int) -> ServerError:
 
 def as_worker(error: ServerError) -> WorkerError:
     """Convert a server error to a FastChat error."""
-    return WorkerError(_OF_CODE.get(error.code, Code.INTERNAL), error.message)
+    return WorkerError(_OF_CODE.get(str(error.code), Code.INTERNAL), error.message)
 
 
 def server_lost(error: object) -> WorkerError:

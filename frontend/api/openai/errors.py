@@ -27,8 +27,8 @@ _TYPES = {
 def error_body(error: RequestError, _request_id: str = "") -> bytes:
     """Return ``{"error": {message, type, param, code}}``.
 
-    ``code`` is the status, as in vLLM. For a request above the context length it is OpenAI's code, on which clients shorten
-    the conversation.
+    ``code`` is a text, as in OpenAI's API: strict clients cannot read another type. It is the status, or for a request above the
+    context length OpenAI's code, on which clients shorten the conversation.
     """
     status = status_of(error)
     return msgspec.json.encode(
@@ -37,7 +37,7 @@ def error_body(error: RequestError, _request_id: str = "") -> bytes:
                 "message": error.message,
                 "type": _TYPES[status],
                 "param": error.param,
-                "code": error.code.value if error.code is ErrorCode.TOO_LONG else status,
+                "code": error.code.value if error.code is ErrorCode.TOO_LONG else str(status),
             }
         }
     )

@@ -254,8 +254,8 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
     message: str
     type: str
     param: str | None
-    code: int | str
-    """The status, or ``context_length_exceeded``."""
+    code: str
+    """The status as text, or ``context_length_exceeded``."""
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):

@@ -248,13 +248,13 @@ def test_events_are_reassembled_from_any_chunks() -> None:
 @pytest.mark.parametrize(
     ("status", "error", "code"),
     [
-        (400, {"message": "is 3", "param": "temperature", "code": 400}, 40302),
+        (400, {"message": "is 3", "param": "temperature", "code": "400"}, 40302),
         (400, {"message": "9 tokens", "param": "prompt", "code": "context_length_exceeded"}, 40303),
-        (401, {"message": "no key", "code": 401}, 40102),
-        (404, {"message": "no model", "code": 404}, 40301),
-        (429, {"message": "is full", "code": 429}, 42903),
-        (500, {"message": "a mistake", "code": 500}, 50001),
-        (503, {"message": "is ending", "code": 503}, 50006),
+        (401, {"message": "no key", "code": "401"}, 40102),
+        (404, {"message": "no model", "code": "404"}, 40301),
+        (429, {"message": "is full", "code": "429"}, 42903),
+        (500, {"message": "a mistake", "code": "500"}, 50001),
+        (503, {"message": "is ending", "code": "503"}, 50006),
     ],
 )
 def test_server_errors_map_to_fastchat_codes(status: int, error: dict[str, Any], code: int) -> None:
@@ -275,7 +275,7 @@ def test_server_errors_map_to_fastchat_codes(status: int, error: dict[str, Any],
 
 def test_error_or_server_loss_ends_a_stream() -> None:
     async def scenario() -> None:
-        failing = stream(event(choices=[{"text": "a"}]), event(error={"message": "oh", "code": 500}))
+        failing = stream(event(choices=[{"text": "a"}]), event(error={"message": "oh", "code": "500"}))
         async with world(failing) as w:
             registrations = await w.answers_of(STREAM, {"prompt": "x"})
             assert registrations[-1] == {"text": "oh", "error_code": 50001}
@@ -368,7 +368,7 @@ def test_unusable_server_is_logged_once(
                 await w.registration.look()
             assert not w.registrations and w.registration.model is None
 
-    monkeypatch.setitem(READY, path, (status, b'{"error":{"message":"No key.","code":401}}'))
+    monkeypatch.setitem(READY, path, (status, b'{"error":{"message":"No key.","code":"401"}}'))
     with caplog.at_level("WARNING", "quintet"):
         run(scenario())
     assert len([message for message in caplog.messages if words in message]) == 1

@@ -36,7 +36,7 @@ from quintet.frontend.resume.token_relay import replayed_comments
 JSON = b"content-type: application/json\r\ncontent-length: 2\r\n"
 KEPT = b"HTTP/1.1 200 x\r\n" + JSON + b"\r\n{}"
 """Answer that keeps the connection open."""
-ERROR = b'data: {"error":{"message":"leaving","type":"t","param":null,"code":503}}\n\n'
+ERROR = b'data: {"error":{"message":"leaving","type":"t","param":null,"code":"503"}}\n\n'
 
 
 def prefer(w: World, *order: int) -> None:
