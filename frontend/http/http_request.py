@@ -25,9 +25,10 @@ from quintet.wire.params import MAX_SHOWN, shown
 
 Header = tuple[bytes, bytes]
 
-JSON = b"application/json"
+JSON, EVENTS = b"application/json", b"text/event-stream"
 CONNECTION = "quintet.connection"
 """ASGI extension: the server passes the connection's ``abort``, and a stream passes its ``break_silence``."""
+LINE_READERS = (b"Go-http-client", b"req/")  # langchaingo; LangChain for Elixir
 REQUEST_ID_HEADER = "x-request-id"
 MAX_REQUEST_ID = 256
 REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
@@ -97,8 +98,9 @@ class HttpRequest:
 
     @property
     def reads_event_ids(self) -> bool:
-        """False for an Accept header without events: many such clients take every line of a stream for JSON."""
-        return self.wants_relay or b"text/event-stream" in self._headers.get(b"accept", b"text/event-stream")
+        """False for an Accept header without events, and for some clients without one: they take every line for JSON."""
+        unnamed = b"" if self._headers.get(b"user-agent", b"").startswith(LINE_READERS) else EVENTS
+        return self.wants_relay or EVENTS in self._headers.get(b"accept", unnamed)
 
     # --- in ---------------------------------------------------------------------------------------------------
 

@@ -289,17 +289,25 @@ def test_event_ids_are_bounded_in_the_number_of_choices(
 
 @pytest.mark.parametrize("path", [C, "/v1/chat/completions", "/v1/messages", "/v1/responses"])
 @pytest.mark.parametrize(
-    ("accept", "has_ids"),
-    [("*/*", False), ("application/json", False), ("application/json, text/event-stream", True)],
+    ("headers", "has_ids"),
+    [
+        ({"accept": "*/*"}, False),
+        ({"accept": "application/json"}, False),
+        ({"accept": "application/json, text/event-stream"}, True),
+        ({}, True),
+        ({"user-agent": "Go-http-client/1.1"}, False),
+        ({"user-agent": "req/0.5.15"}, False),
+        ({"user-agent": "req/0.5.15", "accept": "text/event-stream"}, True),
+    ],
 )
-def test_clients_that_name_other_types_than_events_get_data_lines_alone(
-    shared: Any, path: str, accept: str, has_ids: bool
+def test_clients_that_take_each_line_for_json_get_data_lines_alone(
+    shared: Any, path: str, headers: dict[str, str], has_ids: bool
 ) -> None:
-    """As benchmarks read a stream: each line is JSON after ``data: ``."""
+    """Others read a stream as benchmarks and LangChain for Elixir do: all text is JSON after ``data: ``."""
     prompt = {C: {"prompt": "x"}, "/v1/responses": {"input": "x", "max_output_tokens": 3}}
     body = {**prompt.get(path, {"messages": [{"role": "user", "content": "x"}]}), "stream": True}
     body |= {} if path == "/v1/responses" else {"max_tokens": 3}
-    reply = shared.ask("POST", path, body, {"accept": accept})
+    reply = shared.ask("POST", path, body, headers)
     assert reply.events and bool(reply.event_ids) == has_ids == ("x-stream-id" in reply.headers)
     if path == C and not has_ids:
         lines = [line.removeprefix(b"data: ") for line in reply.body.splitlines() if line]

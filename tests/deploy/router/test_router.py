@@ -19,10 +19,8 @@ import pytest
 
 from quintet.deploy.cli.route import _check, add_parser
 from quintet.deploy.http_client.connection import Connection, Target
-from quintet.deploy.http_client.pool import ConnectionPool
 from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy, RouterApp
 from quintet.deploy.router.attempts import Hedging
-from quintet.deploy.router.events import Events
 from quintet.deploy.router.limits import Limits
 from quintet.deploy.router.metrics import RouterMetrics
 from quintet.deploy.router.proxy import ProxyTimeouts
@@ -141,7 +139,8 @@ class World:
         incoming.put_nowait(
             {"type": "http.request", "body": content if method == "POST" else b"", "more_body": False}
         )
-        pairs = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
+        named = {"accept": "text/event-stream", **headers}
+        pairs = [(k.replace("_", "-").encode(), v.encode()) for k, v in named.items()]
         scope = {
             "type": "http", "method": method, "path": path, "query_string": b"",
             "headers": [(b"content-type", b"application/json"), *pairs],
@@ -460,21 +459,6 @@ def test_limits_apply_per_key() -> None:
     limits.end_request(limits.begin_request(b"a"))
 
 
-def test_events_are_reassembled_from_any_chunks() -> None:
-    trouble_of = event(0) + b": keep-alive\n" + event(1) + DONE
-    plain = event(0, ids=False) + b": keep-alive\n" + event(1, ids=False) + DONE
-    for size in (1, 7, 64, len(trouble_of)):
-        events, response = Events(is_relayed=True), b""
-        for at in range(0, len(trouble_of), size):
-            piece = events.take(trouble_of[at : at + size])
-            assert not piece or piece.endswith(b"\n")
-            response += piece
-        assert response == plain and events.is_over
-        assert events.take_resume_state() == ("a1-b2", "2", [[100, 101]])
-    assert Events(is_relayed=False).take(b": keep-alive\n") == b": keep-alive\n"
-    assert Events(is_relayed=False).take_resume_state() is None
-
-
 def test_server_list_file_is_watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with world(whole, whole) as w:
@@ -565,20 +549,6 @@ def test_server_without_metrics_is_healthy_and_prompts_count_as_queued() -> None
             assert (server.num_queued, server.num_others, server.trouble) == (7, 0, "")
             held.release()
             task.cancel()
-
-    run(scenario())
-
-
-def test_keep_alive_comments_are_no_progress() -> None:
-    async def scenario() -> None:
-        lines = ConnectionPool(Target.parse("http://127.0.0.1:1"), 1.0)
-        for piece in (b": keep-alive\n", b": ping\n\n", b'event: ping\ndata: {"type": "ping"}\n\n'):
-            lines.record_chunk(piece, 1.0)
-            assert (lines.last_received_s, lines.last_event_s) == (1.0, 0.0)
-        for piece in (event(0), b": ping\n\ndata: {}\n\n", b"data: {}\n\n"):
-            lines.last_event_s = 0.0
-            lines.record_chunk(piece, 1.0)
-            assert lines.last_event_s == 1.0
 
     run(scenario())
 
