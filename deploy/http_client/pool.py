@@ -238,10 +238,13 @@ class ConnectionPool:
 
 
 def _is_keepalive(payload: bytes) -> bool:
-    """Return whether a chunk of a stream is only a keep-alive comment or ping event."""
+    """Return whether a chunk of a stream is only a keep-alive comment, or a ping or keepalive event."""
     if payload.startswith(b":"):
         return b"\ndata:" not in payload
-    return payload.startswith(b"event: ping") and payload.find(b"\n\n") == len(payload) - 2
+    return (
+        payload.startswith((b"event: ping", b"event: keepalive"))
+        and payload.find(b"\n\n") == len(payload) - 2
+    )
 
 
 def json_request(target: Target, method: str, path: str, body: object = None) -> bytes:

@@ -43,6 +43,7 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to
 
 from quintet.deploy.router.server_choice import GatewayRequest, Picker, RequestHead
 from quintet.deploy.router.upstream import RELAY
+from quintet.frontend.api import sse
 from quintet.frontend.http.auth import KEY_HEADERS
 from quintet.frontend.http.error_shape import headers_of, status_of
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
@@ -139,7 +140,10 @@ class PickerStream:
                 )
                 yield ProcessingResponse(response_headers=HeadersResponse())
             case "response_body":
-                if message.response_body.body[:1] not in (b"", b":"):  # a comment is only a keep-alive
+                body = message.response_body.body
+                if (
+                    body[:1] not in (b"", b":") and body != sse.KEEP_ALIVE_EVENT
+                ):  # a comment is only a keep-alive
                     gateway_request.begin()
                 yield ProcessingResponse(response_body=self._unchanged(message.response_body))
             case "response_trailers":

@@ -144,6 +144,7 @@ def _are_comments(lines: bytes) -> bool:
 
 
 def _is_silence(lines: bytes) -> bool:
+    lines = lines.replace(sse.KEEP_ALIVE_EVENT, b"")
     return all(line.startswith(b":") for line in lines.splitlines() if line)
 
 

@@ -21,10 +21,10 @@ C, H = "/v1/completions", "/v1/chat/completions"
 class RawStream:
     """A request on a bare socket, read one HTTP chunk (one write of the server) at a time."""
 
-    def __init__(self, server: Any, path: str, body: dict[str, Any], accept: str = "*/*") -> None:
+    def __init__(self, server: Any, path: str, body: dict[str, Any], header: str = "accept: */*") -> None:
         self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=10)
         sent = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\naccept: {accept}\r\ncontent-length: {len(sent)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{header}\r\ncontent-length: {len(sent)}\r\n\r\n"
         self.socket.sendall(head.encode() + sent)
         self.reader = self.socket.makefile("rb")
 
@@ -87,6 +87,30 @@ def test_a_disconnect_cancels_all_prompts_of_a_list(serve: Callable[..., Any]) -
     assert settle(server) == 0
 
 
+KEEP_ALIVE_EVENT = b'event: keepalive\ndata: {"type":"keepalive"}\n\n'
+
+
+@pytest.mark.parametrize("originator", ["codex_cli_rs", "other"])
+def test_codex_reads_events_in_silence(serve: Callable[..., Any], originator: str) -> None:
+    """It ends a stream after 300 s without an event; its parser drops comments."""
+    server = serve(keep_alive_s=0.05)
+    server.engine.held = True
+    raw = RawStream(server, "/v1/responses", {"input": "x", "stream": True}, f"originator: {originator}")
+    try:
+        raw.head()
+        silence = KEEP_ALIVE_EVENT if originator == "codex_cli_rs" else b": keep-alive\n\n"
+        assert raw.chunk() == raw.chunk() == silence
+        server.call(server.engine.release)
+        rest = raw.chunk()
+        while rest == silence:
+            rest = raw.chunk()
+        assert rest.startswith(
+            b'event: response.created\ndata: {"type":"response.created","sequence_number":0,'
+        )
+    finally:
+        raw.close()
+
+
 @pytest.mark.parametrize(
     ("accept", "comment"), [("*/*", b": keep-alive\n\n"), ("text/event-stream", b": keep-alive\n")]
 )
@@ -94,7 +118,7 @@ def test_silence_is_filled_with_comments(serve: Callable[..., Any], accept: str,
     """Some clients lose the event after a comment without a blank line; others read the line as an event, beside ids."""
     server = serve(keep_alive_s=0.05)
     server.engine.held = True
-    raw = RawStream(server, C, {"prompt": "x", "max_tokens": 1, "stream": True}, accept)
+    raw = RawStream(server, C, {"prompt": "x", "max_tokens": 1, "stream": True}, f"accept: {accept}")
     try:
         assert b"text/event-stream" in raw.head()
         assert raw.chunk() == raw.chunk() == comment

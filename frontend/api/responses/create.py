@@ -290,12 +290,13 @@ async def _answer(service: Service, http_request: HttpRequest, checked: CheckedR
     submissions = _submit(service, checked, http_request, resume_token, replayed_ids, seeds)
     if checked.body.stream:
         writer = ResponsesWriter(answer, submissions.stream_id, position)
+        writer.sends_keep_alive_events = _is_codex(http_request)
         if http_request.wants_relay:
             enable_relay(http_request, writer, submissions)
         try:
             await stream_answer(service, http_request, submissions, writer, store_end)
         except RequestError as error:
-            if http_request.started or not _compacts_after_event(http_request, error):
+            if http_request.started or error.code is not ErrorCode.TOO_LONG or not _is_codex(http_request):
                 raise
             events = writer.failed_at_start(error)
             await store_end(service, writer)
@@ -313,13 +314,13 @@ async def _answer(service: Service, http_request: HttpRequest, checked: CheckedR
     return True
 
 
-def _compacts_after_event(http_request: HttpRequest, error: RequestError) -> bool:
-    """Return whether the client compacts its conversation after ``response.failed``, but not after status 400.
+def _is_codex(http_request: HttpRequest) -> bool:
+    """Return whether the client is Codex.
 
-    Codex ends the turn after the status, and cannot compact a conversation that exceeds the context.
+    It compacts a conversation that exceeds the context after ``response.failed``, but ends the turn after status 400. It
+    ends a stream that has no event, only comments, for 300 s.
     """
-    is_codex = (http_request.header("originator") or "").lower().startswith("codex")
-    return is_codex and error.code is ErrorCode.TOO_LONG
+    return (http_request.header("originator") or "").lower().startswith("codex")
 
 
 async def _answer_later(

@@ -152,6 +152,8 @@ class ResponsesWriter:
         self._logprobs: list[object] = []
         """Log-probabilities of tokens that were not sent yet."""
         self._started: Started | None = None
+        self.sends_keep_alive_events = False
+        """True if an idle stream has events instead of comments."""
         self.status = IN_PROGRESS
         self.response = b""
         """The whole response as JSON, after its end."""
@@ -330,6 +332,8 @@ class ResponsesWriter:
 
     def silence(self) -> bytes:
         """See `AnswerWriter.silence`."""
+        if self.sends_keep_alive_events:
+            return sse.KEEP_ALIVE_EVENT
         return sse.KEEP_ALIVE_WITH_IDS if self._event_id else sse.KEEP_ALIVE
 
     def headers(self) -> tuple[Header, ...]:
