@@ -85,16 +85,19 @@ class TextByChannel(msgspec.Struct):
     calls: list[dict[str, object]]
     reasoning_names: Sequence[str]
 
-    def delta(self) -> dict[str, object]:
-        """Return the delta of a streamed chunk; empty if there is nothing to send."""
-        delta: dict[str, object] = {}
+    def deltas(self) -> list[dict[str, object]]:
+        """Return the deltas of one or more streamed chunks; a single empty one if there is nothing to send.
+
+        Each has one kind of text or one call, as in OpenAI's API: Haystack rejects two kinds, Spring AI two calls, and some
+        clients read the first call only.
+        """
+        deltas: list[dict[str, object]] = []
         if self.reasoning:
-            delta |= dict.fromkeys(self.reasoning_names, self.reasoning)
+            deltas.append(dict.fromkeys(self.reasoning_names, self.reasoning))
         if self.content:
-            delta["content"] = self.content
-        if self.calls:
-            delta["tool_calls"] = self.calls
-        return delta
+            deltas.append({"content": self.content})
+        deltas += [{"tool_calls": [call]} for call in self.calls]
+        return deltas or [{}]
 
     def message(self, role: str, prefix: str) -> dict[str, object]:
         """Return the message of an unstreamed response; ``prefix`` is echoed before its content."""

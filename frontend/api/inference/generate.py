@@ -131,7 +131,7 @@ SHAPE = ChunkFormat(
     logprobs=chat_logprobs,
     ids=lambda token_ids, prompt_ids: b"",
     on_start=lambda writer, index, started: [],
-    channels=lambda index, delta: b'"token_ids":' + encode_json(list(delta.token_ids)),
+    channels=lambda index, delta: [b'"token_ids":' + encode_json(list(delta.token_ids))],
 )
 
 

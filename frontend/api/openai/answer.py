@@ -195,9 +195,8 @@ class ChunkFormat:
     empty: none)."""
     on_start: Callable[[ChunkWriter, int, Started], list[bytes]]
     """Events before the text of a choice, given its index."""
-    channels: Callable[[int, OutputDelta], bytes] | None = None
-    """Replaces ``open``, text and ``close`` if the text has channels, given the choice's index; empty if there is nothing to
-    send."""
+    channels: Callable[[int, OutputDelta], list[bytes]] | None = None
+    """Replaces ``open``, text and ``close`` in each event if the text has channels; the last is empty if nothing is to send."""
 
 
 class ChunkWriter:
@@ -258,9 +257,7 @@ class ChunkWriter:
                     frames.append(self._identified(frame) if self._event_id else frame)
             else:
                 cursor.ended[index] = delta.finish is not None
-                full = self._full(base, stream, delta)
-                if full is not None:
-                    frames.append(self._identified(full))
+                frames += self._full(base, stream, delta)
 
     def _start(self, index: int, started: Started) -> list[bytes]:
         """Return the events before a choice's text; the cursor passes its start with the last of them."""
@@ -278,23 +275,23 @@ class ChunkWriter:
             return b"%b%d\n%b" % (self._event_id, cursor.counts[0], frame)
         return b"%b%b\n%b" % (self._event_id, str(cursor).encode(), frame)
 
-    def _full(self, base: int, stream: Stream, delta: OutputDelta) -> bytes | None:
-        """Return an event with every requested field, or None if there is nothing to send."""
-        options = self.options
+    def _full(self, base: int, stream: Stream, delta: OutputDelta) -> list[bytes]:
+        """Return the events of a delta, the last one with every requested field and the cursor."""
+        options, index = self.options, base + delta.choice
         text, token_ids, positions = delta.text, delta.token_ids, delta.logprobs
         if options.echo_only:
             text, token_ids, positions = "", (), []
-        body = None if self.shape.channels is None else self.shape.channels(base + delta.choice, delta)
+        *earlier, body = [None] if self.shape.channels is None else self.shape.channels(index, delta)
         is_empty = not text if body is None else not body
         if delta.finish is None and is_empty and not (token_ids and self._has_token_fields):
-            return None
+            return []
         usage, started = None, stream.started
         num_taken = stream.choices[delta.choice].num_taken
         if options.continuous_usage and started is not None:
             usage = running_usage(started, 0 if options.echo_only else num_taken)
         is_first = num_taken == len(delta.token_ids) and not options.echo
-        return self.chunk(
-            base + delta.choice,
+        last = self.chunk(
+            index,
             text,
             logprobs=self.shape.logprobs(positions, options) if positions else None,
             finish=delta.finish,
@@ -303,6 +300,9 @@ class ChunkWriter:
             usage=usage,
             body=None if body is None else body or self.shape.open + b'""' + self.shape.close,
         )
+        no_ids = () if options.return_token_ids else None
+        parts = [self.chunk(index, "", token_ids=no_ids, usage=usage, body=each) for each in earlier]
+        return [*parts, self._identified(last)]
 
     def usage_at_start(self, started: Started) -> object:
         """Return the usage of events before any text, or None."""

@@ -125,9 +125,9 @@ async def chat_completions(service: Service, http_request: HttpRequest) -> None:
 def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> ChunkFormat:
     """Return the chunk format; the first events have the role and the echoed text."""
 
-    def by_channel(answer_channels: Channels, index: int, delta: OutputDelta) -> bytes:
-        found = answer_channels.split(index, delta.text, delta.spans).delta()
-        return b'"delta":' + encode_json(found) if found else b""
+    def by_channel(answer_channels: Channels, index: int, delta: OutputDelta) -> list[bytes]:
+        found = answer_channels.split(index, delta.text, delta.spans).deltas()
+        return [b'"delta":' + encode_json(each) if each else b"" for each in found]
 
     def on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
         first = b'{"index":%d,"delta":{"role":' + encode_json(role).replace(b"%", b"%%")
