@@ -19,9 +19,9 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, frontend_of
-from quintet.wire.kv_admin import KvPins, KvQuery
+from quintet.wire.kv_admin import KvQuery
 from quintet.wire.kv_events import KvEventBatch
-from quintet.wire.kv_tiers import KvTierResults, StoredBlocks
+from quintet.wire.kv_tiers import KvPins, KvTierResults, StoredBlocks
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import (
     Admit,

@@ -16,8 +16,7 @@ from quintet.executor.speculation.metrics import OutputCacheMetrics
 from quintet.process.runtime import Process
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role
-from quintet.wire.kv_admin import KvPins
-from quintet.wire.kv_tiers import KvTierRequests, TierResultsReady
+from quintet.wire.kv_tiers import KvPins, KvTierRequests, TierResultsReady
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.step import Capacity, StepPlan, StepResult, StepsEnded
 from quintet.wire.supervision import Topology

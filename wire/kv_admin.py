@@ -1,4 +1,4 @@
-"""Admin messages about KV memory: queries of an operator through a frontend, reports, and pins.
+"""Admin messages about KV memory: queries of an operator through a frontend, and reports.
 
 A *prefix* is named by the digest of its last full block (`quintet.core.kv.prefix`), in hexadecimal; a unique
 beginning of that name suffices.
@@ -91,19 +91,3 @@ class KvReport(msgspec.Struct, array_like=True, tag="kv_report"):
     """Blocks of it that could not be stored."""
     usage: KvUsage | None = None
     error: Failed | None = None
-
-
-class KvPin(msgspec.Struct, array_like=True, gc=False):
-    """A pinned prefix."""
-
-    digest: bytes
-    num_tokens: int
-    keys: list[bytes]
-
-
-class KvPins(msgspec.Struct, array_like=True, tag="kv_pins", gc=False):
-    """Core to executor: all pinned prefixes. Executor to a new core, before `Capacity`: so pins survive the loss of
-    either process.
-    """
-
-    pins: list[KvPin]

@@ -1,4 +1,4 @@
-"""Messages between core and executor about KV back ends: disk, other servers, shared store.
+"""Messages between core and executor about KV back ends (disk, other servers, shared store), and about pins.
 
 All back ends have the same two messages, `KvTierRequests` and `KvTierResults`, tagged with the back end (*tier*). A
 block's *key* names its content: the chained hash of its tokens and all before them, and its group of layers. An
@@ -10,7 +10,7 @@ block's *key* names its content: the chained hash of its tokens and all before t
 | peer | a block | ``host:port`` of the peer | unused |
 | store | a *chunk*: consecutive blocks of a group, or one state | key of the chunk | positions in the chunk |
 
-Every message names its tables; the receiver drops messages for other tables. Users: `quintet.core.kv.tier` and
+Every message of a back end names its tables; the receiver drops messages for other tables. Users: `quintet.core.kv.tier` and
 `quintet.executor.kv_transfer.back_end`.
 """
 
@@ -175,3 +175,21 @@ class TierResultsReady(msgspec.Struct, array_like=True, tag="kv_ready", gc=False
     """A thread of a back end posts results to the executor's loop. Not sent between processes."""
 
     count: int
+
+
+class KvPin(msgspec.Struct, array_like=True, gc=False):
+    """A pinned prefix."""
+
+    digest: bytes
+    """Digest of its last block, which names the pin."""
+    num_tokens: int
+    keys: list[bytes]
+    """Block keys that a request needs to continue after the prefix."""
+
+
+class KvPins(msgspec.Struct, array_like=True, tag="kv_pins", gc=False):
+    """Core to executor: all pinned prefixes. Executor to a new core, before `Capacity`: so pins survive the loss of
+    either process.
+    """
+
+    pins: list[KvPin]

@@ -13,11 +13,12 @@ import msgspec
 
 from quintet.wire.codec import ID_BYTES, all_below
 from quintet.wire.config import EngineConfig
-from quintet.wire.kv_admin import DIGEST_BYTES, MAX_LISTED, MAX_NAME, KvPins, KvPrefix, KvQuery, KvReport
+from quintet.wire.kv_admin import DIGEST_BYTES, MAX_LISTED, MAX_NAME, KvPrefix, KvQuery, KvReport
 from quintet.wire.kv_tiers import (
     KEY_BYTES,
     MAX_KEPT,
     Fetch,
+    KvPins,
     KvTierRequests,
     KvTierResults,
     StoredBlocks,

@@ -27,30 +27,20 @@ from dataclasses import dataclass, field
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.prefix import PrefixIndex
 from quintet.core.kv.tiers import Tiers
-
-
-@dataclass(slots=True, frozen=True)
-class Pin:
-    """A pinned prefix."""
-
-    digest: bytes
-    """Digest of its last block, which names the pin."""
-    num_tokens: int
-    keys: tuple[bytes, ...]
-    """Block keys that a request needs to continue after the prefix."""
+from quintet.wire.kv_tiers import KvPin
 
 
 @dataclass(slots=True)
 class Pins:
     """All pins of one engine, in order of creation."""
 
-    by_digest: dict[bytes, Pin] = field(default_factory=dict)
+    by_digest: dict[bytes, KvPin] = field(default_factory=dict)
     wanted: Counter[bytes] = field(default_factory=Counter)
     """Block key -> number of pins that contain it."""
     held: dict[bytes, int] = field(default_factory=dict)
     """Block key -> device block, for which the pool holds a reference."""
 
-    def add(self, pin: Pin) -> list[bytes]:
+    def add(self, pin: KvPin) -> list[bytes]:
         """Add a new pin; return the keys that no pin contained before."""
         self.by_digest[pin.digest] = pin
         added = [key for key in pin.keys if key not in self.wanted]
@@ -67,7 +57,7 @@ class Pins:
                 left.append(key)
         return left
 
-    def num_more(self, pin: Pin) -> int:
+    def num_more(self, pin: KvPin) -> int:
         """Return the number of the pin's blocks that are not pinned yet."""
         return sum(key not in self.wanted for key in pin.keys)
 
@@ -118,7 +108,7 @@ class BlockPool:
         self.refs[block] = 1
         return block
 
-    def pin(self, pin: Pin) -> None:
+    def pin(self, pin: KvPin) -> None:
         """Pin a prefix: its cached blocks, and further ones once they are computed."""
         for key in self.pins.add(pin):
             block = self.index.block_of.get(key)

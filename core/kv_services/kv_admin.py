@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection
 
 from quintet.core.kv.disk_pool import DiskPool
-from quintet.core.kv.pool import Pin, Pins
+from quintet.core.kv.pool import Pins
 from quintet.core.kv.prefix import extend_chain, key_of, salt_digest
 from quintet.core.kv.prefix_tree import Locations, PrefixPath, PrefixPaths, PrefixTree
 from quintet.core.kv_services.prefix_export import FileTasks
@@ -20,13 +20,12 @@ from quintet.wire.kv_admin import (
     MAX_LISTED,
     MAX_LISTED_TOKENS,
     MIN_NAME,
-    KvPin,
-    KvPins,
     KvPrefix,
     KvQuery,
     KvReport,
     KvUsage,
 )
+from quintet.wire.kv_tiers import KvPin, KvPins
 from quintet.wire.messages import Failed
 
 BLOCKS_PER_ITERATION = 1024
@@ -66,14 +65,12 @@ class KvAdmin:
         """Restore the pins that an executor kept of a previous core, unless there are some."""
         if not self.pins.by_digest:
             for pin in message.pins:
-                self.pins.add(Pin(pin.digest, pin.num_tokens, tuple(pin.keys)))
+                self.pins.add(pin)
 
     def take_changes(self) -> KvPins:
         """Return the pins, of which the executor's copy is then up to date."""
         self.has_changes = False
-        return KvPins(
-            [KvPin(pin.digest, pin.num_tokens, list(pin.keys)) for pin in self.pins.by_digest.values()]
-        )
+        return KvPins([*self.pins.by_digest.values()])
 
     # --- queries ---
 
@@ -205,7 +202,7 @@ class KvAdmin:
                     "No block of the prefix is cached, and this model's states are checkpointed at some tokens only. "
                     "Send the prompt once, then pin it.",
                 )
-        pin = Pin(path[-1], len(path) * limits.block_size, tuple(_needed(limits, path)))
+        pin = KvPin(path[-1], len(path) * limits.block_size, _needed(limits, path))
         if pin.digest in self.pins.by_digest:
             return path
         most, num_pinned, num_more = _max_pinned(limits), len(self.pins.wanted), self.pins.num_more(pin)

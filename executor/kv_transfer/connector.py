@@ -22,9 +22,8 @@ from quintet.process.wakeup import Wakeup
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
-from quintet.wire.kv_admin import KvPins
 from quintet.wire.kv_events import address_for
-from quintet.wire.kv_tiers import MAX_KEPT, KvTierRequests, StoredBlocks, TierName, TierResultsReady
+from quintet.wire.kv_tiers import MAX_KEPT, KvPins, KvTierRequests, StoredBlocks, TierName, TierResultsReady
 from quintet.wire.step import Capacity, StepPlan
 
 if TYPE_CHECKING:

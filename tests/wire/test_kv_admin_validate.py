@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from quintet.wire.codec import pack_i32
-from quintet.wire.kv_admin import MAX_LISTED, KvPin, KvPins, KvPrefix, KvQuery, KvReport
+from quintet.wire.kv_admin import MAX_LISTED, KvPrefix, KvQuery, KvReport
+from quintet.wire.kv_tiers import KvPin, KvPins
 from quintet.wire.kv_validate import operator_checks
 
 CHECKS = operator_checks(vocab_size=10, max_len=4)
