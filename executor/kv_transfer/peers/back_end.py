@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 200
 """Interval between attempts to open an occupied listen address."""
-MAX_IDLE_LINKS = 64
 
 
 class PeerBackEnd(BackEnd):
@@ -58,8 +57,6 @@ class PeerBackEnd(BackEnd):
         self._offered = OfferedBlocks(blocks, num_offered)
         self._parts, self._identity, self._key = parts, identity, key
         self._context: Context = zmq.Context()
-        self._idle: list[tuple[str, Link]] = []
-        """Idle links by peer, least recently used first."""
         self._backoff_until: dict[str, float] = {}
         """Lost peer -> time until which it is not used."""
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -83,8 +80,7 @@ class PeerBackEnd(BackEnd):
     def run_fetch(self, fetch: Fetch, task: Task) -> None:
         """See `BackEnd.run_fetch`. Each block is reported as it arrives."""
         peer, left = fetch.source.decode(errors="replace"), dict(enumerate(unpack_i32(fetch.host_blocks)))
-        link = self._take_link(peer)
-        is_whole = False
+        link = self._connect(peer)
         try:
             for index, block in link.fetch(fetch.keys, lambda: self.is_void(task)) if link else ():
                 host_block = left.pop(index)
@@ -93,19 +89,17 @@ class PeerBackEnd(BackEnd):
                 else:
                     self.write_staging(task, host_block, block)
                     self.report_fetch(task, [host_block], [])
-            is_whole = not left
         except PeerLost as lost:
-            if left:
-                log.warning("KV peer %s %s: %d blocks will be computed instead", peer, lost, len(left))
-                with self.changed:
-                    self._backoff_until[peer] = time.monotonic() + lost.backoff_s
+            log.warning("KV peer %s %s: %d blocks will be computed instead", peer, lost, len(left))
+            with self.changed:
+                self._backoff_until[peer] = time.monotonic() + lost.backoff_s
         finally:
             if link is not None:
-                self._put_link(peer, link, is_usable=is_whole)
+                link.close()
         self.report_fetch(task, [], [*left.values()])
 
-    def _take_link(self, peer: str) -> Link | None:
-        """Return an idle or new link to a peer; None during its backoff, or for an invalid address."""
+    def _connect(self, peer: str) -> Link | None:
+        """Return a link to a peer; None during its backoff, or for an invalid address."""
         now_s = time.monotonic()
         with self.changed:
             self._backoff_until = {
@@ -113,27 +107,11 @@ class PeerBackEnd(BackEnd):
             }
             if peer in self._backoff_until:
                 return None
-            own = [idle for idle in self._idle if idle[0] == peer][:1]
-            self._idle = [idle for idle in self._idle if idle not in own]
-        for _, link in own:
-            if link.is_alive:
-                return link
-            link.close()
         try:
             return Link(self._context, peer, self._key, self._identity, self._parts, self.blocks.block_bytes)
         except zmq.ZMQError as error:
             log.warning("invalid KV peer address %s: %s", peer, error.strerror)
             return None
-
-    def _put_link(self, peer: str, link: Link, *, is_usable: bool) -> None:
-        """Keep a link without outstanding requests for the next fetch, or close it."""
-        with self.changed:
-            unused = [link]
-            if is_usable:
-                self._idle.append((peer, link))
-                unused = [self._idle.pop(0)[1]] if len(self._idle) > MAX_IDLE_LINKS else []
-        for each in unused:
-            each.close()
 
     def wake(self) -> None:
         """See `BackEnd.wake`."""
@@ -141,8 +119,6 @@ class PeerBackEnd(BackEnd):
 
     def close_storage(self) -> None:
         """See `BackEnd.close_storage`."""
-        for _, link in self._idle:
-            link.close()
         for each in (self._server, self._authenticator):
             if each is not None:
                 each.socket.close(linger=0)

@@ -1,4 +1,4 @@
-"""Client connection to one peer server: requests blocks, and returns them as they arrive."""
+"""Client connection to one peer server, for one fetch: requests blocks, and returns them as they arrive."""
 
 from __future__ import annotations
 
@@ -68,7 +68,6 @@ class Link:
         """Raises `zmq.ZMQError` if ``peer`` is not a valid address."""
         self._identity, self._parts, self._block_bytes = identity, parts, block_bytes
         self._max_requests = max_requests(block_bytes)
-        self._last_number = 0
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, self._max_requests)
@@ -84,11 +83,6 @@ class Link:
             self.close()
             raise
 
-    @property
-    def is_alive(self) -> bool:
-        """True if the connection was not lost since the last fetch."""
-        return not self._monitor.poll(0)
-
     def close(self) -> None:
         """Close the sockets."""
         self._socket.disable_monitor()
@@ -102,33 +96,32 @@ class Link:
 
         Ends early after a cancellation. Raises `PeerLost`.
         """
-        waiting = deque(range(len(keys)))
-        in_flight: dict[int, tuple[int, float]] = {}
-        """Request number -> index in ``keys``, and deadline; oldest first."""
+        waiting = deque(enumerate(keys, 1))
+        in_flight: dict[int, float] = {}
+        """Request number, from 1 in the order of ``keys`` -> deadline; oldest first."""
         last_reply_s = time.monotonic()
         while (waiting or in_flight) and not is_cancelled():
             while waiting and len(in_flight) < self._max_requests:
-                index = waiting.popleft()
-                in_flight[self._ask(keys[index])] = index, time.monotonic() + REQUEST_TIMEOUT_S
+                number, key = waiting.popleft()
+                self._ask(number, key)
+                in_flight[number] = time.monotonic() + REQUEST_TIMEOUT_S
             received, now_s = self._receive(), time.monotonic()
-            if received is not None and received[0].number in in_flight:  # not of a cancelled request
+            if received is not None and received[0].number in in_flight:
                 answer, frames = received
-                index, _ = in_flight.pop(answer.number)
-                last_reply_s = now_s
+                del in_flight[answer.number]
+                last_reply_s, index = now_s, answer.number - 1
                 yield index, self._block(answer, keys[index], frames)
             if in_flight and now_s - last_reply_s > REPLY_TIMEOUT_S:
                 raise PeerLost(f"sent nothing for {REPLY_TIMEOUT_S:.0f} s")
-            if in_flight and now_s > next(iter(in_flight.values()))[1]:
+            if in_flight and now_s > next(iter(in_flight.values())):
                 raise PeerLost(f"took more than {REQUEST_TIMEOUT_S:.0f} s for a request")
 
-    def _ask(self, key: bytes) -> int:
-        """Request a block; return the request's number."""
-        self._last_number += 1
+    def _ask(self, number: int, key: bytes) -> None:
+        """Request a block."""
         try:
-            self._socket.send(encode(Ask(VERSION, self._last_number, self._identity, [key])), zmq.NOBLOCK)
+            self._socket.send(encode(Ask(VERSION, number, self._identity, [key])), zmq.NOBLOCK)
         except zmq.Again:  # the connection is gone after a protocol error, before its event
             raise PeerLost("closed the connection") from None
-        return self._last_number
 
     def _receive(self) -> tuple[Answer, list[zmq.Frame]] | None:
         """Return the next message and its frames, if there is one within `POLL_MS`.
