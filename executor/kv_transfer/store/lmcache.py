@@ -1,7 +1,6 @@
 """A store in the memory of an LMCache server, started by `lmcache_server`: ``lm://host:port``.
 
-This module implements its protocol, so LMCache's packages are not needed. Each connection carries one request at a
-time:
+This module implements its protocol, so LMCache's packages are not needed. Each request has a connection of its own:
 
     ──▶ request, and the content after a PUT                          nine 32-bit numbers, and a key of 150 characters
     ◀── reply, and the content of a found object after a GET's reply  nine 32-bit numbers
@@ -102,8 +101,6 @@ class LmStore:
     def __init__(self, host: str, port: int, timeout_s: float = TIMEOUT_S) -> None:
         self._address = host, port
         self._timeout_s = timeout_s
-        self._idle: list[socket.socket] = []
-        """Idle connections."""
         self._damaged: set[str] = set()
         """Damaged objects, treated as missing until overwritten."""
 
@@ -147,7 +144,6 @@ class LmStore:
                     return True
             # The size differs, or a killed writer left an incomplete object, for which the server closes the
             # connection.
-            exchange.connection.close()
             self.drop(name)
             return False
 
@@ -158,31 +154,14 @@ class LmStore:
         self._damaged.add(name)
 
     def close(self) -> None:
-        """See `ObjectStore.close`."""
-        while (connection := self._take_idle()) is not None:
-            connection.close()
-
-    def _take_idle(self) -> socket.socket | None:
-        try:
-            return self._idle.pop()  # atomic between threads
-        except IndexError:
-            return None
+        """See `ObjectStore.close`: no connection is left open."""
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[_Exchange]:
-        """Take or open a connection. After an error, close the idle ones too: the server may have restarted."""
-        connection = self._take_idle()
-        if connection is None:
-            connection = socket.create_connection(self._address, CONNECT_S)
+        """Open a connection for a request."""
+        with socket.create_connection(self._address, CONNECT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
             yield _Exchange(connection, time.monotonic() + self._timeout_s)
-        except BaseException:
-            connection.close()
-            self.close()
-            raise
-        if connection.fileno() >= 0:
-            self._idle.append(connection)
 
 
 def _order(command: int, name: str, num_bytes: int = 0) -> bytes:
