@@ -16,7 +16,6 @@ import contextlib
 import fcntl
 import itertools
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,9 +54,7 @@ class FolderStore:
         self._size_bytes = size_bytes
         self._folder = OwnFolder(folder)
         self._path = folder
-        self._ledger = self._folder.open("ledger", os.O_RDWR | os.O_CREAT)
-        self._ledger_lock = threading.Lock()
-        """Guards the ledger between threads: a file lock is per process."""
+        os.close(self._folder.open("ledger", os.O_RDWR | os.O_CREAT))  # fails if it is not writable
         self._numbers = itertools.count()
 
     # --- the connector ---
@@ -109,7 +106,6 @@ class FolderStore:
 
     def close(self) -> None:
         """See `ObjectStore.close`."""
-        os.close(self._ledger)
         self._folder.close()
 
     def _use(self, name: str) -> None:
@@ -122,14 +118,14 @@ class FolderStore:
         """Reserve space and return a new file, open and locked; None if there is no space."""
         if size > self._size_bytes:
             return None
-        with self._locked_ledger():
-            kept = int.from_bytes(os.pread(self._ledger, 8, 0), "little")
+        with self._locked_ledger() as ledger:
+            kept = int.from_bytes(os.pread(ledger, 8, 0), "little")
             if kept + size > self._size_bytes:
                 kept = self._evict(size)
             if kept + size > self._size_bytes:  # all other space is being written
-                os.pwrite(self._ledger, kept.to_bytes(8, "little"), 0)
+                os.pwrite(ledger, kept.to_bytes(8, "little"), 0)
                 return None
-            os.pwrite(self._ledger, (kept + size).to_bytes(8, "little"), 0)
+            os.pwrite(ledger, (kept + size).to_bytes(8, "little"), 0)
             file = self._folder.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(file, size)  # so that scans count it
@@ -137,34 +133,30 @@ class FolderStore:
 
     def _settle(self, unfinished: str, name: str | None, size: int) -> None:
         """Rename a complete file, unless an equal object exists; otherwise remove it and release its space."""
-        with self._locked_ledger():
+        with self._locked_ledger() as ledger:
             if name is not None and self._folder.size_of(name) != size:
                 self._folder.rename(unfinished, name)
                 return
             self._folder.remove(unfinished)
-            kept = int.from_bytes(os.pread(self._ledger, 8, 0), "little")
-            os.pwrite(self._ledger, max(0, kept - size).to_bytes(8, "little"), 0)
+            kept = int.from_bytes(os.pread(ledger, 8, 0), "little")
+            os.pwrite(ledger, max(0, kept - size).to_bytes(8, "little"), 0)
 
     @contextlib.contextmanager
-    def _locked_ledger(self) -> Iterator[None]:
-        """Lock the ledger. Raises `TimeoutError`."""
-        until_s = time.monotonic() + LOCK_S
-        if not self._ledger_lock.acquire(timeout=LOCK_S):
-            raise TimeoutError("the ledger is held by another thread")
+    def _locked_ledger(self) -> Iterator[int]:
+        """Open and lock the ledger, also against threads of this process. Raises `TimeoutError`."""
+        ledger = self._folder.open("ledger", os.O_RDWR | os.O_CREAT)
         try:
+            until_s = time.monotonic() + LOCK_S
             while True:
                 with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(self._ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 if time.monotonic() > until_s:
-                    raise TimeoutError("the ledger is held by another process")
+                    raise TimeoutError("the ledger is held by another writer")
                 time.sleep(0.002)
-            try:
-                yield
-            finally:
-                fcntl.flock(self._ledger, fcntl.LOCK_UN)
+            yield ledger
         finally:
-            self._ledger_lock.release()
+            os.close(ledger)  # releases the lock
 
     def _evict(self, size: int) -> int:
         """Scan the folder, remove files of dead writers and evict LRU objects. Return the bytes that are left."""
