@@ -100,17 +100,11 @@ class FsspecStore:
         path = f"{self._path}/{name}"
         try:
             self._files.pipe_file(path, bytes(content))
-        except FileNotFoundError:
-            self._make_folders_of(name)
+        except FileNotFoundError:  # of the first object of an identity; the store's own path must exist
+            with contextlib.suppress(FileExistsError):  # made by another thread
+                self._files.mkdir(path.rpartition("/")[0], create_parents=False)
             self._files.pipe_file(path, bytes(content))
         return True
-
-    def _make_folders_of(self, name: str) -> None:
-        """Create missing folders between the store's path and an object; the path itself must exist."""
-        folders = name.split("/")[:-1]
-        for depth in range(1, len(folders) + 1):
-            with contextlib.suppress(FileExistsError):  # made before, or by another thread
-                self._files.mkdir("/".join([self._path, *folders[:depth]]), create_parents=False)
 
     def get(self, name: str, into: memoryview) -> bool:
         """See `ObjectStore.get`."""
