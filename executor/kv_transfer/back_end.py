@@ -127,11 +127,8 @@ class BackEnd(ABC):
         """Read blocks into staging, and report each of them."""
         raise NotImplementedError
 
-    def trim_stores(self) -> None:
-        """Limit the stores left from an earlier core. Needs the lock."""
-
     def cancel(self) -> None:
-        """Cancel queued searches and fetches. Needs the lock."""
+        """Cancel queued searches and fetches after a reset of the tables. Needs the lock."""
         self.queues["search"].clear()
         self.queues["fetch"].clear()
 
@@ -147,12 +144,7 @@ class BackEnd(ABC):
             thread.start()
 
     def order(self, requests: KvTierRequests) -> None:
-        """Copy the blocks to store out of KV memory now; do the rest later."""
-        with self.changed:
-            if requests.tables_epoch != self.tables_epoch:
-                self.tables_epoch = requests.tables_epoch
-                self._clear_results()
-                self.trim_stores()
+        """Copy the blocks to store out of KV memory now; do the rest later. Requests are for the current tables."""
         stores = list(self.store_tasks(requests))
         with self.changed:
             for task in (*stores, *self.tasks(requests)):

@@ -80,8 +80,9 @@ class StoreBackEnd(BackEnd):
             run = partial(self._store, store, content, blocks, wait)
             yield Task("store", requests.tables_epoch, run, len(content))
 
-    def trim_stores(self) -> None:
-        """See `BackEnd.trim_stores`: the new core counts only its own copies."""
+    def cancel(self) -> None:
+        """See `BackEnd.cancel`. Queued stores are limited: the core counts only the copies for its own tables."""
+        super().cancel()
         left, kept = self._waiting_bytes, deque[Task]()
         for task in reversed(self.queues["store"]):
             left -= task.num_bytes
