@@ -15,7 +15,7 @@ from quintet.executor.backends.cpu.ops.huge_pages import gather_some
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.library import Note, OrderKind
-from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves, open_whole_blocks
+from quintet.executor.distributed.parallel.whole_blocks import Moves, open_whole_blocks, own_moves
 from quintet.executor.interface import Finished
 from quintet.executor.kv_transfer.block_bytes import BlockBytes, WholeBlocks
 from quintet.executor.kv_transfer.connector import KvConnector
@@ -73,17 +73,17 @@ class Worker:
         grammars = Grammars(max_num_seqs, model, max_drafts=max_drafts)
         ops = sampling_ops_of(context.platform.name)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
-        share, moves = context.share, Moves(ranks)
         assert context.kv is not None, "the back end has reserved KV memory"
-        self._kv, self._moves, layers = context.kv, moves, context.kv.blocks
-        own = HostBlocks(layers, model.kv.num_offloaded_blocks(config.cache.swap_bytes), share.stripe)
-        self._host_blocks = own if ranks is None else HostBlocksOfAllRanks(own, moves)
-        self.num_host_blocks = self._host_blocks.num_blocks
-        self.swap_bytes_per_s = self._host_blocks.measure()
+        self._kv, share, layers = context.kv, context.share, context.kv.blocks
+        self.num_host_blocks = model.kv.num_offloaded_blocks(config.cache.swap_bytes)
+        host_blocks = HostBlocks(layers, self.num_host_blocks, share.stripe)
+        self._moves = moves = Moves(own_moves(context.kv, host_blocks), ranks)
+        self.swap_bytes_per_s = host_blocks.measure()
         blocks: Callable[[], WholeBlocks] = partial(BlockBytes, layers)
         if ranks is not None:
             blocks = partial(open_whole_blocks, config, context.memory.gather, layers, share, moves)
-        self.kv = KvConnector(blocks, config, type(runner).__name__, self._host_blocks)
+        swap_in = partial(moves.move, OrderKind.SWAP_IN)
+        self.kv = KvConnector(blocks, config, type(runner).__name__, self.num_host_blocks, swap_in)
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._speculation = self._open_speculation(config, grammars, make_drafter)
@@ -181,7 +181,7 @@ class Worker:
         for row in plan.new_rows:
             self._sampler.admit(row)
         if plan.swaps_out:
-            self._host_blocks.copy_out(plan.swaps_out)
+            self._moves.move(OrderKind.SWAP_OUT, plan.swaps_out)
         if plan.swaps_in:
             self.kv.copy_in(plan.swaps_in)
         if plan.copies:
@@ -238,4 +238,4 @@ class Worker:
 
     def copy_blocks(self, pairs: bytes) -> None:
         """Copy whole blocks on all ranks; see `StepPlan.copies`."""
-        self._moves.move(OrderKind.COPY_BLOCKS, pairs, self._kv.copy)
+        self._moves.move(OrderKind.COPY_BLOCKS, pairs)

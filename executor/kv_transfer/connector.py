@@ -27,10 +27,8 @@ from quintet.wire.kv_tiers import MAX_KEPT, KvPins, KvTierRequests, StoredBlocks
 from quintet.wire.step import Capacity, StepPlan
 
 if TYPE_CHECKING:
-    from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks
     from quintet.executor.kv_transfer.back_end import BackEnd
     from quintet.executor.kv_transfer.block_bytes import WholeBlocks
-    from quintet.executor.kv_transfer.host_blocks import HostBlocks
     from quintet.process.runtime import Process
 
 log = logging.getLogger(__name__)
@@ -89,18 +87,20 @@ class KvConnector:
         open_blocks: Callable[[], WholeBlocks],
         config: EngineConfig,
         runner: str,
-        host_blocks: HostBlocks | HostBlocksOfAllRanks,
+        num_swap_blocks: int,
+        swap_in: Callable[[bytes], None],
     ) -> None:
-        """open_blocks: called if a back end is configured. runner: name of the model runner. host_blocks: swap space.
+        """open_blocks: called if a back end is configured. runner: name of the model runner.
 
-        Raises `ConfigError` if a back end cannot be opened.
+        num_swap_blocks, swap_in: of swap space; see `StepPlan.swaps_in`. Raises `ConfigError` if a back end cannot be
+        opened.
         """
-        self._host_blocks = host_blocks
+        self._num_swap_blocks, self._swap_in = num_swap_blocks, swap_in
         self.back_ends: list[BackEnd] = []
         self._process: Process[StepPlan | KvTierRequests | KvPins] | None = None
         if not config.cache.remote_tiers:
             return
-        blocks, first = open_blocks(), host_blocks.num_blocks
+        blocks, first = open_blocks(), num_swap_blocks
         for path in BACK_ENDS.values():
             module, _, name = path.partition(":")
             open_back_end: OpenBackEnd = getattr(import_module(module), name)
@@ -112,13 +112,13 @@ class KvConnector:
     def copy_in(self, swaps: bytes) -> None:
         """Copy from host blocks, of swap space or staging; see `StepPlan.swaps_in`."""
         if not self.back_ends:
-            self._host_blocks.copy_in(swaps)
+            self._swap_in(swaps)
             return
         pairs = np.frombuffer(swaps, np.int32).reshape(-1, 2)
         host = pairs[:, 1]
-        from_host = host < self._host_blocks.num_blocks
-        if from_host.any():
-            self._host_blocks.copy_in(pairs[from_host].tobytes())
+        from_swap = host < self._num_swap_blocks
+        if from_swap.any():
+            self._swap_in(pairs[from_swap].tobytes())
         for each in self.back_ends:
             is_own = (each.first <= host) & (host < each.first + len(each.staging))
             if is_own.any():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from functools import partial
 
 from quintet.executor.backends.cpu.backend import open_program
 from quintet.executor.backends.cpu.ops.huge_pages import gather_some, has_small_pages
@@ -17,11 +16,11 @@ from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.handover import Handover
-from quintet.executor.distributed.parallel.kv_gather import PartBlocks, open_parts
+from quintet.executor.distributed.parallel.kv_gather import OwnMoves, PartBlocks
 from quintet.executor.distributed.parallel.library import Note, OrderKind, StepPart
 from quintet.executor.distributed.parallel.rank_views import Links, open_links, open_ranks, share_of_rank
 from quintet.executor.distributed.parallel.ranks import Ranks
-from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves
+from quintet.executor.distributed.parallel.whole_blocks import Moves, own_moves
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
 from quintet.executor.model_config.share import aux_layers_of
 from quintet.process.os_tuning import trim_memory
@@ -56,7 +55,7 @@ def _run_rank(context: WorkerContext) -> Iterator[OrderKind | None]:
     assert ranks is not None, "a rank that is not the first of its stage"
     stage = open_program(context)
     step = _step_of(stage, context.config)
-    host_blocks, parts = _host_blocks(stage, context.config), _open_parts(context, stage)
+    moves = _own_moves(context, stage)
     _report_loaded(ranks, context)
     yield None
     ranks.done()
@@ -69,26 +68,15 @@ def _run_rank(context: WorkerContext) -> Iterator[OrderKind | None]:
         match kind:
             case OrderKind.RUN:
                 stage.run_ordered(step.address, order.begin, order.end, order.length)
-            case OrderKind.COPY_BLOCKS:
-                stage.kv.copy(ranks.items(order))
-                ranks.wait_for_moved()
-            case OrderKind.SWAP_OUT:
-                host_blocks.copy_out(ranks.items(order))
-                ranks.wait_for_moved()
-            case OrderKind.SWAP_IN:
-                host_blocks.copy_in(ranks.items(order))
-                ranks.wait_for_moved()
-            case OrderKind.CARRY_OUT | OrderKind.CARRY_IN:
-                assert parts is not None, kind
-                parts.carry(kind, ranks.items(order))
-                ranks.wait_for_moved()
-                parts.done()
             case OrderKind.EMBEDS:
                 stage.put_ordered(ranks.items(order))
             case OrderKind.MOVE_EXPERT:
                 stage.move_ordered(ranks.items(order))
             case OrderKind.IDLE_TASK:
                 pass
+            case _:
+                moves[kind](ranks.items(order))
+                ranks.wait_for_moved()
         ranks.done()
         if kind is OrderKind.IDLE_TASK:
             gather_some(context.pages)  # after `done`: the leader runs its task meanwhile
@@ -106,9 +94,7 @@ def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
     handover = Handover(stage, aux_layers_of(config.scheduler))
     preceding, following = links.preceding, links.following
     others = [each for each in (ranks, None if share.is_last else following) if each is not None]
-    moves = Moves(ranks, None if share.is_last else following)
-    host_blocks = HostBlocksOfAllRanks(_host_blocks(stage, config), moves)
-    parts = _open_parts(context, stage)
+    moves = Moves(_own_moves(context, stage), ranks, None if share.is_last else following)
     for each in others:
         each.wait_for_all()
     _report_loaded(preceding, context)
@@ -126,22 +112,14 @@ def _run_stage(context: WorkerContext) -> Iterator[OrderKind | None]:
             match kind:
                 case OrderKind.RUN:
                     _run(handover, step, links, order.begin, order.end, order.length, span)
-                case OrderKind.COPY_BLOCKS:
-                    moves.move(kind, preceding.items(order), stage.kv.copy)
-                case OrderKind.SWAP_OUT:
-                    host_blocks.copy_out(preceding.items(order))
-                case OrderKind.SWAP_IN:
-                    host_blocks.copy_in(preceding.items(order))
-                case OrderKind.CARRY_OUT | OrderKind.CARRY_IN:
-                    assert parts is not None, kind
-                    moves.move(kind, preceding.items(order), partial(parts.carry, kind))
-                    parts.done()
                 case OrderKind.IDLE_TASK:
                     stage.run_idle_task()
                     for each in others:
                         each.send_idle_task()
                 case OrderKind.EMBEDS | OrderKind.MOVE_EXPERT:
                     raise AssertionError(f"{kind.name}: only sent within a stage")
+                case _:
+                    moves.move(kind, preceding.items(order))
             preceding.done()
             if kind is OrderKind.IDLE_TASK:
                 gather_some(context.pages)
@@ -183,17 +161,13 @@ def _step_of(stage: ModelProgram, config: EngineConfig) -> Step:
     return step
 
 
-def _host_blocks(stage: ModelProgram, config: EngineConfig) -> HostBlocks:
-    return HostBlocks(
-        stage.kv.blocks, config.model.kv.num_offloaded_blocks(config.cache.swap_bytes), stage.share.stripe
-    )
-
-
-def _open_parts(context: WorkerContext, stage: ModelProgram) -> PartBlocks | None:
-    """Return the rank's part of blocks for KV transfer; None if there is no KV transfer."""
-    share, gather = stage.share, context.memory.gather
+def _own_moves(context: WorkerContext, stage: ModelProgram) -> OwnMoves:
+    """Return the rank's part of all moves; of transfers, if KV back ends are configured."""
+    config, share, layers = context.config, stage.share, stage.kv.blocks
+    num_host_blocks = config.model.kv.num_offloaded_blocks(config.cache.swap_bytes)
     rank = share.stage * share.size + share.rank
-    return open_parts(context.config, gather[0], rank, stage.kv.blocks, share) if gather else None
+    parts = [PartBlocks(config, each, rank, layers, share) for each in context.memory.gather]
+    return own_moves(stage.kv, HostBlocks(layers, num_host_blocks, share.stripe), *parts)
 
 
 def _report_loaded(ranks: Ranks, context: WorkerContext) -> None:

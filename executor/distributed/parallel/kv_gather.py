@@ -12,8 +12,7 @@ rows (`quintet.executor.distributed.parallel.whole_blocks`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,68 +21,54 @@ from quintet.executor.distributed.parallel.library import OrderKind
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.distributed.parallel.shapes import gather_rows, gather_shape, part_bytes
 from quintet.executor.kv_transfer.block_bytes import BlockBytes, Bytes, Int
-from quintet.executor.model_config.share import BlockStripe, Share
+from quintet.executor.model_config.share import Share
 from quintet.wire.config import EngineConfig
 
-
-@dataclass(frozen=True, slots=True)
-class KvGather:
-    """One rank's view of the gather memory."""
-
-    ranks: Ranks
-    parts: list[Bytes]
-    """``[rows, bytes]`` of each part, in the order of a whole block."""
-
-    def part_of(self, share: Share, num_memories: int) -> Bytes:
-        """Return the table of a rank's part. num_memories: KV memories per stage."""
-        return self.parts[share.stage * num_memories + share.kv_copy]
-
-
-def open_gather(config: EngineConfig, descriptor: int, rank: int) -> KvGather:
-    """Return the view of a rank, numbered over all stages. descriptor: of the memory, initially zero."""
-    ranks = Ranks(descriptor, Share(rank, config.executor.num_ranks), gather_shape(config), spins=0)
-    memory, num_rows = ranks.staging().numpy(), gather_rows(config)
-    widths = np.repeat(part_bytes(config), config.executor.num_kv_memories)
-    ends = (num_rows * np.cumsum(widths)).tolist()
-    tables = (memory[end - num_rows * width : end] for end, width in zip(ends, widths, strict=True))
-    return KvGather(ranks, [table.reshape(num_rows, -1) for table in tables])
+OwnMoves = dict[OrderKind, Callable[[bytes], None]]
+"""One rank's part of each order that moves blocks; the argument is the order's int32 pairs."""
 
 
 class PartBlocks:
-    """One rank's part of every block, and its gather table."""
+    """One rank's part of every block, and its view of the gather memory."""
 
     def __init__(
-        self, layers: Sequence[torch.Tensor], ranks: Ranks, table: Bytes, stripe: BlockStripe
+        self, config: EngineConfig, descriptor: int, rank: int, layers: Sequence[torch.Tensor], share: Share
     ) -> None:
-        """layers: KV memory. stripe: this rank's stripe of rows, if several ranks share the KV memory."""
-        self._blocks, self._ranks, self._table, self._turn = BlockBytes(layers), ranks, table, stripe
-        assert self._blocks.block_bytes == table.shape[1], (self._blocks.block_bytes, table.shape)
-        self._num_carried = 0
+        """descriptor: of the memory, initially zero. rank: number over all stages. layers: KV memory."""
+        num_memories, num_rows = config.executor.num_kv_memories, gather_rows(config)
+        self.ranks = Ranks(descriptor, Share(rank, config.executor.num_ranks), gather_shape(config), spins=0)
+        memory, widths = self.ranks.staging().numpy(), np.repeat(part_bytes(config), num_memories)
+        ends = (num_rows * np.cumsum(widths)).tolist()
+        self.tables: list[Bytes] = [
+            memory[end - num_rows * width : end].reshape(num_rows, -1)
+            for end, width in zip(ends, widths, strict=True)
+        ]
+        """``[rows, bytes]`` of each part, in the order of a whole block."""
+        self._table = self.tables[share.stage * num_memories + share.kv_copy]
+        self._blocks, self._turn = BlockBytes(layers), share.stripe
+        assert self._blocks.block_bytes == self._table.shape[1], (self._blocks.block_bytes, self._table.shape)
+        self._num_done = 0
 
-    def carry(self, kind: OrderKind, pairs: bytes) -> None:
-        """Copy blocks to rows, or back. pairs: int32 pairs of block and row."""
+    @property
+    def moves(self) -> OwnMoves:
+        """This rank's part of the transfers; reported as finished when it returns."""
+        return {OrderKind.CARRY_OUT: self._take, OrderKind.CARRY_IN: self._put}
+
+    def _take(self, pairs: bytes) -> None:
+        blocks, rows = self._own(pairs)
+        self._blocks.take_into(blocks, self._table, rows)
+        self._report_done()
+
+    def _put(self, pairs: bytes) -> None:
+        blocks, rows = self._own(pairs)
+        self._blocks.put(blocks, self._table[rows])
+        self._report_done()
+
+    def _own(self, pairs: bytes) -> Int:
+        """Return the blocks and rows, ``[2, pairs]``, of this rank's stripe."""
         columns = np.frombuffer(pairs, np.int32).reshape(-1, 2)
-        blocks, rows = columns[columns[:, 1] % self._turn.size == self._turn.index].T
-        if kind is OrderKind.CARRY_OUT:
-            self._blocks.take_into(blocks, self._table, rows)
-        else:
-            self._blocks.put(blocks, self._table[rows])
+        return columns[columns[:, 1] % self._turn.size == self._turn.index].T
 
-    def done(self) -> None:
-        """Report the order as finished."""
-        self._num_carried += 1
-        self._ranks.done_with(self._num_carried)
-
-
-def open_parts(
-    config: EngineConfig, descriptor: int, rank: int, layers: Sequence[torch.Tensor], share: Share
-) -> PartBlocks:
-    """Return a follower's part of the blocks."""
-    gather = open_gather(config, descriptor, rank)
-    table = gather.part_of(share, config.executor.num_kv_memories)
-    return PartBlocks(layers, gather.ranks, table, share.stripe)
-
-
-def pairs_of(blocks: Int, rows: Int) -> bytes:
-    """Encode a transfer order: int32 pairs of block and row."""
-    return np.stack((blocks, rows), 1).astype(np.int32).tobytes()
+    def _report_done(self) -> None:
+        self._num_done += 1
+        self.ranks.done_with(self._num_done)

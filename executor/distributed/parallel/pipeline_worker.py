@@ -26,7 +26,7 @@ from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.library import Note, OrderKind
 from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
 from quintet.executor.distributed.parallel.rank_views import Links
-from quintet.executor.distributed.parallel.whole_blocks import HostBlocksOfAllRanks, Moves, open_whole_blocks
+from quintet.executor.distributed.parallel.whole_blocks import Moves, open_whole_blocks, own_moves
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.kv_transfer.connector import KvConnector
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
@@ -122,18 +122,15 @@ class PipelineWorker:
         ops = sampling_ops_of("cpu")
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
         assert context.kv is not None, "the back end has reserved KV memory"
-        self._kv, layers = context.kv, context.kv.blocks
-        own = HostBlocks(
-            layers, model.kv.num_offloaded_blocks(config.cache.swap_bytes), pipeline.share.stripe
-        )
-        self._moves = moves = Moves(context.ranks, links.following)
-        host_blocks = HostBlocksOfAllRanks(own, moves)
-        self._host_blocks = host_blocks
-        self.num_host_blocks = own.num_blocks
+        layers = context.kv.blocks
+        self.num_host_blocks = model.kv.num_offloaded_blocks(config.cache.swap_bytes)
+        host_blocks = HostBlocks(layers, self.num_host_blocks, pipeline.share.stripe)
+        self._moves = moves = Moves(own_moves(context.kv, host_blocks), context.ranks, links.following)
         gather = context.memory.gather
         blocks = partial(open_whole_blocks, config, gather, layers, pipeline.share, moves)
-        self.kv = KvConnector(blocks, config, ProgramRunner.__name__, host_blocks)
-        self.swap_bytes_per_s = own.measure()
+        swap_in = partial(moves.move, OrderKind.SWAP_IN)
+        self.kv = KvConnector(blocks, config, ProgramRunner.__name__, self.num_host_blocks, swap_in)
+        self.swap_bytes_per_s = host_blocks.measure()
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._speculation = None
@@ -223,11 +220,11 @@ class PipelineWorker:
         for row in plan.new_rows:
             self._sampler.admit(row)
         if plan.swaps_out:
-            self._host_blocks.copy_out(plan.swaps_out)
+            self._moves.move(OrderKind.SWAP_OUT, plan.swaps_out)
         if plan.swaps_in:
             self.kv.copy_in(plan.swaps_in)
         if plan.copies:
-            self._moves.move(OrderKind.COPY_BLOCKS, plan.copies, self._kv.copy)
+            self._moves.move(OrderKind.COPY_BLOCKS, plan.copies)
         if self._speculation is not None:
             self._speculation.note(plan)
         self._span("tables", plan.step)

@@ -4,8 +4,6 @@
     any thread                                   wait ──▶ all ranks have copied ──▶ whole rows ──▶ memory; rows free
 
 The loop blocks only if all rows are in flight; started steps continue meanwhile.
-
-`HostBlocksOfAllRanks` is host memory for swapped blocks; each rank holds its share of every block.
 """
 
 from __future__ import annotations
@@ -17,50 +15,41 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quintet.executor.distributed.parallel.kv_gather import KvGather, PartBlocks, open_gather, pairs_of
+from quintet.executor.distributed.parallel.kv_gather import OwnMoves, PartBlocks
 from quintet.executor.distributed.parallel.library import PAIR_BYTES, OrderKind
 from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
 from quintet.executor.model_config.share import Share
 from quintet.wire.config import EngineConfig
 
 
+def own_moves(kv: KvMemory, host_blocks: HostBlocks, parts: PartBlocks | None = None) -> OwnMoves:
+    """Return a rank's part of all moves: copies, swaps, and transfers if there are any."""
+    own: OwnMoves = {
+        OrderKind.COPY_BLOCKS: kv.copy,
+        OrderKind.SWAP_OUT: host_blocks.copy_out,
+        OrderKind.SWAP_IN: host_blocks.copy_in,
+    }
+    return own if parts is None else own | parts.moves
+
+
 class Moves:
     """Moves blocks on all ranks at the same time: on this stage and on the following ones."""
 
-    def __init__(self, ranks: Ranks | None, following: Ranks | None = None) -> None:
+    def __init__(self, own: OwnMoves, ranks: Ranks | None, following: Ranks | None = None) -> None:
         """ranks: of this stage, if there are several; following: the link to the next stage."""
-        self._ranks, self._following = ranks, following
+        self.own, self._ranks, self._following = own, ranks, following
 
-    def move(self, kind: OrderKind, pairs: bytes, own: Callable[[bytes], None]) -> None:
-        """Send the order to the other ranks; ``own`` executes it on this rank."""
+    def move(self, kind: OrderKind, pairs: bytes) -> None:
+        """Send the order to the other ranks, and execute it on this rank."""
         if self._following is not None:
             self._following.send_items(kind, pairs, PAIR_BYTES)
         if self._ranks is None:
-            own(pairs)
+            self.own[kind](pairs)
         else:
-            self._ranks.move_blocks(kind, pairs, own)
-
-
-class HostBlocksOfAllRanks:
-    """The `HostBlocks` of the leader; the followers copy their shares at the same time."""
-
-    def __init__(self, own: HostBlocks, moves: Moves) -> None:
-        self._own, self._moves = own, moves
-        self.num_blocks = own.num_blocks
-
-    def copy_out(self, pairs: bytes) -> None:
-        """See `HostBlocks.copy_out`."""
-        self._moves.move(OrderKind.SWAP_OUT, pairs, self._own.copy_out)
-
-    def copy_in(self, pairs: bytes) -> None:
-        """See `HostBlocks.copy_in`."""
-        self._moves.move(OrderKind.SWAP_IN, pairs, self._own.copy_in)
-
-    def measure(self) -> int:
-        """Return the measured rate of the leader's share in bytes per second."""
-        return self._own.measure()
+            self._ranks.move_blocks(kind, pairs, self.own[kind])
 
 
 @dataclass(slots=True, eq=False)
@@ -77,9 +66,10 @@ class _Transfer:
 class BlocksOfAllRanks:
     """See `quintet.executor.kv_transfer.block_bytes.WholeBlocks`."""
 
-    def __init__(self, gather: KvGather, own: PartBlocks, moves: Moves) -> None:
+    def __init__(self, own: PartBlocks, moves: Moves) -> None:
         """own: the leader's part."""
-        self._ranks, self._parts, self._own, self._moves = gather.ranks, gather.parts, own, moves
+        self._ranks, self._parts, self._moves = own.ranks, own.tables, moves
+        moves.own |= own.moves
         ends: list[int] = np.cumsum([part.shape[1] for part in self._parts]).tolist()
         self._columns = [slice(end - part.shape[1], end) for part, end in zip(self._parts, ends, strict=True)]
         self.block_bytes = ends[-1]
@@ -137,7 +127,7 @@ class BlocksOfAllRanks:
         transfer = _Transfer(self._num_sent, rows, complete)
         with self._lock:
             self._in_flight[transfer] = None
-        self._moves.move(kind, pairs_of(blocks, rows), lambda pairs: self._own.carry(kind, pairs))
+        self._moves.move(kind, np.stack((blocks, rows), 1).astype(np.int32).tobytes())
         return transfer
 
     def _end(self, transfer: _Transfer) -> None:
@@ -158,7 +148,5 @@ def open_whole_blocks(
     moves: Moves,
 ) -> BlocksOfAllRanks:
     """Return the blocks of all ranks. gather_fds: see `FollowerProcesses`; layers, share: the leader's."""
-    assert len(gather_fds) == 1, gather_fds
-    gather = open_gather(config, gather_fds[0], 0)
-    table = gather.part_of(share, config.executor.num_kv_memories)
-    return BlocksOfAllRanks(gather, PartBlocks(layers, gather.ranks, table, share.stripe), moves)
+    (descriptor,) = gather_fds
+    return BlocksOfAllRanks(PartBlocks(config, descriptor, 0, layers, share), moves)
