@@ -11,7 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,7 +38,10 @@ def identity_of(config: EngineConfig, runner: str) -> bytes:
 
     runner: name of the model runner. Includes settings without a known effect, such as the maximum context length.
     """
-    return hashlib.sha256(json.dumps(_content_of(config, runner), sort_keys=True).encode()).digest()
+    files = _files_of(config)
+    num_samples = max(LEAST_SAMPLES, MOST_SAMPLES // max(1, len(files)))
+    weights = [(each.stat().st_mtime_ns, *_fingerprint(each, num_samples)) for each in files]
+    return hashlib.sha256(_json(_content_of(config, runner, weights))).digest()
 
 
 def parts_of(config: EngineConfig, runner: str) -> dict[str, str]:
@@ -46,13 +49,15 @@ def parts_of(config: EngineConfig, runner: str) -> dict[str, str]:
 
     Every tensor of more than `SAMPLED_EVERY` bytes is sampled.
     """
-    content = _content_of(config, runner) | {"weights": _samples_of(config)}
-    return {name: _short(json.dumps(part, sort_keys=True).encode()) for name, part in content.items()}
+    files = _files_of(config)
+    weights = [_fingerprint(each, max(LEAST_SAMPLES, each.stat().st_size // SAMPLED_EVERY)) for each in files]
+    content = _content_of(config, runner, weights)
+    return {name: hashlib.sha256(_json(part)).hexdigest()[:32] for name, part in content.items()}
 
 
 def whole_of(parts: Mapping[str, str]) -> bytes:
     """Return a 32-byte hash of all parts."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+    return hashlib.sha256(_json(parts)).digest()
 
 
 def digest_of(identity: bytes, key: bytes, block: memoryview) -> bytes:
@@ -62,18 +67,19 @@ def digest_of(identity: bytes, key: bytes, block: memoryview) -> bytes:
     return digest.digest()
 
 
-def _short(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:32]
+def _json(content: object) -> bytes:
+    return json.dumps(content, sort_keys=True).encode()
 
 
-def _content_of(config: EngineConfig, runner: str) -> dict[str, object]:
+def _content_of(config: EngineConfig, runner: str, weights: Sequence[object]) -> dict[str, object]:
+    """Return everything that determines keys and values. weights: identifies each file of the checkpoint."""
     model = config.model
     library = open_library()
     return {
         "hf_config": hashlib.sha256(model.hf_config.encode()).hexdigest(),
         "architecture": model.architecture,
         "implementation": model.implementation,
-        "weights": _weights_of(config),
+        "weights": config.executor.seed if config.executor.load_format == "dummy" else weights,
         "dtype": model.dtype,
         "quantization": config.executor.quantization,
         "activations": config.executor.activation_dtype,
@@ -109,20 +115,15 @@ def _layout_of(config: EngineConfig) -> dict[str, object]:
 
 
 def _files_of(config: EngineConfig) -> list[Path]:
+    """Return the files of the checkpoint; none for random weights."""
+    if config.executor.load_format == "dummy":
+        return []
     path = Path(config.model.path)
     files = part_paths(path) if is_gguf(path) else sorted(path.iterdir())
     return [each for each in files if each.suffix in SUFFIXES]
 
 
-def _weights_of(config: EngineConfig) -> object:
-    if config.executor.load_format == "dummy":
-        return config.executor.seed
-    weights = _files_of(config)
-    num_samples = max(LEAST_SAMPLES, MOST_SAMPLES // max(1, len(weights)))
-    return [[each.stat().st_mtime_ns, *_fingerprint(each, num_samples)] for each in weights]
-
-
-def _fingerprint(path: Path, num_samples: int) -> list[object]:
+def _fingerprint(path: Path, num_samples: int) -> tuple[str, int, str]:
     """Return a file's name, size, and a hash of evenly spaced samples, including its beginning and end."""
     sampled = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
@@ -130,17 +131,7 @@ def _fingerprint(path: Path, num_samples: int) -> list[object]:
         step = max(SAMPLE_BYTES, (size - SAMPLE_BYTES) // (num_samples - 1))
         for begin in range(0, max(1, size), step):
             sampled.update(os.pread(file.fileno(), SAMPLE_BYTES, begin))
-    return [path.name, size, sampled.hexdigest()]
-
-
-def _samples_of(config: EngineConfig) -> object:
-    """Return names, sizes and sample hashes of all files, without times."""
-    if config.executor.load_format == "dummy":
-        return config.executor.seed
-    return [
-        _fingerprint(each, max(LEAST_SAMPLES, each.stat().st_size // SAMPLED_EVERY))
-        for each in _files_of(config)
-    ]
+    return path.name, size, sampled.hexdigest()
 
 
 def sources() -> str:
