@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 
 from quintet.core.kv.chunks import Chunks
 from quintet.core.kv.groups import Groups
@@ -37,9 +37,7 @@ class Lookup:
     """Search of a waiting request."""
 
     chains: list[list[bytes]]
-    """Names of all its chunks, by group."""
-    counts: list[int]
-    """Per chain, the number of leading chunks that are present."""
+    """Names to search, by group: of its chunks from the first one that is not known to be present."""
     is_pending: bool
     deadline_ns: int | None = None
     """Time at which it is given up; None before it was sent."""
@@ -112,22 +110,20 @@ class StorePool(Tier):
             if self.is_paused or not self.search_cost.is_cheaper(1, computing_ns):
                 return {}
             lookup = self._search(wanted.request_id, digests)
-        return None if lookup.is_pending else self._sources(lookup, digests)
+        return None if lookup.is_pending else self._sources(digests)
 
     def _search(self, request_id: int, digests: Sequence[bytes]) -> Lookup:
         """Search for chunks that are not known to be present."""
-        chains = self.chunks.chains(digests)
-        counts = [len(list(takewhile(self.known.__contains__, chain))) for chain in chains]
-        unknown = [chain[count:] for chain, count in zip(chains, counts, strict=True)]
-        self.lookups[request_id] = lookup = Lookup(chains, counts, is_pending=any(unknown))
+        unknown = [[*dropwhile(self.known.__contains__, chain)] for chain in self.chunks.chains(digests)]
+        self.lookups[request_id] = lookup = Lookup(unknown, is_pending=any(unknown))
         if lookup.is_pending:
             self._searches.append(Search(request_id, unknown))
         return lookup
 
-    def _sources(self, lookup: Lookup, digests: Sequence[bytes]) -> dict[bytes, Source]:
+    def _sources(self, digests: Sequence[bytes]) -> dict[bytes, Source]:
         found: dict[bytes, Source] = {}
-        for group, count in enumerate(lookup.counts):
-            for index in range(count):
+        for group, chain in enumerate(self.chunks.chains(digests)):
+            for index, _ in enumerate(takewhile(self.known.__contains__, chain)):
                 keys = self.chunks.keys(digests, group, index)
                 found |= {key: (keys[-1], position, len(keys)) for position, key in enumerate(keys)}
         return found
@@ -192,13 +188,11 @@ class StorePool(Tier):
 
     def _note_found(self, request_id: int, counts: Sequence[int]) -> None:
         lookup = self.lookups.get(request_id)
-        if lookup is None or not lookup.is_pending or len(counts) != len(lookup.chains):
+        if lookup is None or not lookup.is_pending:
             return
         lookup.is_pending = False
-        for group, (chain, count) in enumerate(zip(lookup.chains, counts, strict=True)):
-            known = lookup.counts[group]
-            lookup.counts[group] = min(len(chain), known + count)
-            for name in chain[known : lookup.counts[group]]:
+        for chain, count in zip(lookup.chains, counts, strict=True):
+            for name in chain[:count]:
                 self.mark_present(name)
 
     def check(self, waiting: set[int]) -> None:
