@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.groups import Groups
@@ -25,16 +26,14 @@ CHECKS_PER_ADD = 2
 """Paths checked when one is added: more than one, so that stale paths do not accumulate."""
 
 
+@dataclass(slots=True, eq=False)
 class PrefixPath:
-    """Path of one request."""
+    """Path of one request. Both lists grow while the request lives."""
 
-    __slots__ = ("digests", "tokens", "used_ns")
-
-    def __init__(self, digests: list[bytes], tokens: Sequence[int] | None, used_ns: int) -> None:
-        """tokens: at least those of these blocks; None for embeddings. Both lists grow while the request lives."""
-        self.digests = digests
-        self.tokens = tokens
-        self.used_ns = used_ns
+    digests: list[bytes]
+    tokens: Sequence[int] | None
+    """At least those of these blocks; None for embeddings."""
+    used_ns: int
 
 
 class PrefixPaths:
@@ -99,7 +98,7 @@ class PrefixTree:
         self.places: dict[bytes, tuple[PrefixPath, int]] = {}
         """Digest -> newest path that contains it, and the position there."""
         self._num_next: dict[bytes, int] = {}
-        self._ends: dict[bytes, None] = {}
+        """Digest -> number of its children, if it has any."""
 
     def grow(self, num_blocks: int | None = None) -> bool:
         """Add paths of about ``num_blocks`` blocks, or all; return True when the tree is complete."""
@@ -117,17 +116,14 @@ class PrefixTree:
             digest = digests[position]
             if is_new:
                 self._num_next[digest] = self._num_next.get(digest, 0) + 1
-                self._ends.pop(digest, None)
             if digest in self.places:
                 break
             self.places[digest] = entry, position
-            if not is_new:
-                self._ends[digest] = None
             is_new = True
 
     def ends(self) -> list[bytes]:
         """Return the last block of every prefix that is not continued, most recently used first."""
-        return list(self._ends)
+        return [digest for digest in self.places if digest not in self._num_next]
 
     def num_next(self, digest: bytes) -> int:
         """Return the number of children of this block."""
