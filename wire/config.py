@@ -169,7 +169,7 @@ class KvPeersConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed: list[str] = []
     """Hosts and networks from which blocks may be fetched."""
     key_file: str = ""
-    """Key shared by all servers; "" for none, on one machine."""
+    """File with the key that all servers share."""
     offered_bytes: int = 0
     """Host memory for offered blocks, per engine."""
     staging_bytes: int = 0

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import zmq
@@ -17,7 +18,7 @@ import zmq
 from quintet.executor.kv_transfer.back_end import BackEnd, Task
 from quintet.executor.kv_transfer.block_bytes import WholeBlocks
 from quintet.executor.kv_transfer.kv_identity import parts_of, whole_of
-from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, PeerKey, read_key
+from quintet.executor.kv_transfer.peers.keys import Context, PeerKey, read_key
 from quintet.executor.kv_transfer.peers.kv_server import KvServer, OfferedBlocks
 from quintet.executor.kv_transfer.peers.link import Link, PeerLost
 from quintet.wire.codec import unpack_i32
@@ -26,9 +27,6 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.kv_tiers import Fetch, KvTierRequests
 
 log = logging.getLogger(__name__)
-
-POLL_MS = 200
-"""Interval between attempts to open an occupied listen address."""
 
 
 class PeerBackEnd(BackEnd):
@@ -44,7 +42,7 @@ class PeerBackEnd(BackEnd):
         parts: Mapping[str, str],
         identity: bytes,
         listen: str,
-        key: PeerKey | None,
+        key: PeerKey,
         num_offered: int,
         num_staging_blocks: int,
         first_host_block: int,
@@ -61,15 +59,13 @@ class PeerBackEnd(BackEnd):
         """Lost peer -> time until which it is not used."""
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._server: KvServer | None = None
-        self._authenticator: PeerAuthenticator | None = None
         if listen:
-            self._authenticator = None if key is None else PeerAuthenticator(self._context, key)
             try:
                 self._server = KvServer(self._context, listen, key, self._offered, identity, parts)
             except ConfigError:
                 self.close_storage()
                 raise
-            self.add_thread(self._serve, "kv-peers")
+            self.add_thread(partial(self._server.serve, self._wakeup_fd), "kv-peers")
 
     def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
         """See `BackEnd.store_tasks`: offers are copies in memory, without a task."""
@@ -119,36 +115,10 @@ class PeerBackEnd(BackEnd):
 
     def close_storage(self) -> None:
         """See `BackEnd.close_storage`."""
-        for each in (self._server, self._authenticator):
-            if each is not None:
-                each.socket.close(linger=0)
+        if self._server is not None:
+            self._server.close()
         self._context.term()
         os.close(self._wakeup_fd)
-
-    def _serve(self) -> None:
-        """Answer peers' requests until closed."""
-        server, authenticator = self._server, self._authenticator
-        assert server is not None
-        if not server.is_open:
-            log.warning(
-                "%s is in use: KV will be offered there once it is free; until then peers compute",
-                server.address,
-            )
-        poller = zmq.Poller()
-        poller.register(self._wakeup_fd, zmq.POLLIN)
-        poller.register(server.socket, zmq.POLLIN)
-        if authenticator is not None:
-            poller.register(authenticator.socket, zmq.POLLIN)
-        while not self.is_closing:
-            if not server.is_open:
-                server.open()
-            ready = {source for source, _ in poller.poll(None if server.is_open else POLL_MS)}
-            if authenticator is not None and authenticator.socket in ready:
-                authenticator.answer()
-            if server.socket in ready:
-                server.answer()
-            if self._wakeup_fd in ready:
-                os.eventfd_read(self._wakeup_fd)
 
 
 def open_peers(
@@ -165,7 +135,7 @@ def open_peers(
         parts,
         whole_of(parts),
         peers.listen,
-        read_key(peers.key_file, "--kv-peer-key", b"quintet peers") if peers.key_file else None,
+        read_key(peers.key_file, "--kv-peer-key", b"quintet peers"),
         num_blocks(peers.offered_bytes),
         num_blocks(peers.staging_bytes),
         first_host_block,

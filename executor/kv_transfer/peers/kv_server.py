@@ -13,7 +13,7 @@ import zmq
 
 from quintet.executor.kv_transfer.block_bytes import Bytes, Int, WholeBlocks
 from quintet.executor.kv_transfer.kv_identity import digest_of
-from quintet.executor.kv_transfer.peers.keys import Context, PeerKey
+from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, PeerKey
 from quintet.executor.kv_transfer.peers.messages import (
     MAX_HEAD_BYTES,
     VERSION,
@@ -30,6 +30,8 @@ from quintet.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+POLL_MS = 200
+"""Interval between attempts to open an occupied listen address."""
 _decoder = msgspec.msgpack.Decoder(Ask)
 
 
@@ -90,7 +92,7 @@ class KvServer:
         self,
         context: Context,
         address: str,
-        key: PeerKey | None,
+        key: PeerKey,
         offered: OfferedBlocks,
         identity: bytes,
         parts: Mapping[str, str],
@@ -105,6 +107,7 @@ class KvServer:
         self._identity = identity
         self._parts = dict(parts)
         self._invalid_requests = LogLimit()
+        self._authenticator = PeerAuthenticator(context, key)
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         # A peer that does not read loses replies. Twice the window: ZeroMQ updates its read count late, in halves.
@@ -113,13 +116,35 @@ class KvServer:
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEAD_BYTES)
         if address.startswith("["):
             self.socket.setsockopt(zmq.IPV6, 1)
-        if key is not None:
-            key.protect(self.socket, listens=True)
+        key.protect(self.socket, listens=True)
         try:
             self.open()
         except ConfigError:
-            self.socket.close()
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._authenticator.socket.close(linger=0)
+        self.socket.close(linger=0)
+
+    def serve(self, stop_fd: int) -> None:
+        """Answer peers until the descriptor is readable; try to open an occupied address meanwhile."""
+        if not self.is_open:
+            log.warning(
+                "%s is in use: KV will be offered there once it is free; until then peers compute",
+                self.address,
+            )
+        poller = zmq.Poller()
+        for source in (stop_fd, self._authenticator.socket, self.socket):
+            poller.register(source, zmq.POLLIN)
+        while stop_fd not in (ready := dict(poller.poll(None if self.is_open else POLL_MS))):
+            if not self.is_open:
+                self.open()
+            if self._authenticator.socket in ready:
+                self._authenticator.answer()
+            if self.socket in ready:
+                self.answer()
 
     def open(self) -> None:
         """Listen, unless the address is in use by another process."""

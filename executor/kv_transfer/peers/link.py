@@ -60,7 +60,7 @@ class Link:
         self,
         context: Context,
         peer: str,
-        key: PeerKey | None,
+        key: PeerKey,
         identity: bytes,
         parts: Mapping[str, str],
         block_bytes: int,
@@ -74,8 +74,7 @@ class Link:
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEAD_BYTES, block_bytes))
         if peer.startswith("["):
             self._socket.setsockopt(zmq.IPV6, 1)
-        if key is not None:
-            key.protect(self._socket, listens=False)
+        key.protect(self._socket, listens=False)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_LOST_EVENTS)
         try:
             self._socket.connect(f"tcp://{peer}")

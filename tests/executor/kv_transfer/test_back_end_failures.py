@@ -12,6 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+import zmq
 from tests.executor.kv_transfer.lmcache_server import stub_server
 from tests.executor.kv_transfer.test_kv_nixl import StubAgent
 from tests.processes.test_disaggregation import free_port
@@ -23,6 +24,7 @@ from quintet.executor.kv_transfer.disk.back_end import DiskBackEnd
 from quintet.executor.kv_transfer.disk.block_file import BlockFile
 from quintet.executor.kv_transfer.peers import kv_server
 from quintet.executor.kv_transfer.peers.back_end import PeerBackEnd
+from quintet.executor.kv_transfer.peers.keys import PeerKey
 from quintet.executor.kv_transfer.peers.kv_server import OfferedBlocks
 from quintet.executor.kv_transfer.store.back_end import StoreBackEnd
 from quintet.executor.kv_transfer.store.connector import ObjectStore, open_connector
@@ -36,6 +38,7 @@ from quintet.wire.kv_tiers import Fetch, KvTierRequests, KvTierResults, Store, T
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
 KEYS = [bytes([number]) * 32 for number in range(1, 4)]
 IDENTITY, FOREIGN = b"w" * 32, b"x" * 32
+KEY = PeerKey(*zmq.curve_keypair())
 Read = Callable[..., Any]
 """Reads the storage; the last argument is the memory to fill, if there is one."""
 
@@ -161,7 +164,7 @@ class PeerRig(Rig):
 
     def _side(self, identity: bytes, listen: str) -> PeerBackEnd:
         parts = {"weights": identity.hex()}
-        return PeerBackEnd(BlockBytes(self.layers), parts, identity, listen, None, 8, 4, FIRST)
+        return PeerBackEnd(BlockBytes(self.layers), parts, identity, listen, KEY, 8, 4, FIRST)
 
     def fill(self) -> None:
         address = f"127.0.0.1:{free_port()}"

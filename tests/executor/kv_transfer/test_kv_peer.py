@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests.processes.test_disaggregation import free_port
 from quintet.executor.kv_transfer.block_bytes import BlockBytes
 from quintet.executor.kv_transfer.peers import link, messages
 from quintet.executor.kv_transfer.peers.back_end import PeerBackEnd
-from quintet.executor.kv_transfer.peers.keys import read_key
+from quintet.executor.kv_transfer.peers.keys import PeerKey, read_key
 from quintet.executor.kv_transfer.peers.link import Link, PeerLost
 from quintet.executor.kv_transfer.peers.messages import Ask, BlockReply, BlocksMissing, IdentityMismatch
 from quintet.wire.codec import encode, pack_i32, unpack_i32
@@ -26,6 +27,7 @@ from quintet.wire.kv_tiers import Fetch, KvTierRequests, Store
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]
 PARTS = {"weights": "w", "hf_config": "c"}
+KEY = PeerKey(*zmq.curve_keypair())
 
 
 def fetch(peer: str, host_blocks: list[int], keys: list[bytes], tables: int = 0) -> KvTierRequests:
@@ -39,7 +41,7 @@ class Side:
     def __init__(
         self,
         shade: int,
-        key: str = "",
+        key: PeerKey = KEY,
         identity: bytes = b"w" * 32,
         num_offered: int = 8,
         address: str = "",
@@ -50,9 +52,8 @@ class Side:
         ]
         self.address = address or f"127.0.0.1:{free_port()}"
         parts = PARTS | {"weights": identity.hex()}
-        pair = read_key(key, "--kv-peer-key", b"quintet peers") if key else None
         self.peers = PeerBackEnd(
-            BlockBytes(self.layers), parts, identity, self.address, pair, num_offered, 4, FIRST
+            BlockBytes(self.layers), parts, identity, self.address, key, num_offered, 4, FIRST
         )
         self._rung = threading.Event()
         self.peers.begin(self._rung.set)
@@ -78,6 +79,18 @@ class Side:
 def closed() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
+
+
+@contextmanager
+def raw_socket(kind: int, peer: str = "", key: PeerKey | None = KEY) -> Iterator[zmq.Socket[bytes]]:
+    """Yield a client of a peer, or a listening socket, with the key."""
+    with zmq.Context() as context, context.socket(kind) as raw:
+        raw.linger = 0
+        if key is not None:
+            key.protect(raw, listens=kind == zmq.ROUTER)
+        if peer:
+            raw.connect(f"tcp://{peer}")
+        yield raw
 
 
 def sides(closed: ExitStack, **options: object) -> tuple[Side, Side]:
@@ -115,9 +128,7 @@ def test_a_peer_that_does_not_read_replies_costs_bounded_memory(
     gives.offer([0, 1, 2, 3], KEYS)
     server = gives.peers._server
     assert server is not None and server.socket.get(zmq.SNDHWM) == 4
-    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
-        client.linger = 0
-        client.connect(f"tcp://{gives.address}")
+    with raw_socket(zmq.DEALER, gives.address) as client:
         for number, keys in enumerate((KEYS, KEYS[:1], [b"u" * 32])):
             client.send(encode(Ask(messages.VERSION, number, b"w" * 32, keys)))
         answers = [client.recv_multipart() for _ in range(2)]
@@ -146,9 +157,7 @@ def test_a_peer_with_other_weights_is_rejected_by_name(
 
 def test_another_version_is_another_identity(closed: ExitStack) -> None:
     gives, _ = sides(closed)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
-        client.linger = 0
-        client.connect(f"tcp://{gives.address}")
+    with raw_socket(zmq.DEALER, gives.address) as client:
         client.send(encode(Ask(messages.VERSION - 1, 1, b"w" * 32, KEYS)))
         parts = PARTS | {"weights": (b"w" * 32).hex()}
         assert client.recv_multipart() == [encode(IdentityMismatch(1, parts))]
@@ -164,7 +173,7 @@ def test_a_closed_port_is_a_miss(closed: ExitStack, monkeypatch: pytest.MonkeyPa
 def test_a_silent_peer_is_a_miss(closed: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "REPLY_TIMEOUT_S", 0.1)
     _, takes = sides(closed)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+    with raw_socket(zmq.ROUTER) as silent:
         port = silent.bind_to_random_port("tcp://127.0.0.1")
         assert takes.pull(f"127.0.0.1:{port}", [FIRST], KEYS[:1]) == ([], [FIRST])
 
@@ -175,10 +184,7 @@ def test_a_peer_that_sends_only_foreign_replies_is_a_miss(
 ) -> None:
     monkeypatch.setattr(link, limit, 0.3)
     _, takes = sides(closed)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    peer = context.socket(zmq.ROUTER)
-    closed.callback(context.term)
-    closed.callback(peer.close, 0)
+    peer = closed.enter_context(raw_socket(zmq.ROUTER))
     port = peer.bind_to_random_port("tcp://127.0.0.1")
     is_over = threading.Event()
 
@@ -199,10 +205,7 @@ def test_an_invalid_reply_is_a_miss(
     closed: ExitStack, caplog: pytest.LogCaptureFixture, invalid_part: str
 ) -> None:
     _, takes = sides(closed)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    peer = context.socket(zmq.ROUTER)
-    closed.callback(context.term)
-    closed.callback(peer.close, 0)
+    peer = closed.enter_context(raw_socket(zmq.ROUTER))
     port = peer.bind_to_random_port("tcp://127.0.0.1")
 
     def answer() -> None:
@@ -223,10 +226,9 @@ def test_an_invalid_reply_is_a_miss(
 
 def test_an_invalid_message_between_requests_closes_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "WINDOW_BYTES", 1)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as peer:
-        peer.linger = 0
+    with raw_socket(zmq.ROUTER) as peer, zmq.Context() as context:
         port = peer.bind_to_random_port("tcp://127.0.0.1")
-        with closing(Link(context, f"127.0.0.1:{port}", None, b"w" * 32, PARTS, 2 * LAYER_BYTES)) as asks:
+        with closing(Link(context, f"127.0.0.1:{port}", KEY, b"w" * 32, PARTS, 2 * LAYER_BYTES)) as asks:
             blocks = asks.fetch(KEYS)
 
             def send_invalid_message() -> None:
@@ -243,27 +245,28 @@ def test_an_invalid_message_between_requests_closes_the_link(monkeypatch: pytest
             thread.join()
 
 
-def test_only_peers_with_the_key_are_served(closed: ExitStack, tmp_path: object) -> None:
-    path = f"{tmp_path}/key"
-    with open(path, "wb") as file:
-        file.write(b"k" * 32)
-    with open(f"{path}2", "wb") as file:
-        file.write(b"l" * 32)
-    gives = Side(0, key=path)
-    takers = [Side(1, key=key) for key in (path, f"{path}2", "")]
+def test_only_peers_with_the_key_are_served(closed: ExitStack, tmp_path: Path) -> None:
+    pairs = []
+    for name in "kl":
+        (tmp_path / name).write_bytes(name.encode() * 32)
+        pairs.append(read_key(str(tmp_path / name), "--kv-peer-key", b"quintet peers"))
+    gives = Side(0, key=pairs[0])
+    takers = [Side(1, key=key) for key in pairs]
     for side in (gives, *takers):
         closed.callback(side.peers.close)
     gives.offer([0], KEYS[:1])
     pulled_by_key = [side.pull(gives.address, [FIRST], KEYS[:1]) for side in takers]
-    assert pulled_by_key == [([FIRST], []), ([], [FIRST]), ([], [FIRST])]
+    assert pulled_by_key == [([FIRST], []), ([], [FIRST])]
+    with raw_socket(zmq.DEALER, gives.address, key=None) as client:
+        client.send(encode(Ask(messages.VERSION, 1, b"w" * 32, KEYS[:1])))
+        assert takers[0].pull(gives.address, [FIRST], KEYS[:1]) == ([FIRST], [])
+        assert not client.poll(50)
 
 
 def test_an_invalid_request_is_ignored(closed: ExitStack) -> None:
     gives, takes = sides(closed)
     gives.offer([0], KEYS[:1])
-    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
-        client.linger = 0
-        client.connect(f"tcp://{gives.address}")
+    with raw_socket(zmq.DEALER, gives.address) as client:
         for frame in (b"", b"\xc1", encode(Ask(messages.VERSION, 1, b"w" * 32, [b"short"]))):
             client.send(frame)
         assert takes.pull(gives.address, [FIRST], KEYS[:1]) == ([FIRST], [])
@@ -278,7 +281,7 @@ def test_an_address_in_use_is_retried(closed: ExitStack) -> None:
         PARTS | {"weights": (b"w" * 32).hex()},
         b"w" * 32,
         gives.address,
-        None,
+        KEY,
         8,
         1,
         FIRST,
@@ -299,7 +302,7 @@ def test_an_address_in_use_is_retried(closed: ExitStack) -> None:
 def test_an_address_of_another_machine_is_rejected(closed: ExitStack) -> None:
     gives, _ = sides(closed)
     with pytest.raises(ConfigError, match=r"--kv-peer-listen 192\.0\.2\.1:7"):
-        PeerBackEnd(BlockBytes(gives.layers), PARTS, b"w" * 32, "192.0.2.1:7", None, 1, 1, FIRST)
+        PeerBackEnd(BlockBytes(gives.layers), PARTS, b"w" * 32, "192.0.2.1:7", KEY, 1, 1, FIRST)
 
 
 def test_a_restarted_peer_is_used_again(closed: ExitStack) -> None:

@@ -28,8 +28,14 @@ from quintet.wire.request import KvTransfer
 
 def with_peers(config: EngineConfig) -> EngineConfig:
     size = 64 * config.model.kv.bytes_per_block
+    key = Path(config.model.path) / "kv-peer.key"
+    key.write_bytes(b"k" * 32)
     peers = KvPeersConfig(
-        role="both", listen=f"127.0.0.1:{free_port()}", offered_bytes=size, staging_bytes=size
+        role="both",
+        listen=f"127.0.0.1:{free_port()}",
+        key_file=str(key),
+        offered_bytes=size,
+        staging_bytes=size,
     )
     return msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, peers=peers))
 
