@@ -155,7 +155,7 @@ class Prefetches:
         )
 
     def free_left(self) -> None:
-        """Free host blocks that the plan being sent has read and no fetch writes."""
+        """Free host blocks that the previous plan has read and no fetch writes."""
         leaving = self.host_blocks.leaving
         self.host_blocks.free += (block for block in leaving if block not in self._awaited)
         self.host_blocks.leaving = [block for block in leaving if block in self._awaited]

@@ -70,12 +70,6 @@ class Tiers:
         for tier in self.remote:
             tier.expire(now_ns)
 
-    def take_copies(self) -> list[int]:
-        """Return pairs ``device block, host block`` to copy at the start of the plan being sent."""
-        for tier in self.remote:
-            tier.fetches.free_left()
-        return self.host.take_copies()
-
     def check(self, waiting: Iterable[int]) -> None:
         """Assert every invariant; ``waiting``: the requests that may want contents."""
         requests = set(waiting)
