@@ -15,7 +15,7 @@ from quintet.executor.backends.cpu.ops.huge_pages import gather_some
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.library import Note, OrderKind
-from quintet.executor.distributed.parallel.whole_blocks import Moves, open_whole_blocks, own_moves
+from quintet.executor.distributed.parallel.whole_blocks import BlocksOfAllRanks, Moves, own_moves
 from quintet.executor.interface import Finished
 from quintet.executor.kv_transfer.block_bytes import BlockBytes, WholeBlocks
 from quintet.executor.kv_transfer.connector import KvConnector
@@ -81,7 +81,7 @@ class Worker:
         self.swap_bytes_per_s = host_blocks.measure()
         blocks: Callable[[], WholeBlocks] = partial(BlockBytes, layers)
         if ranks is not None:
-            blocks = partial(open_whole_blocks, config, context.memory.gather, layers, share, moves)
+            blocks = partial(BlocksOfAllRanks, config, context.memory.gather, layers, share, moves)
         swap_in = partial(moves.move, OrderKind.SWAP_IN)
         self.kv = KvConnector(blocks, config, type(runner).__name__, self.num_host_blocks, swap_in)
         if self.num_host_blocks:

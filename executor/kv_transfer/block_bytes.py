@@ -46,13 +46,9 @@ class BlockBytes:
         """See `WholeBlocks`."""
         for layer, columns in zip(self._layers, self._columns, strict=True):
             memory[rows, columns] = layer[blocks]
-        return _no_wait
+        return lambda: None
 
     def put(self, blocks: Int, taken: Bytes) -> None:
         """See `WholeBlocks`."""
         for layer, columns in zip(self._layers, self._columns, strict=True):
             layer[blocks] = taken[:, columns]
-
-
-def _no_wait() -> None:
-    """Return: the copy was synchronous."""

@@ -26,7 +26,7 @@ from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.library import Note, OrderKind
 from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
 from quintet.executor.distributed.parallel.rank_views import Links
-from quintet.executor.distributed.parallel.whole_blocks import Moves, open_whole_blocks, own_moves
+from quintet.executor.distributed.parallel.whole_blocks import BlocksOfAllRanks, Moves, own_moves
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.kv_transfer.connector import KvConnector
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
@@ -127,7 +127,7 @@ class PipelineWorker:
         host_blocks = HostBlocks(layers, self.num_host_blocks, pipeline.share.stripe)
         self._moves = moves = Moves(own_moves(context.kv, host_blocks), context.ranks, links.following)
         gather = context.memory.gather
-        blocks = partial(open_whole_blocks, config, gather, layers, pipeline.share, moves)
+        blocks = partial(BlocksOfAllRanks, config, gather, layers, pipeline.share, moves)
         swap_in = partial(moves.move, OrderKind.SWAP_IN)
         self.kv = KvConnector(blocks, config, ProgramRunner.__name__, self.num_host_blocks, swap_in)
         self.swap_bytes_per_s = host_blocks.measure()

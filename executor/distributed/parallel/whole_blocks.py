@@ -66,8 +66,17 @@ class _Transfer:
 class BlocksOfAllRanks:
     """See `quintet.executor.kv_transfer.block_bytes.WholeBlocks`."""
 
-    def __init__(self, own: PartBlocks, moves: Moves) -> None:
-        """own: the leader's part."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        gather_fds: Sequence[int],
+        layers: Sequence[torch.Tensor],
+        share: Share,
+        moves: Moves,
+    ) -> None:
+        """gather_fds: see `FollowerProcesses`; layers, share: the leader's."""
+        (descriptor,) = gather_fds
+        own = PartBlocks(config, descriptor, 0, layers, share)
         self._ranks, self._parts, self._moves = own.ranks, own.tables, moves
         moves.own |= own.moves
         ends: list[int] = np.cumsum([part.shape[1] for part in self._parts]).tolist()
@@ -138,15 +147,3 @@ class BlocksOfAllRanks:
                 transfer.complete()
                 del self._in_flight[transfer]
                 self._free += transfer.rows.tolist()
-
-
-def open_whole_blocks(
-    config: EngineConfig,
-    gather_fds: Sequence[int],
-    layers: Sequence[torch.Tensor],
-    share: Share,
-    moves: Moves,
-) -> BlocksOfAllRanks:
-    """Return the blocks of all ranks. gather_fds: see `FollowerProcesses`; layers, share: the leader's."""
-    (descriptor,) = gather_fds
-    return BlocksOfAllRanks(PartBlocks(config, descriptor, 0, layers, share), moves)

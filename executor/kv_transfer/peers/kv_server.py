@@ -39,7 +39,7 @@ class OfferedBlocks:
     """Used by the executor's loop, which copies blocks in, and by the serving thread."""
 
     def __init__(self, blocks: WholeBlocks, num_rows: int) -> None:
-        self._blocks = blocks
+        self._blocks, self.block_bytes = blocks, blocks.block_bytes
         shape = (num_rows, blocks.block_bytes)
         self._memory: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
         self._lock = threading.Lock()
@@ -47,11 +47,6 @@ class OfferedBlocks:
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: dict[bytes, int] = {}
         """Rows by key, least recently used first."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of a block."""
-        return self._blocks.block_bytes
 
     def put(self, keys: Sequence[bytes], blocks: Int) -> None:
         """Copy blocks of KV memory that are not offered yet; if they exceed the capacity, the first ones."""
