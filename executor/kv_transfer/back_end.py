@@ -273,11 +273,11 @@ class BackEnd(ABC):
             is_late = results.fetch_ns >= REPORT_AFTER_NS
             self._report_if("fetch", (len(results.fetched) + len(results.missed)) // 4, is_late=is_late)
 
-    def report_store(self, task: Task, name: bytes, *, is_stored: bool) -> None:
-        """Report an object as stored or not."""
+    def report_store(self, tables_epoch: int, name: bytes, *, is_stored: bool) -> None:
+        """Report an object as stored or not. tables_epoch: of the request."""
         with self.changed:
             results = self.results
-            if task.tables_epoch == self.tables_epoch:
+            if tables_epoch == self.tables_epoch:
                 (results.stored if is_stored else results.unstored).append(name)
                 self._report_if("store", len(results.stored) + len(results.unstored))
 

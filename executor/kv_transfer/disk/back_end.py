@@ -119,7 +119,7 @@ class DiskBackEnd(BackEnd):
 
     def _store(self, place: int, key: bytes, block: Bytes, wait: Wait, task: Task) -> None:
         wait()
-        self.report_store(task, key, is_stored=self._file.write(place, key, block.data))
+        self.report_store(task.tables_epoch, key, is_stored=self._file.write(place, key, block.data))
 
     def _fetch(self, place: int, host_block: int, key: bytes, task: Task) -> None:
         is_found = self._file.read(place, key, self.staging[host_block - self.first].data)
@@ -159,7 +159,7 @@ class DiskBackEnd(BackEnd):
                 yield True
         elif file.verb == "import":
             for key, is_stored in read_prefix(folder, name, identity, self._file, wanted):
-                self._note_imported(tables_epoch, key, is_stored)
+                self.report_store(tables_epoch, key, is_stored=is_stored)
                 if not is_stored:
                     result.keys.append(key)
                 yield True
@@ -181,14 +181,6 @@ class DiskBackEnd(BackEnd):
             elif task.tables_epoch == self.tables_epoch:
                 self.results.files.append(result)
                 self.report()
-
-    def _note_imported(self, tables_epoch: int, key: bytes, is_stored: bool) -> None:
-        with self.changed:
-            results = self.results
-            if tables_epoch == self.tables_epoch:
-                (results.stored if is_stored else results.unstored).append(key)
-                if len(results.stored) + len(results.unstored) >= MAX_UNREPORTED["store"]:
-                    self.report()
 
 
 def open_disk(

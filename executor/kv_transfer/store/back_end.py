@@ -154,7 +154,7 @@ class StoreBackEnd(BackEnd):
         self.format.finish(content, blocks, store.keys)
         name = self.format.name_of(store.keys[-1])
         is_stored = self._call(False, lambda: self._connector.put(name, content.data))
-        self.report_store(task, store.keys[-1], is_stored=is_stored)
+        self.report_store(task.tables_epoch, store.keys[-1], is_stored=is_stored)
 
     def _call(self, otherwise: ValueT, call: Callable[[], ValueT]) -> ValueT:
         """Return the connector's result; ``otherwise`` after an error, soon after one, or while a read hangs."""
