@@ -68,11 +68,11 @@ class BackEnd(ABC):
     """Number of fetched blocks and stored objects before a report, while more are queued."""
     close_timeout_s: ClassVar[float] = 2.0
 
-    def __init__(self, blocks: WholeBlocks, num_staging_blocks: int, first_host_block: int) -> None:
-        """first_host_block: number of the first staging block."""
+    def __init__(self, blocks: WholeBlocks, host_blocks: range) -> None:
+        """host_blocks: numbers of the staging blocks."""
         self.blocks = blocks
-        self.first = first_host_block
-        shape = (num_staging_blocks, blocks.block_bytes)
+        self.host_blocks = host_blocks
+        shape = (len(host_blocks), blocks.block_bytes)
         self.staging: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
         """Fetched blocks, until a plan copies them in."""
         self._staging_lock = threading.Lock()
@@ -102,7 +102,7 @@ class BackEnd(ABC):
     @property
     def capacity(self) -> TierCapacity:
         """Size of the back end."""
-        return TierCapacity(self.tier, len(self.staging))
+        return TierCapacity(self.tier, len(self.host_blocks))
 
     def stored(self) -> list[tuple[int, bytes]]:
         """Return place and key of every stored block, oldest write first, if the core must know them."""
@@ -153,7 +153,7 @@ class BackEnd(ABC):
 
     def copy_in(self, blocks: Int, host_blocks: Int) -> None:
         """Copy fetched data from these host blocks into blocks of KV memory."""
-        self.blocks.put(blocks, self.staging[host_blocks - self.first])
+        self.blocks.put(blocks, self.staging[host_blocks - self.host_blocks.start])
 
     def take_results(self) -> KvTierResults | None:
         """Return the results since the last call, for the newest tables; None if there are none."""
@@ -253,7 +253,7 @@ class BackEnd(ABC):
         """Fill a staging block."""
         with self._staging_lock:
             if task.tables_epoch == self.tables_epoch:
-                self.staging[host_block - self.first] = np.frombuffer(content, np.uint8)
+                self.staging[host_block - self.host_blocks.start] = np.frombuffer(content, np.uint8)
 
     def report_fetch(
         self, task: Task, fetched: Sequence[int], missed: Sequence[int], lost: Sequence[bytes] = ()

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -20,10 +20,10 @@ import numpy as np
 from quintet.process.own_files import open_own
 from quintet.process.wakeup import Wakeup
 from quintet.wire.codec import pack_i32
-from quintet.wire.config import EngineConfig
+from quintet.wire.config import EngineConfig, KvDiskConfig, KvPeersConfig, KvStoreConfig
 from quintet.wire.ids import Role
 from quintet.wire.kv_events import address_for
-from quintet.wire.kv_tiers import MAX_KEPT, KvPins, KvTierRequests, StoredBlocks, TierName, TierResultsReady
+from quintet.wire.kv_tiers import MAX_KEPT, KvPins, KvTierRequests, StoredBlocks, TierResultsReady
 from quintet.wire.step import Capacity, StepPlan
 
 if TYPE_CHECKING:
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OpenBackEnd = Callable[["WholeBlocks", EngineConfig, str, int], "BackEnd | None"]
-"""Open a back end for these blocks, a model runner's name and the number of its first staging block.
+OpenBackEnd = Callable[["WholeBlocks", range, Any, EngineConfig, str], "BackEnd"]
+"""Open a back end: KV blocks, numbers of its staging blocks, its section, the configuration, a model runner's name.
 
-None if it is not configured. Raises `ConfigError` if it cannot be opened.
+Raises `ConfigError` if it cannot be opened.
 """
 
-BACK_ENDS: dict[TierName, str] = {
-    "disk": "quintet.executor.kv_transfer.disk.back_end:open_disk",
-    "peer": "quintet.executor.kv_transfer.peers.back_end:open_peers",
-    "store": "quintet.executor.kv_transfer.store.back_end:open_store",
+BACK_ENDS: dict[type[msgspec.Struct], str] = {
+    KvDiskConfig: "quintet.executor.kv_transfer.disk.back_end:open_disk",
+    KvPeersConfig: "quintet.executor.kv_transfer.peers.back_end:open_peers",
+    KvStoreConfig: "quintet.executor.kv_transfer.store.back_end:open_store",
 }
-"""Import string of each back end's `OpenBackEnd`. `quintet.core.kv.tiers` has the core halves."""
+"""Section -> import string of the back end's `OpenBackEnd`. `quintet.core.kv.tiers` has the core halves."""
 
 
 def with_engine_paths(index: int, config: EngineConfig) -> EngineConfig:
@@ -101,13 +101,12 @@ class KvConnector:
         if not config.cache.remote_tiers:
             return
         blocks, first = open_blocks(), num_swap_blocks
-        for path in BACK_ENDS.values():
-            module, _, name = path.partition(":")
+        for section in config.cache.remote_tiers:
+            module, _, name = BACK_ENDS[type(section)].partition(":")
             open_back_end: OpenBackEnd = getattr(import_module(module), name)
-            opened = open_back_end(blocks, config, runner, first)
-            if opened is not None:
-                self.back_ends.append(opened)
-                first += opened.capacity.num_staging_blocks
+            end = first + config.model.kv.num_offloaded_blocks(section.staging_bytes)
+            self.back_ends.append(open_back_end(blocks, range(first, end), section, config, runner))
+            first = end
 
     def copy_in(self, swaps: bytes) -> None:
         """Copy from host blocks, of swap space or staging; see `StepPlan.swaps_in`."""
@@ -120,7 +119,7 @@ class KvConnector:
         if from_swap.any():
             self._swap_in(pairs[from_swap].tobytes())
         for each in self.back_ends:
-            is_own = (each.first <= host) & (host < each.first + len(each.staging))
+            is_own = (each.host_blocks.start <= host) & (host < each.host_blocks.stop)
             if is_own.any():
                 each.copy_in(pairs[is_own, 0], host[is_own])
 

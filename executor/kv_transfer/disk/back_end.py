@@ -25,7 +25,7 @@ from quintet.executor.kv_transfer.disk.prefix_file import (
 )
 from quintet.executor.kv_transfer.kv_identity import identity_of, parts_of, whole_of
 from quintet.wire.codec import unpack_i32
-from quintet.wire.config import EngineConfig
+from quintet.wire.config import EngineConfig, KvDiskConfig
 from quintet.wire.kv_tiers import EXCHANGE, FileRequest, FileResult, KvTierRequests, TierCapacity
 
 log = logging.getLogger(__name__)
@@ -44,17 +44,13 @@ class DiskBackEnd(BackEnd):
     def __init__(
         self,
         blocks: WholeBlocks,
+        host_blocks: range,
         file: BlockFile,
-        num_staging_blocks: int,
-        first_host_block: int,
         exchange: Path,
         identity: Callable[[], bytes],
     ) -> None:
-        """first_host_block: number of the first staging block.
-
-        exchange: folder for exported prefixes. identity: computes the portable identity of the blocks; may take long.
-        """
-        super().__init__(blocks, num_staging_blocks, first_host_block)
+        """exchange: folder for exported prefixes. identity: computes the portable identity; may take long."""
+        super().__init__(blocks, host_blocks)
         self._exchange, self._identity = exchange, identity
         self._file = file
         self._dropping: set[tuple[int, bytes]] = set()
@@ -66,7 +62,7 @@ class DiskBackEnd(BackEnd):
     @property
     def capacity(self) -> TierCapacity:
         """See `BackEnd.capacity`."""
-        return TierCapacity("disk", len(self.staging), self._file.num_places)
+        return TierCapacity("disk", len(self.host_blocks), self._file.num_places)
 
     def stored(self) -> list[tuple[int, bytes]]:
         """See `BackEnd.stored`."""
@@ -122,7 +118,7 @@ class DiskBackEnd(BackEnd):
         self.report_store(task.tables_epoch, key, is_stored=self._file.write(place, key, block.data))
 
     def _fetch(self, place: int, host_block: int, key: bytes, task: Task) -> None:
-        is_found = self._file.read(place, key, self.staging[host_block - self.first].data)
+        is_found = self._file.read(place, key, self.staging[host_block - self.host_blocks.start].data)
         self.report_fetch(task, [host_block] if is_found else [], [] if is_found else [host_block])
 
     def _identify(self) -> None:
@@ -184,21 +180,11 @@ class DiskBackEnd(BackEnd):
 
 
 def open_disk(
-    blocks: WholeBlocks, config: EngineConfig, runner: str, first_host_block: int
-) -> DiskBackEnd | None:
-    """Return the back end, if it is configured. See `quintet.executor.kv_transfer.connector.BACK_ENDS`."""
-    disk = config.cache.disk
-    if disk is None:
-        return None
-    num_blocks = config.model.kv.num_offloaded_blocks
-    folder = Path(disk.folder)
-    file = BlockFile(folder, identity_of(config, runner), blocks.block_bytes, num_blocks(disk.size_bytes))
-    log.info("KV on disk: %d of %d blocks in %s", len(file.kept()), file.num_places, folder)
-    return DiskBackEnd(
-        blocks,
-        file,
-        num_blocks(disk.staging_bytes),
-        first_host_block,
-        folder.parent / EXCHANGE,
-        cache(lambda: whole_of(parts_of(config, runner))),
-    )
+    blocks: WholeBlocks, host_blocks: range, disk: KvDiskConfig, config: EngineConfig, runner: str
+) -> DiskBackEnd:
+    """See `quintet.executor.kv_transfer.connector.OpenBackEnd`."""
+    folder, num_places = Path(disk.folder), config.model.kv.num_offloaded_blocks(disk.size_bytes)
+    file = BlockFile(folder, identity_of(config, runner), blocks.block_bytes, num_places)
+    log.info("KV on disk: %d of %d blocks in %s", len(file.kept()), num_places, folder)
+    identity = cache(lambda: whole_of(parts_of(config, runner)))
+    return DiskBackEnd(blocks, host_blocks, file, folder.parent / EXCHANGE, identity)

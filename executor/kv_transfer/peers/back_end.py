@@ -22,7 +22,7 @@ from quintet.executor.kv_transfer.peers.keys import Context, PeerKey, read_key
 from quintet.executor.kv_transfer.peers.kv_server import KvServer, OfferedBlocks
 from quintet.executor.kv_transfer.peers.link import Link, PeerLost
 from quintet.wire.codec import unpack_i32
-from quintet.wire.config import EngineConfig
+from quintet.wire.config import EngineConfig, KvPeersConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_tiers import Fetch, KvTierRequests
 
@@ -39,19 +39,18 @@ class PeerBackEnd(BackEnd):
     def __init__(
         self,
         blocks: WholeBlocks,
+        host_blocks: range,
         parts: Mapping[str, str],
         identity: bytes,
         listen: str,
         key: PeerKey,
         num_offered: int,
-        num_staging_blocks: int,
-        first_host_block: int,
     ) -> None:
         """parts, identity: see `quintet.executor.kv_transfer.kv_identity`.
 
         listen: ``host:port``, "" for none. num_offered: capacity for offered blocks. Raises `ConfigError`.
         """
-        super().__init__(blocks, num_staging_blocks, first_host_block)
+        super().__init__(blocks, host_blocks)
         self._offered = OfferedBlocks(blocks, num_offered)
         self._parts, self._identity, self._key = parts, identity, key
         self._context: Context = zmq.Context()
@@ -122,24 +121,13 @@ class PeerBackEnd(BackEnd):
 
 
 def open_peers(
-    blocks: WholeBlocks, config: EngineConfig, runner: str, first_host_block: int
-) -> PeerBackEnd | None:
-    """Return the back end, if it is configured. See `quintet.executor.kv_transfer.connector.BACK_ENDS`."""
-    peers = config.cache.peers
-    if peers is None:
-        return None
-    num_blocks = config.model.kv.num_offloaded_blocks
+    blocks: WholeBlocks, host_blocks: range, peers: KvPeersConfig, config: EngineConfig, runner: str
+) -> PeerBackEnd:
+    """See `quintet.executor.kv_transfer.connector.OpenBackEnd`."""
+    num_offered = config.model.kv.num_offloaded_blocks(peers.offered_bytes)
     parts = parts_of(config, runner)
-    opened = PeerBackEnd(
-        blocks,
-        parts,
-        whole_of(parts),
-        peers.listen,
-        read_key(peers.key_file, "--kv-peer-key", b"quintet peers"),
-        num_blocks(peers.offered_bytes),
-        num_blocks(peers.staging_bytes),
-        first_host_block,
-    )
+    key = read_key(peers.key_file, "--kv-peer-key", b"quintet peers")
+    opened = PeerBackEnd(blocks, host_blocks, parts, whole_of(parts), peers.listen, key, num_offered)
     if peers.listen:
-        log.info("KV for other servers: %d blocks at %s", num_blocks(peers.offered_bytes), peers.listen)
+        log.info("KV for other servers: %d blocks at %s", num_offered, peers.listen)
     return opened

@@ -26,7 +26,7 @@ from quintet.executor.kv_transfer.store.chunk_format import ChunkFormat
 from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, ObjectStore, open_connector
 from quintet.process.log import LogLimit
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.config import EngineConfig
+from quintet.wire.config import EngineConfig, KvStoreConfig
 from quintet.wire.kv_tiers import Fetch, KvTierRequests, Search, SearchResult, Store, TierCapacity
 
 log = logging.getLogger(__name__)
@@ -46,18 +46,16 @@ class StoreBackEnd(BackEnd):
     def __init__(
         self,
         blocks: WholeBlocks,
+        host_blocks: range,
         connector: ObjectStore,
         identity: bytes,
-        num_staging_blocks: int,
-        first_host_block: int,
         waiting_bytes: int,
     ) -> None:
         """identity: the portable identity of the blocks.
 
-        first_host_block: number of the first staging block. waiting_bytes: limit on a core's unfinished copies; the
-        same amount may be left from earlier cores.
+        waiting_bytes: limit on a core's unfinished copies; the same amount may be left from earlier cores.
         """
-        super().__init__(blocks, num_staging_blocks, first_host_block)
+        super().__init__(blocks, host_blocks)
         self.format = ChunkFormat(identity, blocks.block_bytes)
         self._connector = connector
         self._waiting_bytes = waiting_bytes
@@ -70,7 +68,7 @@ class StoreBackEnd(BackEnd):
     def capacity(self) -> TierCapacity:
         """See `BackEnd.capacity`."""
         max_storing_blocks = self._waiting_bytes // self.blocks.block_bytes
-        return TierCapacity("store", len(self.staging), max_storing_blocks=max_storing_blocks)
+        return TierCapacity("store", len(self.host_blocks), max_storing_blocks=max_storing_blocks)
 
     def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
         """See `BackEnd.store_tasks`."""
@@ -189,19 +187,9 @@ class StoreBackEnd(BackEnd):
 
 
 def open_store(
-    blocks: WholeBlocks, config: EngineConfig, runner: str, first_host_block: int
-) -> StoreBackEnd | None:
-    """Return the back end, if it is configured. See `quintet.executor.kv_transfer.connector.BACK_ENDS`."""
-    store = config.cache.store
-    if store is None:
-        return None
+    blocks: WholeBlocks, host_blocks: range, store: KvStoreConfig, config: EngineConfig, runner: str
+) -> StoreBackEnd:
+    """See `quintet.executor.kv_transfer.connector.OpenBackEnd`."""
     identity = whole_of(parts_of(config, runner))
     log.info("KV in %s, as %s", store.url, identity.hex()[:32])
-    return StoreBackEnd(
-        blocks,
-        open_connector(store),
-        identity,
-        config.model.kv.num_offloaded_blocks(store.staging_bytes),
-        first_host_block,
-        store.waiting_bytes,
-    )
+    return StoreBackEnd(blocks, host_blocks, open_connector(store), identity, store.waiting_bytes)

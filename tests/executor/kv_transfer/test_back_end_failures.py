@@ -36,6 +36,7 @@ from quintet.wire.config import KvStoreConfig
 from quintet.wire.kv_tiers import Fetch, KvTierRequests, KvTierResults, Store, TierName
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
+HOST_BLOCKS = range(FIRST, FIRST + 4)
 KEYS = [bytes([number]) * 32 for number in range(1, 4)]
 IDENTITY, FOREIGN = b"w" * 32, b"x" * 32
 KEY = PeerKey(*zmq.curve_keypair())
@@ -152,7 +153,7 @@ class DiskRig(Rig):
             block_file, "read_whole", lambda file, into, offset: wrapped(file, offset, into)
         )
         file = BlockFile(self.folder / "engine-0", identity, 2 * LAYER_BYTES, 8)
-        return DiskBackEnd(BlockBytes(self.layers), file, 4, FIRST, self.folder, lambda: identity)
+        return DiskBackEnd(BlockBytes(self.layers), HOST_BLOCKS, file, self.folder, lambda: identity)
 
 
 class PeerRig(Rig):
@@ -164,7 +165,7 @@ class PeerRig(Rig):
 
     def _side(self, identity: bytes, listen: str) -> PeerBackEnd:
         parts = {"weights": identity.hex()}
-        return PeerBackEnd(BlockBytes(self.layers), parts, identity, listen, KEY, 8, 4, FIRST)
+        return PeerBackEnd(BlockBytes(self.layers), HOST_BLOCKS, parts, identity, listen, KEY, 8)
 
     def fill(self) -> None:
         address = f"127.0.0.1:{free_port()}"
@@ -195,7 +196,7 @@ class StoreRig(Rig):
         self.source = KEYS[1]
         connector = self.connector()
         self.monkeypatch.setattr(connector, "get", self.fault.wrap(connector.get))
-        return StoreBackEnd(BlockBytes(self.layers), connector, identity, 4, FIRST, 1 << 20)
+        return StoreBackEnd(BlockBytes(self.layers), HOST_BLOCKS, connector, identity, 1 << 20)
 
     def connector(self) -> ObjectStore:
         """Return a connector to the store."""

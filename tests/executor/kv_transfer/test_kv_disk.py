@@ -35,7 +35,8 @@ class Bench:
             for layer in range(2)
         ]
         self.file = BlockFile(folder / "engine-0", b"w" * 32, 2 * LAYER_BYTES, 8)
-        self.disk = DiskBackEnd(BlockBytes(self.layers), self.file, 4, FIRST, folder / "exchange", identity)
+        host_blocks, exchange = range(FIRST, FIRST + 4), folder / "exchange"
+        self.disk = DiskBackEnd(BlockBytes(self.layers), host_blocks, self.file, exchange, identity)
         self._rung = threading.Event()
         self.disk.begin(self._rung.set)
 

@@ -25,6 +25,7 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.kv_tiers import Fetch, KvTierRequests, Store
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
+HOST_BLOCKS = range(FIRST, FIRST + 4)
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]
 PARTS = {"weights": "w", "hf_config": "c"}
 KEY = PeerKey(*zmq.curve_keypair())
@@ -53,7 +54,7 @@ class Side:
         self.address = address or f"127.0.0.1:{free_port()}"
         parts = PARTS | {"weights": identity.hex()}
         self.peers = PeerBackEnd(
-            BlockBytes(self.layers), parts, identity, self.address, key, num_offered, 4, FIRST
+            BlockBytes(self.layers), HOST_BLOCKS, parts, identity, self.address, key, num_offered
         )
         self._rung = threading.Event()
         self.peers.begin(self._rung.set)
@@ -278,13 +279,12 @@ def test_an_address_in_use_is_retried(closed: ExitStack) -> None:
     gives, takes = sides(closed)
     late = PeerBackEnd(
         BlockBytes(gives.layers),
+        HOST_BLOCKS,
         PARTS | {"weights": (b"w" * 32).hex()},
         b"w" * 32,
         gives.address,
         KEY,
         8,
-        1,
-        FIRST,
     )
     late.begin(lambda: None)
     closed.callback(late.close)
@@ -302,7 +302,7 @@ def test_an_address_in_use_is_retried(closed: ExitStack) -> None:
 def test_an_address_of_another_machine_is_rejected(closed: ExitStack) -> None:
     gives, _ = sides(closed)
     with pytest.raises(ConfigError, match=r"--kv-peer-listen 192\.0\.2\.1:7"):
-        PeerBackEnd(BlockBytes(gives.layers), PARTS, b"w" * 32, "192.0.2.1:7", KEY, 1, 1, FIRST)
+        PeerBackEnd(BlockBytes(gives.layers), HOST_BLOCKS, PARTS, b"w" * 32, "192.0.2.1:7", KEY, 1)
 
 
 def test_a_restarted_peer_is_used_again(closed: ExitStack) -> None:

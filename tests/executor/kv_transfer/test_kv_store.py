@@ -25,6 +25,7 @@ from quintet.wire.config import KvStoreConfig
 from quintet.wire.kv_tiers import Fetch, KvTierRequests, KvTierResults, Search, Store
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
+HOST_BLOCKS = range(FIRST, FIRST + 4)
 KEYS = [bytes([number]) * 32 for number in range(1, 7)]
 IDENTITY = b"w" * 32
 
@@ -39,7 +40,7 @@ class Bench:
             torch.arange(NUM_BLOCKS * LAYER_BYTES).reshape(NUM_BLOCKS, -1).to(torch.uint8) + layer
             for layer in range(2)
         ]
-        self.store = StoreBackEnd(BlockBytes(self.layers), connector, identity, 4, FIRST, waiting_bytes)
+        self.store = StoreBackEnd(BlockBytes(self.layers), HOST_BLOCKS, connector, identity, waiting_bytes)
         self._rung = threading.Event()
         self.store.begin(self._rung.set)
 
