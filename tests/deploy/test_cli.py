@@ -223,7 +223,7 @@ def test_run_folders_of_killed_servers_are_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["serve", "--max-num-seq=4", "m"], "did you mean --max-num-seqs?"),
+        (["serve", "--max-num-sequ=4", "m"], "did you mean --max-num-seqs?"),
         (["plan", "--modell-len", "4"], "unrecognized argument: --modell-len"),
         (["serve", "one", "two"], "unrecognized argument: two"),
         (["serve", "--dtype", "int3"], "invalid choice: 'int3'"),

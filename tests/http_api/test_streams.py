@@ -95,7 +95,9 @@ def test_codex_reads_events_in_silence(serve: Callable[..., Any], originator: st
     """It ends a stream after 300 s without an event; its parser drops comments."""
     server = serve(keep_alive_s=0.05)
     server.engine.held = True
-    raw = RawStream(server, "/v1/responses", {"input": "x", "stream": True}, f"originator: {originator}")
+    raw = RawStream(
+        server, "/v1/responses", {"input": "x", "stream": True}, f"originator: {originator}\r\naccept: */*"
+    )
     try:
         raw.head()
         silence = KEEP_ALIVE_EVENT if originator == "codex_cli_rs" else b": keep-alive\n\n"

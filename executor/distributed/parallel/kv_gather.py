@@ -67,7 +67,8 @@ class PartBlocks:
     def _own(self, pairs: bytes) -> Int:
         """Return the blocks and rows, ``[2, pairs]``, of this rank's stripe."""
         columns = np.frombuffer(pairs, np.int32).reshape(-1, 2)
-        return columns[columns[:, 1] % self._turn.size == self._turn.index].T
+        own: Int = columns[columns[:, 1] % self._turn.size == self._turn.index].T
+        return own
 
     def _report_done(self) -> None:
         self._num_done += 1
