@@ -57,7 +57,8 @@ chat: install  ## chat in the terminal with a running server
 test: .venv/kernels-quick  ## run the fast test suite (tests/README.md)
 	$(BIN)/pytest $(PARALLEL) $(ARGS)
 
-test-all: .venv/kernels-all cubins clients  ## run the whole test suite, and compile CUDA kernels for all GPUs
+test-all: .venv/kernels-all clients  ## run the whole test suite, and compile CUDA kernels for all GPUs
+	@$(MAKE) --no-print-directory cubins ARGS=
 	$(BIN)/pytest $(PARALLEL) --whole $(ARGS)
 
 collect: $(PACKAGES)  ## collect all tests, GPU tests included; compiles bytecode once for the workers of `make test`
