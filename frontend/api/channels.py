@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.streams import text_spans
 from quintet.wire.channels import Channel, TextSpan
 from quintet.wire.config import CallIds
@@ -16,15 +17,17 @@ REASONING_NAMES = ("reasoning", "reasoning_content")
 DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
-def reasoning_names(user_agent: str) -> tuple[str, ...]:
-    """Return the `REASONING_NAMES` that a client can read: one for OpenAI's Agents SDK and without a User-Agent.
+def reasoning_names(http_request: HttpRequest) -> tuple[str, ...]:
+    """Return the `REASONING_NAMES` that a client can read: one for OpenAI's Agents SDK and for Rust's reqwest.
 
-    The SDK shows reasoning with two names twice, and forgets it. Rust's HTTP clients send no User-Agent, and its JSON parsers
-    reject a message with two names of one field; those that know only one of them know the second.
+    The SDK shows reasoning with two names twice, and forgets it. JSON parsers of Rust reject a message with two names of one
+    field; those that know only one of them know the second. reqwest sends no User-Agent, but Accept with any type.
     """
+    user_agent = http_request.header("user-agent") or ""
     if user_agent.startswith("Agents/"):
         return REASONING_NAMES[:1]
-    return REASONING_NAMES if user_agent else REASONING_NAMES[1:]
+    is_reqwest = not user_agent and http_request.header("accept") == "*/*"
+    return REASONING_NAMES[1:] if is_reqwest else REASONING_NAMES
 
 
 class Channels(msgspec.Struct, array_like=True, frozen=True):

@@ -32,7 +32,7 @@ async def messages(service: Service, http_request: HttpRequest) -> None:
     body = await parse.read_body(service, http_request, _decoder)
     chat, conversation, params, parsing = _checked(body, config)
     request_id = parse.request_id(chat, http_request)
-    channels = channels_of(chat, conversation, request_id, config)
+    channels = channels_of(chat, conversation, request_id, config, http_request)
     answer = MessagesAnswer(1, 1, 1, request_id, config.model.served_names[0], body.max_tokens, channels)
     resume_token = resume_token_for(answer, config) if body.stream and http_request.reads_event_ids else None
     deadline_ns = parse.deadline_ns(chat, http_request)

@@ -57,7 +57,7 @@ async def batch(service: Service, http_request: HttpRequest) -> None:
         session=session_of(http_request, body.session_id, body.user),
     )
     outputs = await collect_outputs(http_request, submissions)
-    agent, reply_id = http_request.header("user-agent") or "", options.response_id
+    reply_id = options.response_id
     answers = [
         ChatAnswer(
             1,
@@ -66,7 +66,7 @@ async def batch(service: Service, http_request: HttpRequest) -> None:
             options,
             each.role,
             each.last_text if options.echo else "",
-            None if parsing is None else channels_of(body, each, reply_id, config, agent),
+            None if parsing is None else channels_of(body, each, reply_id, config, http_request),
         )
         for each in conversations
     ]

@@ -68,8 +68,8 @@ async def chat_completions(service: Service, http_request: HttpRequest) -> None:
     prompt = prompt_of(body, conversation, config)
     options = options_of("chatcmpl", body, params, http_request, config)
     prefix, interval = conversation.last_text if options.echo else "", body.stream_interval or 1
-    agent, reply_id = http_request.header("user-agent") or "", options.response_id
-    channels = None if parsing is None else channels_of(body, conversation, reply_id, config, agent)
+    reply_id = options.response_id
+    channels = None if parsing is None else channels_of(body, conversation, reply_id, config, http_request)
     answer = ChatAnswer(1, params.n, interval, options, conversation.role, prefix, channels)
     resume_token = resume_token_for(answer, config) if body.stream and http_request.reads_event_ids else None
     deadline_ns = parse.deadline_ns(body, http_request)

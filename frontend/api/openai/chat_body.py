@@ -18,6 +18,7 @@ from quintet.frontend.api.openai.offered_tools import AS_SENT, Translation, show
 from quintet.frontend.api.openai.reasoning_switch import read_reasoning
 from quintet.frontend.api.openai.tools import check_tool_choice, form_of_calls, form_or_calls
 from quintet.frontend.api.openai.types import ChatBody, TokenizeBody
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.wire.chat import ChatMessage, check_messages, encode_messages
 from quintet.wire.config import EngineConfig, ParsersConfig
 from quintet.wire.messages import ChatPrompt, TokenPrompt
@@ -100,16 +101,16 @@ def parse_conversation(
 
 
 def channels_of(
-    body: ChatBody, conversation: Conversation, response_id: str, config: EngineConfig, user_agent: str = ""
+    body: ChatBody, conversation: Conversation, response_id: str, config: EngineConfig, sender: HttpRequest
 ) -> Channels:
-    """Return the output channels of a response."""
+    """Return the output channels of a response. sender: the request."""
     return Channels(
         response_id,
         config.model.parsers.call_ids,
         conversation.num_calls,
         include_reasoning=body.include_reasoning is not False,
         parallel_calls=body.parallel_tool_calls is not False,
-        reasoning_names=reasoning_names(user_agent),
+        reasoning_names=reasoning_names(sender),
     )
 
 

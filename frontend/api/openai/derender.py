@@ -54,8 +54,9 @@ async def derender_chat(service: Service, http_request: HttpRequest) -> None:
         conversation, params, parsing = checked_chat(chat, config)
         prompt_ids = (await service.queries.tokenize(conversation.prompt)).token_ids
         how.role, how.prefix = conversation.role, conversation.last_text if chat.echo else ""
-        agent, reply_id = http_request.header("user-agent") or "", options.response_id
-        how.channels = None if parsing is None else channels_of(chat, conversation, reply_id, config, agent)
+        reply_id = options.response_id
+        if parsing is not None:
+            how.channels = channels_of(chat, conversation, reply_id, config, http_request)
     choices: list[dict[str, object]] = []
     num_reasoning = 0
     for choice in generated.choices:

@@ -173,7 +173,7 @@ async def _read(service: Service, http_request: HttpRequest, body: ResponsesBody
         **({"conversation": {"id": named}} if named else {}),
         **echo_of(body, params),
     }
-    channels = channels_of(chat, read, options.response_id, config)
+    channels = channels_of(chat, read, options.response_id, config, http_request)
     has_state = REASONING_STATE in (body.include or ())
     answer = ResponsesAnswer(
         1, 1, 1, options, channels, encode_json(head), is_stored, named, forms, has_state
