@@ -75,16 +75,16 @@ def translated(settings: Mapping[str, object], source: str) -> tuple[Settings, l
 
 
 def _given(settings: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
-    """Yield name, key and value of each setting, without those that are None: they keep their defaults.
+    """Yield name, key and value of each setting, without those that are None, also as a word: they keep their defaults.
 
-    A switch may be turned off by ``no-`` before its name.
+    The model and keys of authentication may have that word. A switch may be turned off by ``no-`` before its name.
     """
     for raw_name, value in settings.items():
         name = str(raw_name)
         key = name.replace("-", "_")
         if key.startswith("no_") and isinstance(is_off := boolean(value), bool):
             yield key[3:], key[3:], not is_off
-        elif value is not None:
+        elif value is not None and (value != "None" or key.endswith(("model", "_key"))):
             yield name, key, value
 
 

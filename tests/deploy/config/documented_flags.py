@@ -29,6 +29,7 @@ lists each flag of vLLM 0.33 and of older versions.
 {short}
 
 Token counts may be written as `8k` (8000), `8K` (8192) or `auto`; `--dtype half` is `float16`.
+`None` as a value keeps a flag's default.
 Names of attention backends of vLLM, such as `FLASH_ATTN`, have no effect.
 
 | Flag | Effect |

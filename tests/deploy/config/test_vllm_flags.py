@@ -118,6 +118,8 @@ COMMON: list[tuple[list[str], dict[str, Any]]] = [
     (["--hf-overrides.a+", "x", "--hf-overrides.a+=y,z"], {"hf_overrides": {"a": ["x", "y", "z"]}}),
     (["--override-generation-config.max_new_tokens", "8k"], {"override_generation_config": {"max_new_tokens": 8000}}),
     (["--revision", "main"], {"revision": "main"}),
+    (["--chat_template", "None", "--tool-call-parser=None", "--max-model-len", "None", "--quantization", "None"], {}),
+    (["--download-dir", "None", "--rope-scaling", "None", "--admin-key", "None"], {"admin_key": "None"}),
     (["--hf-overrides", '{"a": {"b": 1}}'], {"hf_overrides": {"a": {"b": 1}}}),
     (["--rope-scaling", '{"rope_type": "yarn"}', "--rope-theta", "1e6"],
      {"hf_overrides": {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e6}}),
