@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
 from quintet.detokenizer_proc.parsers.registry import build
 from quintet.wire.channels import Channel
 from tests.clients.test_packages import ENVIRONMENTS, HERE
@@ -80,12 +81,18 @@ def parse(text: str) -> Parsed:
     return Parsed(texts[Channel.REASONING].rstrip(), texts[Channel.CONTENT].rstrip(), calls)
 
 
+def closed(arguments: str) -> str:
+    """Return JSON with the closing brackets that an unfinished output omits."""
+    repair = JsonRepair()
+    return repair.take(arguments) + repair.end()
+
+
 def expected_of(messages: Sequence[tuple[str | None, str | None, str]]) -> Parsed:
     """Return the expected output of messages: channel, recipient and text of each."""
     reasoning, content, calls = [], [], []
     for channel, recipient, text in messages:
         if recipient is not None and recipient.startswith("functions."):
-            calls.append((recipient.removeprefix("functions."), text.strip() or "{}"))
+            calls.append((recipient.removeprefix("functions."), closed(text.strip()) or "{}"))
         elif text.strip():
             (reasoning if recipient is not None or channel == "analysis" else content).append(text.strip())
     return Parsed("\n".join(reasoning), "\n".join(content), calls)

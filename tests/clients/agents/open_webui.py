@@ -187,7 +187,7 @@ def check_answer(events: list[Event], stored: Event) -> None:
     assert stored["content"] == ANSWER and "error" not in stored, stored
     parts = [event["data"] for event in events if event["type"] == "response:completion"]
     texts = [part["delta"] for part in parts if part.get("type") == "response.output_text.delta"]
-    assert "".join(texts) == ANSWER and len(texts) > 1, events
+    assert "".join(texts) == ANSWER, events  # a slow reader gets several tokens in one event
 
 
 def usages_of(events: list[Event]) -> list[tuple[int, int]]:

@@ -30,6 +30,7 @@ from tests.models.test_engine import CoreAndWorker, changed
 from tests.models.test_equal import ROWS, check_tokens, made
 
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.distributed.parallel.library import OrderKind
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.worker import Worker
 from quintet.wire.config import KvCacheDtype
@@ -245,6 +246,6 @@ def test_failed_move_keeps_the_exchanges_in_step(tmp_path: Path) -> None:
         expected = ask()
         worker = loaded.worker
         assert isinstance(worker, Worker)
-        with mock.patch.object(worker._kv, "copy", fail), pytest.raises(MemoryError):
+        with mock.patch.dict(worker._moves.own, {OrderKind.COPY_BLOCKS: fail}), pytest.raises(MemoryError):
             ask()
         assert ask() == expected
