@@ -2,14 +2,15 @@
 
 python -m tests.processes.fuzz PATH/TO/schemathesis [its flags, e.g. --max-examples 100]
 
-Failures are 5xx responses, undocumented statuses or content types, and bodies without required fields. `make fuzz` runs it
-in a separate environment.
+Failures are 5xx responses, undocumented statuses or content types, and bodies without required fields. 504 is none: it is the
+answer to a request with a short `timeout`. `make fuzz` runs it in a separate environment.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.processes.server import serve
 
@@ -20,6 +21,7 @@ CHECKS = (
     "response_schema_conformance",
 )
 KEY = "for-the-fuzzer"
+CONFIG = Path(__file__).with_name("schemathesis.toml")
 
 
 def main(program: str, *flags: str) -> int:
@@ -35,8 +37,8 @@ def main(program: str, *flags: str) -> int:
         "--enable-prompt-embeds",
     ) as server:
         command = [
-            program, "run", server.url + "/openapi.json", "-H", f"x-api-key: {KEY}", "--checks", ",".join(CHECKS),
-            "--request-timeout", "30", "--max-examples", "20", *flags,
+            program, "--config-file", str(CONFIG), "run", server.url + "/openapi.json", "-H", f"x-api-key: {KEY}",
+            "--checks", ",".join(CHECKS), "--request-timeout", "30", "--max-examples", "20", *flags,
         ]  # fmt: skip
         status = subprocess.run(command, check=False).returncode
         assert server.stop() == 0, "the server's exit status is not 0"
