@@ -20,7 +20,8 @@ def arrange_calls(messages: list[Message], form: int | Literal["numbered"] | Non
     if form is not None:
         _map_call_ids(messages, form)
     for index, message in enumerate(messages):
-        _order_results(messages, index + 1, [call.get("id") for call in message.get("tool_calls", ())])
+        if len(message.get("tool_calls", ())) > 1:
+            _order_results(messages, index + 1, [call.get("id") for call in message["tool_calls"]])
 
 
 def _order_results(messages: list[Message], begin: int, call_ids: list[Any]) -> None:
@@ -31,9 +32,13 @@ def _order_results(messages: list[Message], begin: int, call_ids: list[Any]) -> 
     end = begin
     while end < len(messages) and messages[end]["role"] == "tool":
         end += 1
+    places = {
+        call_id: place for place, call_id in reversed([*enumerate(call_ids)]) if isinstance(call_id, str)
+    }
     results = messages[begin:end]
-    if len(call_ids) > 1 and all(result.get("tool_call_id") in call_ids for result in results):
-        messages[begin:end] = sorted(results, key=lambda result: call_ids.index(result.get("tool_call_id")))
+    ids = [result.get("tool_call_id") for result in results]
+    if all(isinstance(each, str) and each in places for each in ids):
+        messages[begin:end] = sorted(results, key=lambda result: places[result["tool_call_id"]])
 
 
 def _map_call_ids(messages: list[Message], form: int | Literal["numbered"]) -> None:

@@ -102,10 +102,10 @@ def _alternating(messages: Sequence[Message]) -> list[Message]:
             if is_empty and message is not messages[-1]:
                 continue
         if is_merged:
-            found[-1] = {**found[-1], "content": _join(found[-1]["content"], message["content"])}
+            found[-1] = {**found[-1], "content": _appended(found[-1]["content"], message["content"])}
         else:
             found.append(message)
-    return found
+    return [_with_joined_content(message) for message in found]
 
 
 def _missing_results(messages: Sequence[Message]) -> list[Message]:
@@ -166,10 +166,7 @@ def _num_leading(messages: Sequence[Message]) -> int:
 
 def _merged(messages: Sequence[Message]) -> Message:
     """Merge messages into one."""
-    first, *others = messages
-    for other in others:
-        first = {**first, "content": _join(first["content"], other["content"])}
-    return first
+    return {**messages[0], "content": _join([message["content"] for message in messages])}
 
 
 def _with_role(message: Message, role: str, new: str) -> Message:
@@ -186,34 +183,49 @@ def _merge_into_adjacent(messages: Sequence[Message]) -> list[Message]:
         last = found[-1] if found else None
         is_system = message["role"] == "system"
         if last is not None and is_system and last["role"] in ("user", "tool"):
-            found[-1] = {**last, "content": _join(last["content"], message["content"])}
+            found[-1] = {**last, "content": _appended(last["content"], message["content"])}
             is_joining_next = last["role"] == "user"
         elif last is not None and is_joining_next and message["role"] == "user":
-            found[-1] = {**message, "content": _join(last["content"], message["content"])}
+            found[-1] = {**message, "content": _appended(last["content"], message["content"])}
             is_joining_next = False
         else:
             found.append(_with_role(message, "system", "user"))
             is_joining_next = is_system
-    return found
+    return [_with_joined_content(message) for message in found]
 
 
 def _with_system_in_user(system: Message, messages: Sequence[Message]) -> list[Message]:
     """Prepend a system message to the first user message, or insert it as a user message."""
     if messages and messages[0]["role"] == "user":
-        content = _join(system["content"], messages[0]["content"])
+        content = _join([system["content"], messages[0]["content"]])
         return [{**messages[0], "content": content}, *messages[1:]]
     return [_with_role(system, "system", "user"), *messages]
 
 
-def _join(before: Any, after: Any) -> Any:
-    """Join two contents in the format that the template reads."""
-    for empty, other in ((before, after), (after, before)):
-        if isinstance(empty, NoContent) or not empty:
-            return other
-    if isinstance(before, ContentParts) or isinstance(after, ContentParts):
-        return ContentParts([*_as_parts(before), *_as_parts(after)])
-    joined = f"{before!s}{SEPARATOR}{after!s}"
-    return PartsText(joined) if isinstance(before, PartsText) else joined
+class _Contents(list[Any]):
+    """Contents of messages that are merged into one, until `_with_joined_content`: joining them once takes linear time."""
+
+
+def _appended(before: Any, after: Any) -> _Contents:
+    contents = before if isinstance(before, _Contents) else _Contents([before])
+    contents.append(after)
+    return contents
+
+
+def _with_joined_content(message: Message) -> Message:
+    content = message["content"]
+    return {**message, "content": _join(content)} if isinstance(content, _Contents) else message
+
+
+def _join(contents: Sequence[Any]) -> Any:
+    """Join contents in the format that the template reads."""
+    shown = [each for each in contents if each and not isinstance(each, NoContent)] or [contents[-1]]
+    if len(shown) == 1:
+        return shown[0]
+    if any(isinstance(each, ContentParts) for each in shown):
+        return ContentParts([part for each in shown for part in _as_parts(each)])
+    joined = SEPARATOR.join(map(str, shown))
+    return PartsText(joined) if isinstance(shown[0], PartsText) else joined
 
 
 def _as_parts(content: Any) -> list[dict[str, Any]]:

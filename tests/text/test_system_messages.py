@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -226,6 +227,26 @@ def test_results_are_in_the_order_of_their_calls(results: list[str | None], show
     assert text == f"u1{shown},a1[A]"
     alone = [*chat("u1"), CALLED, *messages[2:]]
     assert render(LAX.replace("[{{ m.role }}]", ""), alone) == f"u1{','.join(map(str, results))},a1[A]"
+
+
+def test_results_with_ids_of_other_types_keep_their_order() -> None:
+    calls = [CALL | {"id": each} for each in ("a", "b")]
+    results = [{"role": "tool", "tool_call_id": each, "content": "x"} for each in ({}, ["a"])]
+    assert render(LAX, [{"role": "assistant", "content": None, "tool_calls": calls}, *results])
+
+
+@pytest.mark.parametrize("words", [("u1",), ("u1", "s1")])
+def test_merging_takes_linear_time(words: tuple[str, ...]) -> None:
+    """The same number of messages in ten conversations and in one; quadratic work takes ten times as long."""
+    seconds = []
+    for num_chats in (10, 1):
+        messages = chat(*words) * (20_000 // num_chats)
+        began_s = time.process_time()
+        for _ in range(num_chats):
+            text = render(STRICT, messages)
+        seconds.append(time.process_time() - began_s)
+        assert text.count(words[0]) == 20_000 // num_chats
+    assert seconds[1] < 3 * seconds[0] + 0.5, seconds
 
 
 KIMI_CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.id }}<|tool_call_argument_begin|>{% endfor %}"
