@@ -141,9 +141,10 @@ class PickerStream:
                 yield ProcessingResponse(response_headers=HeadersResponse())
             case "response_body":
                 body = message.response_body.body
-                if (
-                    body[:1] not in (b"", b":") and body != sse.KEEP_ALIVE_EVENT
-                ):  # a comment is only a keep-alive
+                is_silence = (
+                    body[:1] in (b"", b":") or body == sse.KEEP_ALIVE_EVENT
+                )  # a comment is only a keep-alive
+                if not is_silence:
                     gateway_request.begin()
                 yield ProcessingResponse(response_body=self._unchanged(message.response_body))
             case "response_trailers":

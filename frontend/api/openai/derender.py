@@ -54,9 +54,8 @@ async def derender_chat(service: Service, http_request: HttpRequest) -> None:
         conversation, params, parsing = checked_chat(chat, config)
         prompt_ids = (await service.queries.tokenize(conversation.prompt)).token_ids
         how.role, how.prefix = conversation.role, conversation.last_text if chat.echo else ""
-        reply_id = options.response_id
         if parsing is not None:
-            how.channels = channels_of(chat, conversation, reply_id, config, http_request)
+            how.channels = channels_of(chat, conversation, options.response_id, config, http_request)
     choices: list[dict[str, object]] = []
     num_reasoning = 0
     for choice in generated.choices:
