@@ -26,9 +26,10 @@ from quintet.wire.config import EngineConfig, KvPeersConfig
 from quintet.wire.request import KvTransfer
 
 
-def with_peers(config: EngineConfig) -> EngineConfig:
+def with_peers(config: EngineConfig, folder: Path) -> EngineConfig:
+    """Return the configuration with peers, whose key is in ``folder``."""
     size = 64 * config.model.kv.bytes_per_block
-    key = Path(config.model.path) / "kv-peer.key"
+    key = folder / "kv-peer.key"
     key.write_bytes(b"k" * 32)
     peers = KvPeersConfig(
         role="both",
@@ -40,11 +41,11 @@ def with_peers(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, peers=peers))
 
 
-def answers(config: EngineConfig) -> tuple[list[int], list[int], int]:
+def answers(config: EngineConfig, folder: Path) -> tuple[list[int], list[int], int]:
     """Return the tokens of a server that computes the prompt, those of one that fetches its KV, and the fetched count."""
     with ExitStack() as closed:
         houses = []
-        for one in (with_peers(config), with_peers(config)):
+        for one in (with_peers(config, folder), with_peers(config, folder)):
             worker = make_worker(one)
             assert one.cache.peers is not None
             assert worker.kv is not None and worker.kv.back_ends
@@ -59,28 +60,28 @@ def answers(config: EngineConfig) -> tuple[list[int], list[int], int]:
         return gives.outputs[1], takes.outputs[1], takes.cached[1]
 
 
-def test_prefix_of_another_worker_is_fetched(serve: Callable[..., Any]) -> None:
+def test_prefix_of_another_worker_is_fetched(serve: Callable[..., Any], tmp_path: Path) -> None:
     config = changed(serve(FAMILIES["llama-gqa-biases"](), max_model_len=160).config)
-    computed, fetched, num_cached = answers(config)
+    computed, fetched, num_cached = answers(config, tmp_path)
     assert fetched == computed and num_cached == whole_blocks(config)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
-def test_quantized_kv_is_fetched(kv_dtype: str) -> None:
+def test_quantized_kv_is_fetched(kv_dtype: str, tmp_path: Path) -> None:
     config = changed(load(Path(embedded.__file__).parent / "default", kv_cache_dtype=kv_dtype).config)
-    computed, fetched, num_cached = answers(config)
+    computed, fetched, num_cached = answers(config, tmp_path)
     assert fetched == computed and num_cached == whole_blocks(config)
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_sliding_window_layers_are_fetched(family: str, serve: Callable[..., Any]) -> None:
+def test_sliding_window_layers_are_fetched(family: str, serve: Callable[..., Any], tmp_path: Path) -> None:
     config = changed(in_groups(serve(FAMILIES[family](), max_model_len=160).config))
-    computed, fetched, num_cached = answers(config)
+    computed, fetched, num_cached = answers(config, tmp_path)
     assert fetched == computed and num_cached == whole_blocks(config)
 
 
 def test_states_are_fetched(tmp_path: Path) -> None:
     with of_tests(tmp_path), mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32):
         config = changed(load(tmp_path, compiled=True, load_format="dummy").config)
-        computed, fetched, num_cached = answers(config)
+        computed, fetched, num_cached = answers(config, tmp_path)
         assert fetched == computed and num_cached

@@ -144,7 +144,7 @@ def test_ranks_fetch_offered_blocks(layout: Layout, tmp_path: Path) -> None:
     (size, stages, context), configs = layout, list[EngineConfig]()
 
     def offering(config: EngineConfig) -> EngineConfig:
-        configs.append(with_peers(config))
+        configs.append(with_peers(config, tmp_path))
         return configs[-1]
 
     with ExitStack() as closed:
