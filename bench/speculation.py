@@ -10,7 +10,8 @@ has its own ``cache_salt``, so that suffix decoding does not find earlier output
 the same instruction with different data.
 
 --llama-cpp: the Python of an environment with llama-cpp-python, such as that of `bench.peers`. Rows of one stream then have
-llama.cpp's tokens per second on the same GGUF file and prompt, without drafts and with its prompt lookup. Its outputs may differ.
+llama.cpp's tokens per second on the same GGUF file and prompt, without drafts and with its prompt lookup, or with the same
+draft model, a GGUF file. Its outputs may differ.
 
 Prints one JSON object with date, machine and commit. For each kind of text and number of streams it has: tokens per second
 without drafts; median, smallest and largest ratio with drafts; acceptance rate; share of steps that accept the draft at each
@@ -43,6 +44,8 @@ from quintet.deploy.tools.load_client.speculation import acceptance, read_counte
 NUM_TOKENS = 256
 LOOKUPS = ((0, 0), (2, 10), (3, 8), (3, 4))
 """Prompt lookup of llama.cpp: n-gram size and number of drafts. The first is without drafts, the second the default."""
+DRAFT_COUNTS = ((0, 0), (0, 2), (0, 4), (0, 8))
+"""The same with a draft model."""
 SOURCE = (Path(__file__).parents[1] / "core" / "policy.py").read_text()
 NAMES = (
     "Lindqvist",
@@ -144,6 +147,8 @@ class LlamaCpp:
     """A driver of llama.cpp (`bench.speculation_llamacpp`)."""
 
     process: subprocess.Popen[str]
+    settings: tuple[tuple[int, int], ...]
+    """N-gram sizes and numbers of drafts to measure; the first is without drafts."""
 
     def tokens_per_s(self, prompt: list[int], ngram: int, drafts: int) -> float:
         """Return tokens per second of a generation with a cached prompt."""
@@ -158,13 +163,13 @@ class LlamaCpp:
 
 
 @contextmanager
-def llama_cpp(python: Path, model: str, context: int) -> Iterator[LlamaCpp]:
+def llama_cpp(python: Path, model: str, context: int, draft_model: str | None) -> Iterator[LlamaCpp]:
     """Run the driver during the block."""
     script = Path(__file__).with_name("speculation_llamacpp.py")
-    arguments = [model, str(os.cpu_count()), str(context)]
+    arguments = [model, str(os.cpu_count()), str(context), *([draft_model] if draft_model else [])]
     command = [str(python), "-P", str(script), *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield LlamaCpp(process)
+        yield LlamaCpp(process, DRAFT_COUNTS if draft_model else LOOKUPS)
 
 
 def prompt_of(server: Server, body: dict[str, object]) -> list[int]:
@@ -185,7 +190,9 @@ def compare(
 ) -> dict[str, object]:
     """Measure one row of the table."""
     rates: dict[str, list[float]] = {"plain": [], "drafting": []}
-    peer_rates: dict[tuple[int, int], list[float]] = {lookup: [] for lookup in LOOKUPS}
+    peer_rates: dict[tuple[int, int], list[float]] = {
+        setting: [] for setting in (peer.settings if peer else ())
+    }
     before = read_counters(drafting.target)
     for number in range(rounds + 1):
         order = [("plain", plain), ("drafting", drafting)][:: 1 if number % 2 else -1]
@@ -197,21 +204,21 @@ def compare(
             outputs.append(output_ids)
         assert outputs[0] == outputs[1], f"{kind}: outputs differ with drafts"
         if peer is not None and kind not in SCHEMAS and streams == 1:
-            for lookup in LOOKUPS:
-                peer_rates[lookup].append(peer.tokens_per_s(prompt_of(plain, bodies[0]), *lookup))
+            for setting in peer.settings:
+                peer_rates[setting].append(peer.tokens_per_s(prompt_of(plain, bodies[0]), *setting))
         if number == 0:  # the warm-up
             rates = {"plain": [], "drafting": []}
             before = read_counters(drafting.target)
     accepted = acceptance(before, read_counters(drafting.target))
     ratios = [new / old for old, new in zip(rates["plain"], rates["drafting"], strict=True)]
-    medians = {lookup: statistics.median(found[1:]) for lookup, found in peer_rates.items() if found}
+    medians = {setting: statistics.median(found[1:]) for setting, found in peer_rates.items() if found}
     peer_figures: dict[str, object] = {}
     if medians:
-        best = max(medians, key=lambda lookup: medians[lookup])
+        best = max(medians, key=lambda setting: medians[setting])
         peer_figures = {
-            "llama_cpp_tokens_per_s": round(medians[LOOKUPS[0]], 1),
+            "llama_cpp_tokens_per_s": round(medians[0, 0], 1),
             "llama_cpp_best_tokens_per_s": round(medians[best], 1),
-            "llama_cpp_best_lookup": best,
+            "llama_cpp_best_setting": best,
             "ratio_to_llama_cpp": round(statistics.median(rates["drafting"]) / medians[best], 3),
         }
     return {
@@ -250,7 +257,9 @@ def main() -> None:
     with (
         serve(options.model, flags) as plain,
         serve(options.model, [*flags, "--speculative-config", config]) as drafting,
-        nullcontext() if python is None else llama_cpp(python, options.model, length) as peer,
+        nullcontext()
+        if python is None
+        else llama_cpp(python, options.model, length, options.draft_model) as peer,
     ):
         served = msgspec.json.decode(ask(plain.target, "GET", "/v1/models").body)["data"][0]["id"]
         rows = [
