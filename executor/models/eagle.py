@@ -59,7 +59,7 @@ class EagleHead:
         self._mlp_norm = _known(inside.norm(layer.mlp_norms.before, spec.names.mlp_norm))
         self._mlp = feed_forward(inside, layer.mlp)
         joined = spec.target_hidden_size * max(1, len(spec.aux_layers))
-        self._fc = self.weights.tensor("fc.weight", hidden, joined)
+        self._fc = outside.linear([RowRange("fc", hidden)], joined, is_exact=True)
         self._fc_norm = outside.norm(norm, "input_norm", joined) if spec.norm_before_fc else None
         self.token_map: torch.Tensor | None = None
         """int64 ``[draft_vocab_size]``: served model's ids of the head's tokens; None if they are the same."""
@@ -87,7 +87,7 @@ class EagleHead:
         norm = self._fc_norm
         if norm is not None:
             hidden = torch.nn.functional.rms_norm(hidden, hidden.shape[1:], norm.weight, norm.eps)
-        return torch.nn.functional.linear(hidden, self._fc)
+        return self._fc(hidden)
 
     def forward(self, ops: ForwardPass[ValueT]) -> ValueT:
         """See `CausalModel.forward`."""
