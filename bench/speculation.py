@@ -5,9 +5,9 @@
     python -m bench.speculation --model model.gguf --streams 1 --llama-cpp ~/.cache/quintet-peers/llamacpp/bin/python
 
 Two servers, with and without drafts, run at once and get requests in alternating order. Requests are greedy, with a fixed length
-unless they have a JSON schema. A request for one token caches the prompt first, so that only decoding is measured. Each request
-has its own ``cache_salt``, so that suffix decoding does not find earlier outputs. Only "similar requests" share one: they have
-the same instruction with different data.
+unless they are chats or have a JSON schema. A request for one token caches the prompt first, so that only decoding is measured.
+Each request has its own ``cache_salt``, so that suffix decoding does not find earlier outputs. Only "similar requests" share one:
+they have the same instruction with different data.
 
 --llama-cpp: the Python of an environment with llama-cpp-python, such as that of `bench.peers`. Rows of one stream then have
 llama.cpp's tokens per second on the same GGUF file and prompt, without drafts and with its prompt lookup, or with the same
@@ -27,7 +27,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,16 +72,29 @@ def facts(variant: int) -> str:
     return "".join(lines)
 
 
-FACTS, SIMILAR = facts(0), "similar requests"
+QUESTIONS = (
+    "Why do leaves change their colour in autumn?",
+    "What should I check before I buy a used car?",
+    "Explain in a few paragraphs how a refrigerator works.",
+    "Give me five ideas for a birthday party of a ten-year-old.",
+    "What is the difference between a virus and a bacterium?",
+    "How do I prepare for a long flight?",
+    "Explain in a few paragraphs what a prefix cache is good for.",
+    "Write a short letter to a landlord about a broken window.",
+)
+"""Questions of chats, in turn; none of those that draft heads are trained on (`bench.embedded.chats`)."""
+CHAT, FACTS, SIMILAR = "chat", facts(0), "similar requests"
 CSV = "Write each invoice again as a line of CSV: number, customer, amount, date."
-TEXTS = {
-    "code edit": f"Repeat this Python file, only rename the function fcfs to first_come:\n```python\n{SOURCE}```",
-    "extraction": f"{FACTS}\n{CSV}",
-    "chat": "Explain in a few paragraphs what a prefix cache is good for.",
-    "prose": "Tell a story about a lighthouse keeper and her collection of sounds.",
-    SIMILAR: CSV,
-    "extracted JSON": f"{FACTS}\nWrite all invoices as JSON.",
-    "invented JSON": "Invent a customer of a bakery, and write the record as JSON.",
+TEXTS: dict[str, Sequence[str]] = {
+    "code edit": [
+        f"Repeat this Python file, only rename the function fcfs to first_come:\n```python\n{SOURCE}```"
+    ],
+    "extraction": [f"{FACTS}\n{CSV}"],
+    CHAT: QUESTIONS,
+    "prose": ["Tell a story about a lighthouse keeper and her collection of sounds."],
+    SIMILAR: [CSV],
+    "extracted JSON": [f"{FACTS}\nWrite all invoices as JSON."],
+    "invented JSON": ["Invent a customer of a bakery, and write the record as JSON."],
 }
 
 
@@ -110,7 +123,8 @@ SCHEMAS: dict[str, dict[str, object]] = {
 
 def body_of(kind: str, model: str, number: int, index: int) -> dict[str, object]:
     """Return a request body; ``index`` distinguishes the concurrent requests of round ``number`` at the prompt's end."""
-    schema, text, salt = SCHEMAS.get(kind), TEXTS[kind], f"{kind} {number} {index}"
+    schema, texts, salt = SCHEMAS.get(kind), TEXTS[kind], f"{kind} {number} {index}"
+    text = texts[(number + index) % len(texts)]
     if kind == SIMILAR:
         text, salt = f"{facts(1 + 8 * number + index)}\n{text}", kind
     body = {
@@ -119,7 +133,7 @@ def body_of(kind: str, model: str, number: int, index: int) -> dict[str, object]
         "cache_salt": salt,
         "temperature": 0,
         "max_tokens": NUM_TOKENS,
-        "ignore_eos": schema is None,
+        "ignore_eos": schema is None and kind != CHAT,
         "return_token_ids": True,
     }
     if schema is not None:
