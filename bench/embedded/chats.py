@@ -221,7 +221,7 @@ class Texts:
     is_answer: torch.Tensor
     """True for tokens of answers."""
     states: torch.Tensor
-    """Hidden states after the layers that the head reads, joined: bfloat16 ``[tokens, layers * hidden]``."""
+    """Hidden states that the head reads, joined: bfloat16 ``[tokens, layers * hidden]``."""
     last: torch.Tensor
     """Hidden states before the output layer: bfloat16 ``[tokens, hidden]``."""
 
@@ -232,7 +232,10 @@ class Texts:
 
 @torch.no_grad()
 def observe(model: Any, chats: list[Chat], aux_layers: tuple[int, ...]) -> Texts:
-    """Compute the model's hidden states of all chats, in batches of similar lengths."""
+    """Compute the model's hidden states of all chats, in batches of similar lengths.
+
+    aux_layers: the head reads hidden states after these layers; if there are none, those before the output layer.
+    """
     num_tokens, hidden = sum(len(chat.token_ids) for chat in chats), model.config.hidden_size
     starts = np.cumsum([0, *(len(chat.token_ids) for chat in chats)])
     states = torch.empty(num_tokens, len(aux_layers) * hidden, dtype=torch.bfloat16)
@@ -248,11 +251,12 @@ def observe(model: Any, chats: list[Chat], aux_layers: tuple[int, ...]) -> Texts
             found = model.model(ids, output_hidden_states=True, use_cache=False)
         for row, (number, own) in enumerate(zip(batch, rows, strict=True)):
             place = slice(starts[number], starts[number] + len(own))
-            states[place] = torch.cat([found.hidden_states[at][row, : len(own)] for at in aux_layers], dim=-1)
+            for part, at in zip(states[place].split(hidden, -1), aux_layers, strict=False):
+                part.copy_(found.hidden_states[at][row, : len(own)])
             last[place] = found.last_hidden_state[row, : len(own)]
     is_answer = torch.cat([torch.arange(len(chat.token_ids)) >= chat.num_prompt for chat in chats])
     ids = torch.from_numpy(np.concatenate([chat.token_ids for chat in chats])).long()
-    return Texts(ids, is_answer, states, last)
+    return Texts(ids, is_answer, states if aux_layers else last, last)
 
 
 def batches(texts: Texts, seed: int) -> Iterator[Texts]:
