@@ -27,6 +27,7 @@ from quintet.deploy.config.memory import available_ram_bytes
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.rules import check_ranges
 from quintet.deploy.config.sections import folder_of
+from quintet.deploy.config.speculators import with_verifier
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.deploy.supervisor.service_manager import ServiceManager
@@ -79,9 +80,7 @@ def serve_headless(options: Options, parent_fd: int | None = None) -> int:
     check_ranges(options)
     hosts = hosts_config(options)
     assert hosts is not None, "--headless without other hosts"
-    model = locate_model(
-        options.model, options.load_format == "auto", with_code=options.trust_remote_code
-    )  # downloads before joining
+    model = located(options)  # downloads before joining
     run_dirs.sweep_stale()
     run_dir = make_run_dir()
     claim = run_dirs.claim(run_dir)
@@ -105,6 +104,17 @@ def serve_headless(options: Options, parent_fd: int | None = None) -> int:
         shutil.rmtree(run_dir, ignore_errors=True)
         os.close(claim)
     return 0
+
+
+def located(options: Options) -> Path:
+    """Return the local folder of MODEL; of the model that it names, if it is a draft head. Raises `ConfigError`."""
+    options = with_verifier(options)
+    return locate_model(
+        options.model,
+        options.load_format == "auto",
+        with_code=options.trust_remote_code,
+        revision=options.revision,
+    )
 
 
 def _run_members(own: MemberSettings, run_dir: Path, stop: StopRequest, manager: ServiceManager) -> None:

@@ -215,4 +215,6 @@ def flags_of_others(options: Options) -> dict[str, str | int | bool]:
     packed_cache = folder_of(options.packed_cache)
     if packed_cache is not None:
         flags["packed_cache"] = packed_cache
+    if options.revision is not None:
+        flags["revision"] = options.revision
     return flags

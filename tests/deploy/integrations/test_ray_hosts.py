@@ -102,7 +102,8 @@ def test_other_hosts_receive_the_model_path_and_no_secret(
         "trust_remote_code": False, "log_level": "INFO", "model": str(tmp_path / "model"),
         "packed_cache": str(tmp_path / "packed"),
     }  # fmt: skip
-    assert flags_of_others(options_of(model="owner/name"))["model"] == "owner/name"
+    flags = flags_of_others(options_of(model="owner/name", revision="v1"))
+    assert (flags["model"], flags["revision"]) == ("owner/name", "v1")
 
 
 def cluster(*cpus: int) -> list[Node]:

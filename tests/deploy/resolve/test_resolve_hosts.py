@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quintet.deploy.cli import headless
 from quintet.deploy.cli.plan import make_plan, plan_lines
 from quintet.deploy.config import build
 from quintet.deploy.config.build import resolve
@@ -102,6 +103,18 @@ def test_default_kv_memory_is_the_same_on_all_hosts(tmp_path: Path, monkeypatch:
 def test_invalid_flags_are_rejected(requested: dict[str, object], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve(options_of(tmp_path, **requested), tmp_path)
+
+
+def test_other_hosts_load_the_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    revisions = list[str | None]()
+
+    def locate(name: str, with_weights: bool, with_code: bool, revision: str | None = None) -> Path:
+        revisions.append(revision)
+        return tmp_path
+
+    monkeypatch.setattr(headless, "locate_model", locate)
+    headless.located(options_of(tmp_path, model="owner/name", revision="v1"))
+    assert revisions == ["v1"]
 
 
 def test_addresses_are_normalized(tmp_path: Path) -> None:
