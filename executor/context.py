@@ -176,6 +176,7 @@ class WorkerContext:
                 expert_parallel=False,
                 eplb=None,
                 sum_leaves=1,
+                hosts=None,
             ),
             scheduler=replace(scheduler, max_num_batched_tokens=max_step_tokens, speculative=None),
         )

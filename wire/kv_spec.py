@@ -111,7 +111,7 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     draft_bytes: int = 0
     """Memory of a block of the draft model, which has as many blocks, divided by the number of KV memories; 0 without one.
 
-    Only rank 0 of the first stage has the draft model.
+    Only rank 0 of the first stage has the draft model. Counted on each host, since hosts have equal KV memory.
     """
 
     @property

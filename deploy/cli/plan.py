@@ -336,7 +336,7 @@ def plan_lines(plan: Plan) -> list[str]:
         *([("activations", plan.activation_dtype)] if plan.activation_dtype != "auto" else []),
         *([("checkpoint", plan.checkpoint_format)] if plan.checkpoint_format is not None else []),
         ("weights", weights),
-        *draft_rows(plan.draft, plan.num_ranks, plan.num_stages),
+        *draft_rows(plan.draft, plan.num_ranks, plan.num_stages, plan.num_hosts),
         ("memory available", format_size(plan.available_memory_bytes)),
         ("KV per token", format_size(plan.kv_bytes_per_token)),
         *_format_rows(plan.kv_formats),

@@ -137,9 +137,10 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     kv = rules.kv_spec(options, device, facts, DTYPE_BYTES[dtype])
     draft = read_draft(options, facts, kv, dtype)
     draft_bytes, draft_weight_bytes, num_observed = draft.sizes if draft else (0, 0, 0)
-    # Rank 0 alone has the draft model. Memory is planned per rank, so each counts a part.
+    # Rank 0 alone has the draft model. Memory is planned per rank, so each counts a part; KV memory also per host.
     draft_weight_bytes //= options.tensor_parallel_size
-    draft_bytes = -(-draft_bytes * options.decode_context_parallel_size // options.tensor_parallel_size)
+    draft_bytes *= options.decode_context_parallel_size * options.nnodes
+    draft_bytes = -(-draft_bytes // options.tensor_parallel_size)
     kv = msgspec.structs.replace(kv, draft_bytes=draft_bytes)
     ranks.check_attention(options, facts, device, kv.block_size)
     ranks.check_gpu_rows(options, facts, device, DTYPE_BYTES[dtype])

@@ -232,10 +232,3 @@ def check_support(options: Options, kind: Literal["torch", "mock"], device: Lite
         )
     if options.model_impl == "transformers":
         raise ConfigError(f"{FLAG} is not supported with --model-impl transformers: drop one of them")
-    if not needs_draft_model(options):
-        return
-    method = speculative_method(options)
-    if options.nnodes > 1:
-        raise ConfigError(
-            f"{FLAG}: the method {method} is not supported with --nnodes: drop one of them, or use ngram"
-        )

@@ -42,16 +42,19 @@ def draft_state_bytes(config: EngineConfig) -> int:
     return num_states * num_groups * (kv.bytes_per_block - kv.draft_bytes)
 
 
-def draft_rows(draft: DraftPlan | None, num_ranks: int, num_stages: int) -> list[tuple[str, str]]:
+def draft_rows(
+    draft: DraftPlan | None, num_ranks: int, num_stages: int, num_hosts: int
+) -> list[tuple[str, str]]:
     """Return the rows of the printed plan."""
     if draft is None:
         return []
     places = ["rank 0"] * (num_ranks > 1) + ["the first stage"] * (num_stages > 1)
     where = f", all in {' of '.join(places)}" if places else ""
+    counted = " (KV on each host)" * (num_hosts > 1)
     return [
         (
             "draft model",
             f"{draft.model}: {draft.architecture}, {draft.dtype}, {format_size(draft.weight_bytes)} of weights,"
-            f" {format_size(draft.kv_bytes_per_token)} of KV per token{where}, included below",
+            f" {format_size(draft.kv_bytes_per_token)} of KV per token{where}, included below{counted}",
         )
     ]

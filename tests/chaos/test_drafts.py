@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,11 +32,14 @@ FIRST, LAYER, NUM_LAYERS = "model.layers.0.", "model.mtp_layers.0", 16
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a model of MiMo with the embedded model's first layer, and the same one as prediction layer.
+    return write_mimo(tmp_path_factory.mktemp("model"))
+
+
+def write_mimo(folder: Path) -> str:
+    """Write a model of MiMo with the embedded model's first layer, and the same one as prediction layer; return its path.
 
     Further layers add zeros, so that drafts take less time than they save.
     """
-    folder = tmp_path_factory.mktemp("model")
     shutil.copytree(default_model_path(), folder, dirs_exist_ok=True)
     path, config_path = folder / "model.safetensors", folder / "config.json"
     config, whole = json.loads(config_path.read_bytes()), load_file(path)
@@ -59,6 +63,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
             )
             tensors[prefix + name] = torch.zeros_like(each) if adds_zeros else each.clone()
     save_file(tensors, path)
+    return str(folder)
+
+
+def write_first_layer(folder: Path) -> str:
+    """Write a draft model of it: the embedded model with its first layer only; return its path."""
+    shutil.copytree(default_model_path(), folder, dirs_exist_ok=True)
+    path, config_path = folder / "model.safetensors", folder / "config.json"
+    config_path.write_text(json.dumps(json.loads(config_path.read_bytes()) | {"num_hidden_layers": 1}))
+    tensors = load_file(path)
+    save_file({name: tensors[name] for name in tensors if ".layers." not in name or FIRST in name}, path)
     return str(folder)
 
 

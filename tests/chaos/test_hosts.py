@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import psutil
 import pytest
 from bench.chaos.streams import random_requests, run_requests
 
+from tests.chaos.test_drafts import write_first_layer, write_mimo
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.processes.server import Server, serve, wait_until
 from tests.processes.test_disaggregation import free_port
@@ -73,8 +75,8 @@ def flags_of(folder: Path, address: str, stages: int = 2, size: int = 1) -> list
 
 
 @contextlib.contextmanager
-def group(flags: list[str], prefix: list[str] | None = None) -> Iterator[Group]:
-    """Start both hosts. prefix: prefix of the other host's command."""
+def group(flags: list[str], prefix: list[str] | None = None, of_first: Sequence[str] = ()) -> Iterator[Group]:
+    """Start both hosts. prefix: prefix of the other host's command. of_first: further flags of the first host."""
     command = [
         sys.executable,
         "-m",
@@ -87,7 +89,7 @@ def group(flags: list[str], prefix: list[str] | None = None) -> Iterator[Group]:
     ]
     other = subprocess.Popen((prefix or []) + command)
     try:
-        with serve(*little_memory("model", 8), *COMMON, *flags) as server:
+        with serve(*little_memory("model", 8), *COMMON, *flags, *of_first) as server:
             both = Group(server, other, command, prefix or [])
             try:
                 yield both
@@ -133,6 +135,37 @@ def test_kill_of_each_process_keeps_all_bytes(stages: int, size: int, tmp_path: 
                 asyncio.run(run_requests(both.server.url, requests, disturb)),
                 requests,
             )
+
+
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_kills_with_drafts_keep_all_bytes(method: str, tmp_path: Path) -> None:
+    requests = random_requests(4, 6, (40, 80))
+    (tmp_path / "model").mkdir()
+    model, keys = write_mimo(tmp_path / "model"), {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        keys["model"] = write_first_layer(tmp_path / "draft")
+    memory = ("--kv-cache-memory", "24MiB")
+    with serve(model, *COMMON, *memory) as plain:
+        reference = asyncio.run(run_requests(plain.url, requests))
+    assert all(result.status == 200 and result.is_done and not result.error for result in reference.results)
+    of_first = (*memory, "--speculative-config", json.dumps(keys))
+    with group([model, *flags_of(tmp_path, "127.0.0.2")], of_first=of_first) as both:
+
+        async def nothing() -> None:
+            pass
+
+        async def rank() -> None:
+            both.process_on_other_host("-rank-").kill()
+
+        async def first() -> None:
+            kill(both.server, "executor")
+
+        for disturb in (nothing, rank, first):
+            run = asyncio.run(run_requests(both.server.url, requests, disturb))
+            assert_same(both.server, reference, run, requests)
+            both.server.await_metrics()
+            if disturb is nothing:  # a restarted executor may have few tokens left
+                assert both.server.gauge("quintet:spec_decode_num_accepted_tokens_total") > 0
 
 
 @pytest.mark.parametrize(("stages", "size"), [(2, 1), (1, 2)])

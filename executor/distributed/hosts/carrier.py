@@ -31,7 +31,7 @@ from quintet.executor.distributed.hosts.topology import (
     spans_hosts,
 )
 from quintet.executor.distributed.parallel.library import CRanksShape, open_ranks_library
-from quintet.executor.distributed.parallel.shapes import link_shape, shape_of
+from quintet.executor.distributed.parallel.shapes import link_shape, observed_row_bytes, shape_of
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 
@@ -59,6 +59,7 @@ class Carrier:
         if is_within:
             shape = shape_of(config)
             self._collectives = HostCollectives(library, descriptors[0], shape, executor, host, self._ring)
+        observed_bytes = observed_row_bytes(config)
         for link in links_between(executor):
             shape = _shape_of(config, link)
             is_last = not is_within and link == executor.pipeline_parallel_size - 1
@@ -68,12 +69,18 @@ class Carrier:
             memory = descriptors[0 if is_within else link]
             if host == sending_host:
                 end = LinkEnd(
-                    library, memory, shape, link, remote_ranks, is_last=is_last, is_within=is_within
+                    *(library, memory, shape, link, remote_ranks),
+                    is_last=is_last,
+                    is_within=is_within,
+                    observed_bytes=observed_bytes,
                 )
                 self._receivers[link] = LinkReceiver(end, self._ring), receiving_host
             elif host == receiving_host:
                 end = LinkEnd(
-                    library, memory, shape, link, [0, *others], is_last=is_last, is_within=is_within
+                    *(library, memory, shape, link, [0, *others]),
+                    is_last=is_last,
+                    is_within=is_within,
+                    observed_bytes=observed_bytes,
                 )
                 self._senders[link] = LinkSender(end, self._ring), sending_host
 

@@ -292,12 +292,16 @@ class Hub:
 
 def shown(config: EngineConfig) -> EngineConfig:
     """Return the configuration for other hosts, without client keys and local paths."""
-    replace, hosts = msgspec.structs.replace, config.executor.hosts
+    replace, hosts, speculative = msgspec.structs.replace, config.executor.hosts, config.scheduler.speculative
     assert hosts is not None
+    if speculative is not None and speculative.draft is not None:
+        draft = replace(speculative.draft.model, path="", tokenizer_path="")
+        speculative = replace(speculative, draft=replace(speculative.draft, model=draft))
     return replace(
         config,
         run_dir="",
         model=replace(config.model, path="", tokenizer_path=""),
+        scheduler=replace(config.scheduler, speculative=speculative),
         executor=replace(config.executor, packed_cache=None, threads=0, hosts=replace(hosts, key_file="")),
         frontend=FrontendConfig(),
         trace=None,

@@ -49,8 +49,9 @@ class LinkEnd:
         *,
         is_last: bool,
         is_within: bool = False,
+        observed_bytes: int = 0,
     ) -> None:
-        """ranks: the emulated ranks; the first of them sends or receives."""
+        """ranks: the emulated ranks; the first of them sends or receives. observed_bytes: per token, after the logits."""
         self.link = link
         self.library, self.shape = library, shape
         self.memory = RanksMemory(library, descriptor, shape)
@@ -61,6 +62,7 @@ class LinkEnd:
         """True if the link connects ranks of one stage, instead of two stages."""
         self.is_last = is_last
         """True if the link carries logits, to the first stage."""
+        self._observed_bytes = observed_bytes
 
     def all_done(self, orders: int) -> None:
         """Mark ``orders`` orders as done for all emulated ranks."""
@@ -76,11 +78,14 @@ class LinkEnd:
         """Return the payload size of an order in bytes."""
         if order.kind != OrderKind.RUN:
             return 0
-        shape, is_new = self.shape, order.begin == StepPart.LAYERS
-        rows, most = (
-            (order.num_outputs, shape.max_outputs) if self.is_last else (order.num_tokens, shape.max_tokens)
-        )
-        return int(rows * (shape.payload_bytes // most)) if self.is_last or is_new else 0
+        shape = self.shape
+        if self.is_last:
+            logits_bytes = (
+                shape.payload_bytes - shape.max_tokens * self._observed_bytes
+            ) // shape.max_outputs
+            return int(order.num_outputs * logits_bytes + order.num_tokens * self._observed_bytes)
+        is_new = order.begin == StepPart.LAYERS
+        return int(order.num_tokens * (shape.payload_bytes // shape.max_tokens)) if is_new else 0
 
     def at(self, address: int, size: int) -> memoryview:
         """Return a view of ``size`` bytes of the memory."""
@@ -216,6 +221,7 @@ class LinkSender:
             is_right = order.end == size <= 4 * self._end.library.item_ints and size % item_bytes == 0
         elif order.kind == OrderKind.IDLE_TASK or (order.kind == OrderKind.RUN and self._end.is_last):
             is_right = size == 0 and 0 <= order.num_outputs <= self._end.shape.max_outputs
+            is_right &= 0 <= order.num_tokens <= self._end.shape.max_tokens
         elif self._end.is_within:
             is_right = order.kind == OrderKind.RUN and 0 <= order.begin <= order.end
         else:

@@ -271,7 +271,9 @@ def check_memory(config: EngineConfig, available_bytes: int) -> None:
     """Raise `ConfigError` if this host's memory is too small for its part; the first host checks only itself."""
     executor = config.executor
     weights = executor.weight_bytes * executor.ranks_per_host
-    kv = config.cache.memory_bytes * executor.num_kv_memories // executor.num_hosts
+    spec = config.model.kv  # without the draft model, which the first host has
+    num_bytes = spec.num_blocks(config.cache.memory_bytes) * spec.offloaded_bytes_per_block
+    kv = num_bytes * executor.num_kv_memories // executor.num_hosts
     if weights + kv > available_bytes:
         raise ConfigError(
             f"this host has {available_bytes >> 20} MiB of memory, but its part needs {weights >> 20} MiB for weights and"

@@ -146,9 +146,9 @@ def _run(
     following.make_room()
     span("bubble")
     if stage.logits is not None:
-        outputs = step.c.num_outputs
-        handover.write_result(following, outputs, count if is_new else 0)
-        following.send_done(outputs)
+        sizes = step.c.num_outputs, count if is_new else 0
+        handover.write_result(following, *sizes)
+        following.send_done(*sizes)
         return
     if is_new:
         handover.write(following, count)

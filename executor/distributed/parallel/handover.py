@@ -1,7 +1,7 @@
 """Payloads of the links between pipeline stages.
 
     to the next stage     a row per token: hidden states | rotations | observed hidden states
-    to the first stage    a row of logits per output; then a row of observed hidden states per token
+    to the first stage    a row of logits per output; directly after them, a row of observed hidden states per token
 
 Observed hidden states are those that a draft head in the first stage reads. A stage sends the ones that it received, and its
 own.
@@ -49,17 +49,21 @@ class Handover:
     def write_result(self, link: Ranks, num_outputs: int, count: int) -> None:
         """In the last stage: write logits, and the observed hidden states of ``count`` tokens, for the first stage."""
         assert self.stage.logits is not None, self.stage.share
-        logits, observed = self.result(link)
+        logits, observed = self.result(link, num_outputs)
         logits[:num_outputs].copy_(self.stage.logits[:num_outputs])
         self._write_observed(observed, count)
 
-    def result(self, link: Ranks) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return views of the logits ``[max_outputs, vocab]``, and of each observed hidden state ``[max_tokens, hidden]``."""
+    def result(self, link: Ranks, num_outputs: int) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Return views of the logits ``[max_outputs, vocab]``, and of each observed hidden state ``[≥ max_tokens, hidden]``.
+
+        The first ``num_outputs`` rows of logits are those of the step.
+        """
         stage = self.stage
         logits = link.payload(stage.vocab_size, stage.logits_dtype)[: stage.max_outputs]
         if not self._widths[-1]:
             return logits, ()
-        return logits, link.payload(self._widths[-1], stage.dtype, logits.nbytes).split(self._width, dim=1)
+        begin = logits[:num_outputs].nbytes
+        return logits, link.payload(self._widths[-1], stage.dtype, begin).split(self._width, dim=1)
 
     def _columns(self, link: Ranks, count: int) -> Sequence[torch.Tensor]:
         rows = link.payload(sum(self._widths), self.stage.dtype)[:count]

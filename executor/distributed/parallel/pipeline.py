@@ -138,10 +138,18 @@ class Pipeline:
     def _receive(self) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         assert not self._is_taken, self._num_taken
         preceding = self._links.preceding
-        preceding.receive(self._step_buffer)
+        order = preceding.receive(self._step_buffer)
         self._num_taken += 1
         self._is_taken = True
-        return self._handover.result(preceding)
+        return self._handover.result(preceding, order.num_outputs)
+
+    def copy_taken(self, flight: InFlightStep, logits: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a step's taken logits ``[outputs, vocab]``, copy its hidden states too, and release their memory."""
+        step, stage = flight.step.c, self._stage
+        stage.aux_hidden = [each[: step.num_tokens].clone() for each in stage.aux_hidden]
+        copied = logits[: step.num_outputs].clone()
+        self.release_logits()
+        return copied
 
     def release_logits(self) -> None:
         """Release the taken logits' memory for reuse; further calls have no effect."""

@@ -266,8 +266,7 @@ class PipelineWorker:
         masks = step.masks
         allowed = None if masks is None else masks.wait()
         if sampler.reports_prompt(rows):
-            logits = logits[: len(rows.sampling)].clone()
-            self._pipeline.release_logits()
+            logits = self._pipeline.copy_taken(step.flight, logits)
             result.prompt_logprobs = sampler.prompt_logprobs(rows, StepLogits(self._pipeline, step.flight))
             self._draw_more(result, rows, logits, allowed)
         elif sampler.needs_logits(rows):

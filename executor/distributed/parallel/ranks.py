@@ -159,9 +159,9 @@ class Ranks:
         ctypes.memmove(self.library.items(self.handle), part, len(part))
         self._send(kind, len(part))
 
-    def send_done(self, outputs: int) -> None:
-        """Report a step as finished; the payload contains ``outputs`` rows of logits."""
-        self._order.num_outputs = outputs
+    def send_done(self, outputs: int, tokens: int) -> None:
+        """Report a step as finished; the payload contains logits of ``outputs``, and hidden states of ``tokens``, if any."""
+        self._order.num_outputs, self._order.num_tokens = outputs, tokens
         self._send(OrderKind.RUN, 0)
 
     def send_idle_task(self) -> None:

@@ -78,7 +78,7 @@ def link_shape(config: EngineConfig, link: int) -> CRanksShape:
     """
     num_stages, shape = config.executor.pipeline_parallel_size, shape_of(config)
     shape.ranks, shape.depth = 2, LINK_DEPTH
-    observed_bytes = len(aux_layers_of(config.scheduler)) * shape.payload_bytes
+    observed_bytes = shape.max_tokens * observed_row_bytes(config)
     shape.payload_bytes += shape.max_tokens * shape.rotated_row_bytes + observed_bytes
     shape.sums_width = shape.logits_row_bytes = shape.rotated_row_bytes = shape.gathered_row_bytes = 0
     shape.experts_row_bytes = shape.staging_bytes = shape.kv_bytes = shape.kv_copies = 0
@@ -88,6 +88,12 @@ def link_shape(config: EngineConfig, link: int) -> CRanksShape:
         shape.payload_bytes = shape.max_outputs * config.model.vocab_size * config.logits_item_bytes
         shape.payload_bytes += observed_bytes
     return shape
+
+
+def observed_row_bytes(config: EngineConfig) -> int:
+    """Return the size of a token's hidden states that a draft head reads; 0 without a head."""
+    item_bytes = DTYPE_BYTES[config.model.dtype]
+    return len(aux_layers_of(config.scheduler)) * spec_of(config.model).hidden_size * item_bytes
 
 
 def places_of_stages(config: EngineConfig) -> list[list[int]]:

@@ -10,11 +10,13 @@ import pytest
 from tests.deploy.config.model_folder import write_model
 from tests.deploy.resolve.test_resolve_kv_disk import MAMBA
 
+from quintet.deploy.cli.headless import located
 from quintet.deploy.cli.main import main
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.embedded import draft_model_path
 from quintet.deploy.tools.kv_plan import disk_plan
+from quintet.executor.distributed.hosts.member import check_memory as check_member_memory
 from quintet.wire.config import EngineConfig, SpeculativeConfig
 from quintet.wire.errors import ConfigError
 
@@ -73,6 +75,23 @@ def test_ranks_have_equally_many_blocks_within_their_common_memory(folder: Path)
         assert num_blocks == (1 << 20) // (of_ranks + theirs)
     config = config_of(folder, pipeline_parallel_size=2, **options)
     assert config.model.kv.num_blocks(config.cache.memory_bytes) == (1 << 20) // (own + theirs)
+
+
+def test_hosts_have_equally_much_memory_with_a_draft_model_on_the_first(folder: Path) -> None:
+    draft, key = write_model(folder / "draft", num_hidden_layers=1), folder / "key"
+    key.write_bytes(b"k" * 32)
+    own, theirs = 2 * 2 * 2 * 16 * 2 * 16, 2 * 2 * 16 * 2 * 16
+    for layout in ("tensor_parallel_size", "pipeline_parallel_size"):
+        for hosts, of_hosts in ((1, {}), (2, {"nnodes": 2, "group_key": str(key)})):
+            options: dict[str, Any] = {layout: 2, "kv_cache_memory": "1MiB", **of_hosts}
+            config = config_of(folder, speculative_config=flag(draft), **options)
+            num_blocks = config.model.kv.num_blocks(config.cache.memory_bytes)
+            assert num_blocks == (1 << 20) // (own + hosts * theirs)
+            of_other = num_blocks * own // hosts
+            if hosts == 2:
+                check_member_memory(config, of_other)
+                with pytest.raises(ConfigError, match="lower --kv-cache-memory on the first host"):
+                    check_member_memory(config, of_other - 1)
 
 
 def test_disk_holds_as_many_blocks_as_without_a_draft_model(folder: Path) -> None:
@@ -209,6 +228,7 @@ def test_a_head_as_model_is_served_with_the_model_that_it_names(folder: Path) ->
     speculative = speculative_of(config)
     assert (speculative.method, speculative.num_speculative_tokens) == ("eagle3", 3)
     assert speculative.draft is not None and speculative.draft.model.path == head
+    assert located(Options(model=head)) == folder / "target", "also on other hosts"
     named = config_of(folder, model=head, served_model_name=["llama"])
     assert named.model.served_names == ["llama"]
 

@@ -17,6 +17,7 @@ from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.distributed.hosts.link import LinkEnd, LinkReceiver, LinkSender
 from quintet.executor.distributed.hosts.messages import InvalidMessage, LinkOrder
 from quintet.executor.distributed.parallel.library import (
+    COrder,
     CRanksShape,
     Note,
     OrderKind,
@@ -28,14 +29,16 @@ from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.model_config.share import Share
 
 MAX_TOKENS, WIDTH, OUTPUTS, VOCAB = 8, 6, 4, 10
+OBSERVED_BYTES = 4 * 3 * WIDTH
+"""Of a token's hidden states that a draft head reads."""
 DEADLINE_S = 60.0
 
 
 def shape_of(*, is_last: bool) -> CRanksShape:
-    row_bytes = 4 * (VOCAB if is_last else WIDTH)
+    logits_bytes = 4 * VOCAB * OUTPUTS + OBSERVED_BYTES * MAX_TOKENS
     return CRanksShape(
         ranks=2, max_tokens=MAX_TOKENS, max_rows=4, max_outputs=OUTPUTS, tables=2, slots=4, table_stride=4,
-        block_size=4, depth=2, payload_bytes=row_bytes * (OUTPUTS if is_last else MAX_TOKENS),
+        block_size=4, depth=2, payload_bytes=logits_bytes if is_last else 4 * WIDTH * MAX_TOKENS,
     )  # fmt: skip
 
 
@@ -51,8 +54,12 @@ class Bridge:
 
         self.sending_rank, self.receiving_rank = view(here, SENDER), view(there, RECEIVER)
         self.wakeup = threading.Event()
-        self.receiver = LinkReceiver(LinkEnd(library, here, shape, 0, [1], is_last=is_last), self.wakeup.set)
-        self.sender = LinkSender(LinkEnd(library, there, shape, 0, [0], is_last=is_last), self.wakeup.set)
+        ends = [
+            LinkEnd(library, memory, shape, 0, [rank], is_last=is_last, observed_bytes=OBSERVED_BYTES)
+            for memory, rank in ((here, 1), (there, 0))
+        ]
+        self.receiver = LinkReceiver(ends[0], self.wakeup.set)
+        self.sender = LinkSender(ends[1], self.wakeup.set)
 
     def carry(self) -> tuple[LinkOrder, bytes, memoryview] | None:
         """Do the work of a `Carrier` and its network after a wakeup; return the order that was sent, if any."""
@@ -163,19 +170,34 @@ def test_orders_in_flight_are_limited_as_on_one_host() -> None:
         bridge.carry()
 
 
-def test_logits_of_all_outputs_are_returned() -> None:
-    bridge = Bridge(is_last=True)
-    logits = torch.rand(3, VOCAB)
+@pytest.mark.parametrize("tokens", [0, 5, MAX_TOKENS])
+def test_logits_of_all_outputs_are_returned_with_hidden_states_of_all_tokens(tokens: int) -> None:
+    bridge, width = Bridge(is_last=True), OBSERVED_BYTES // 4
+    logits, observed = torch.rand(3, VOCAB), torch.rand(tokens, width)
     bridge.sending_rank.payload(VOCAB, torch.float32)[:3] = logits
-    bridge.sending_rank.send_done(3)
+    bridge.sending_rank.payload(width, torch.float32, logits.nbytes)[:tokens] = observed
+    bridge.sending_rank.send_done(3, tokens)
     bridge.receiving_rank.done()
     taken = None
     while taken is None:
         taken = bridge.carry()
-    assert len(taken[2]) == 3 * VOCAB * 4
+    assert len(taken[2]) == logits.nbytes + observed.nbytes
     order = bridge.receiving_rank.receive(ctypes.create_string_buffer(4096))
-    assert (order.kind, order.num_outputs) == (OrderKind.RUN, 3)
+    assert (order.kind, order.num_outputs, order.num_tokens) == (OrderKind.RUN, 3, tokens)
     assert torch.equal(bridge.receiving_rank.payload(VOCAB, torch.float32)[:3], logits)
+    received = bridge.receiving_rank.payload(width, torch.float32, logits.nbytes)[:tokens]
+    assert torch.equal(received, observed)
+
+
+def test_logits_of_more_tokens_than_a_step_has_are_rejected() -> None:
+    bridge = Bridge(is_last=True)
+    fields = {"kind": OrderKind.RUN, "num_tokens": MAX_TOKENS + 1}
+    order = LinkOrder(0, tuple(fields.get(name, 0) for name, _ in COrder._fields_))
+    bridge.receiving_rank.done()
+    while bridge.sender.newly_done() is None:
+        bridge.wakeup.wait(0.05)
+    with pytest.raises(InvalidMessage, match="sent an invalid order on link 0"):
+        bridge.sender.send_order(order, memoryview(b""), memoryview(bytes(OBSERVED_BYTES * (MAX_TOKENS + 1))))
 
 
 def test_notes_of_a_stage_are_copied_to_the_other_host() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.deploy.config.model_folder import write_model
 from tests.executor.distributed.test_rank_processes import EXECUTOR_ID, config_of, prompt, ranks_of
 from tests.processes.test_disaggregation import free_port
@@ -84,6 +87,20 @@ def test_stages_on_two_hosts_draw_the_tokens_of_one_process_and_end_together(
 ) -> None:
     alone = make_worker(config_of(tmp_path, 1)).begin(prompt()).result()
     check_two_hosts(tmp_path, hosts, config_of(tmp_path, 1, stages=2), alone)
+
+
+@pytest.mark.whole
+def test_hidden_states_for_a_draft_head_come_from_the_second_host(tmp_path: Path, hosts: HostsConfig) -> None:
+    """The head's files are on the first host only."""
+    alone = make_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+    model, head = config_of(tmp_path, 1).model, tmp_path / "head"
+    width, vocab = json.loads(model.hf_config)["hidden_size"], model.vocab_size
+    head.mkdir()
+    (head / "config.json").write_text("{}")
+    shapes = {"0.0.linear.weight": (width, width), "0.0.linear.bias": (width,), "0.1.weight": (vocab, width)}
+    save_file({name: torch.rand(shape) for name, shape in shapes.items()}, head / "model.safetensors")
+    drafts = {"method": "medusa", "model": str(head), "num_speculative_tokens": 1}
+    check_two_hosts(tmp_path, hosts, config_of(tmp_path, 1, stages=2, drafts=json.dumps(drafts)), alone)
 
 
 @pytest.mark.whole

@@ -45,11 +45,13 @@ threading.Event().wait()
 """
 
 
-def config_of(run_dir: Path, size: int, threads: int = 1, stages: int = 1) -> EngineConfig:
+def config_of(
+    run_dir: Path, size: int, threads: int = 1, stages: int = 1, drafts: str | None = None
+) -> EngineConfig:
     """Return the configuration of the embedded model."""
     options = Options(
         device="cpu", tensor_parallel_size=size, pipeline_parallel_size=stages, threads=threads,
-        max_model_len=256, max_num_seqs=4, kv_cache_memory="4MiB",
+        max_model_len=256, max_num_seqs=4, kv_cache_memory="4MiB", speculative_config=drafts,
     )  # fmt: skip
     return resolve(options, run_dir, http=False).config
 

@@ -1,26 +1,33 @@
-"""Ranks as threads of the test: everything but the processes is real."""
+"""Ranks as threads of the test: everything but the processes, and the network between hosts, is real."""
 
 from __future__ import annotations
 
 import gc
 import os
+import queue
+import select
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import zmq
 from tests.models.equality import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, RUN_DIR, Dtype, Loaded, with_blocks
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.context import RankMemory, WorkerContext
+from quintet.executor.distributed.hosts.carrier import Carrier, Frames, read_head
+from quintet.executor.distributed.hosts.hub import shown
+from quintet.executor.distributed.hosts.messages import BEAT_S, Carried
 from quintet.executor.distributed.parallel.follower_loop import follow
 from quintet.executor.distributed.parallel.library import OrderKind
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.worker import Worker
-from quintet.wire.config import ActivationDtype, EngineConfig, KvCacheDtype, Quantization
+from quintet.wire.config import ActivationDtype, EngineConfig, HostsConfig, KvCacheDtype, Quantization
 
 
 def config_of(
@@ -76,6 +83,7 @@ def in_ranks(
     swap_space: float | None = None,
     experts: bool = False,
     stages: int = 1,
+    hosts: int = 1,
     change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
     **switches: Any,
 ) -> Iterator[Loaded]:
@@ -86,16 +94,27 @@ def in_ranks(
     gc.collect()  # ranks of other tests lie in cycles, each with descriptors of its memory and of its checkpoint
     requested = (folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space)
     config = change(config_of(*requested, experts=experts, **switches))
-    memories = [
+    if hosts > 1:
+        executor = msgspec.structs.replace(
+            config.executor, hosts=HostsConfig(count=hosts, address="", key_file="")
+        )
+        config = msgspec.structs.replace(config, executor=executor)
+    counts = [
         range(stages * (size > 1)),
         range(stages * (stages > 1)),
         range(bool(config.cache.remote_tiers)),
     ]
-    memory = RankMemory(*(tuple(os.memfd_create("ranks") for _ in each) for each in memories))
+    memories = [
+        RankMemory(*(tuple(os.memfd_create("ranks") for _ in each) for each in counts)) for _ in range(hosts)
+    ]
     is_over = threading.Event()
 
     def run_rank(rank: int) -> None:
-        for kind in follow(WorkerContext(config, memory=memory), rank):
+        host = rank * hosts // (size * stages)
+        own = config
+        if host:
+            own = msgspec.structs.replace(shown(config), model=config.model, executor=config.executor)
+        for kind in follow(WorkerContext(own, memory=memories[host]), rank):
             if kind is OrderKind.IDLE_TASK and is_over.is_set():  # the last rank: it has received all parts
                 return
 
@@ -103,14 +122,50 @@ def in_ranks(
     threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in others]
     for thread in threads:
         thread.start()
-    worker = make_worker(config, memory=memory)
-    assert isinstance(worker, Worker | PipelineWorker)
-    try:
-        yield Loaded(config, worker)  # type: ignore[arg-type]
-    finally:
-        is_over.set()
-        worker.run_idle_task()
-        for thread in threads:
-            thread.join()
+    with carried(config, memories) if hosts > 1 else nullcontext():
+        worker = make_worker(config, memory=memories[0])
+        assert isinstance(worker, Worker | PipelineWorker)
+        try:
+            yield Loaded(config, worker)  # type: ignore[arg-type]
+        finally:
+            is_over.set()
+            worker.run_idle_task()
+            for thread in threads:
+                thread.join()
+    for memory in memories:
         for descriptor in (*memory.stages, *memory.links, *memory.gather):
             os.close(descriptor)
+
+
+@contextmanager
+def carried(config: EngineConfig, memories: Sequence[RankMemory]) -> Iterator[None]:
+    """Carry messages between hosts in this process. memories: of each host's ranks."""
+    sent = queue.SimpleQueue[tuple[int, list[bytes]]]()
+    is_over = threading.Event()
+
+    def send(host: int, frames: Frames) -> None:
+        sent.put((host, [bytes(frame) for frame in frames]))
+
+    carriers = [
+        Carrier(config, host, memory.links or memory.stages, send) for host, memory in enumerate(memories)
+    ]
+    decoder: msgspec.msgpack.Decoder[Carried] = msgspec.msgpack.Decoder(Carried)
+
+    def carry() -> None:
+        while not is_over.is_set():
+            select.select(carriers, (), (), BEAT_S)
+            for each in carriers:
+                each.send_all()
+                each.send_notes()
+            while not sent.empty():
+                host, received = sent.get()
+                frames = [zmq.Frame(each) for each in received]
+                carriers[host].take(read_head(decoder, frames), frames)
+
+    thread = threading.Thread(target=carry, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

@@ -32,6 +32,7 @@ from tests.models.test_engine import changed
 from tests.models.test_equal import ROWS
 
 from quintet.core import recurrent_state
+from quintet.executor.model_config import share
 from quintet.wire.params import SamplingParams
 
 HEADS: dict[str, Callable[[], Head]] = {"eagle": eagle_head, "eagle3": eagle3_head, "medusa": medusa_heads}
@@ -50,6 +51,13 @@ STAGES = [
     ("mimo", 4, 2, 2),
 ]
 """As `LAYOUTS`."""
+HOSTS = [
+    *((name, 1, 2, 2) for name in ("eagle", "eagle3", "medusa", "mimo")),
+    ("eagle3", 1, 3, 3),
+    ("eagle3", 2, 2, 2),
+    *((name, 2, 1, 2) for name in ("eagle3", "mimo", "qwen 3.5")),
+]
+"""Head or model, ranks, stages and hosts. With one stage, its ranks are on several hosts."""
 FEW = SamplingParams(temperature=0.0, max_tokens=16, seed=0, logit_bias={7: 30.0, 9: 30.0, 11: 30.0})
 """Three tokens, so that random heads often propose the next one."""
 
@@ -85,12 +93,24 @@ def test_heads_change_no_output_of_stages(
     check_outputs(name, size, context, stages, params, tmp_path)
 
 
-def check_outputs(name: str, size: int, context: int, stages: int, params: str, tmp_path: Path) -> None:
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("params", ["greedy", "sampled", "logprobs", "choices"])
+@pytest.mark.parametrize(("name", "size", "stages", "hosts"), HOSTS)
+def test_heads_change_no_output_of_hosts(
+    name: str, size: int, stages: int, hosts: int, params: str, tmp_path: Path
+) -> None:
+    check_outputs(name, size, 1, stages, params, tmp_path, hosts)
+
+
+def check_outputs(
+    name: str, size: int, context: int, stages: int, params: str, tmp_path: Path, hosts: int = 1
+) -> None:
     """Compare outputs with and without drafts, and greedy drafts with the reference's."""
     flag, reference = made(name, tmp_path)
+    layout = {"context": context, "stages": stages, "hosts": hosts}
     with (
         mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32),
-        in_ranks(tmp_path, size, context=context, stages=stages, speculative_config=flag) as loaded,
+        in_ranks(tmp_path, size, speculative_config=flag, **layout) as loaded,
     ):
         worker: Any = loaded.worker
         plain = run(changed(loaded.config, speculative=None), worker, PARAMS[params])
@@ -145,6 +165,22 @@ def test_stages_accept_the_drafts_of_one_process(name: str, tmp_path: Path) -> N
     assert outputs[0] == outputs[1] == outputs[2]
     for others in drafts[1:]:
         check_equal_drafts(drafts[0], others)
+
+
+def test_prompt_logprobs_leave_the_hidden_states_of_the_prompt(tmp_path: Path) -> None:
+    """Their logits arrive in the same memory, in several parts."""
+    flag, _ = made("eagle3", tmp_path)
+    (prompt,) = prompts_of((78,))
+    drafts = list[dict[tuple[int, ...], list[int]]]()
+    for stages in (1, 2):
+        with mock.patch.object(share, "MIN_OUTPUTS", 16), in_layout(tmp_path, stages, flag) as loaded:
+            driver = Recorder(changed(loaded.config), drafting(loaded.worker))
+            found = record_drafts(loaded.worker)
+            driver.admit(1, prompt, msgspec.structs.replace(FEW, prompt_logprobs=1))
+            driver.run()
+            drafts.append({tuple(tokens): proposed for tokens, proposed in found if proposed})
+    assert drafts[0]
+    check_equal_drafts(*drafts)
 
 
 def check_equal_drafts(

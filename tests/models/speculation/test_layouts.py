@@ -92,15 +92,18 @@ def test_stages_have_the_outputs_without_drafts(
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("params", ["sampled", "penalties", "logprobs"])
-@pytest.mark.parametrize(("size", "context", "stages"), [(2, 1, 1), (4, 2, 1), (1, 1, 2), (2, 1, 2)])
+@pytest.mark.parametrize(
+    ("size", "context", "stages", "hosts"),
+    [(2, 1, 1, 1), (4, 2, 1, 1), (1, 1, 2, 1), (2, 1, 2, 1), (2, 1, 1, 2), (1, 1, 2, 2)],
+)
 def test_draft_model_changes_no_output_of_ranks(
-    size: int, context: int, stages: int, params: str, tmp_path: Path
+    size: int, context: int, stages: int, hosts: int, params: str, tmp_path: Path
 ) -> None:
     """The draft model is the served model, computed whole in rank 0 of the first stage."""
     made(ROWS["llama"], tmp_path)
     alone = config_of(tmp_path, 1, 1, "float32", "none", "auto", None, experts=False)
     change = partial(with_draft, draft=alone)
-    with in_ranks(tmp_path, size, context=context, stages=stages, change=change) as loaded:
+    with in_ranks(tmp_path, size, context=context, stages=stages, hosts=hosts, change=change) as loaded:
         worker: Any = loaded.worker
         plain = run(changed(loaded.config, speculative=None), worker, PARAMS[params])
         drafting(worker)
