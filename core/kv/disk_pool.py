@@ -10,6 +10,7 @@ blocks. The least recently used unpinned block is evicted.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 
 from quintet.core.kv.groups import Groups
@@ -30,7 +31,7 @@ class DiskPool(Tier):
         super().__init__(groups, checkpoint_every, first_host_block, capacity)
         self.num_places = capacity.num_places
         self.free = dict.fromkeys(range(self.num_places - 1, -1, -1))
-        self.place_of: dict[bytes, int] = {}
+        self.place_of: OrderedDict[bytes, int] = OrderedDict()
         """Block key -> place, least recently used first."""
         self.storing: dict[bytes, int] = {}
         """Block key -> place being written."""
@@ -76,8 +77,7 @@ class DiskPool(Tier):
         if self.free:
             return self.free.popitem()[0]
         for _ in range(len(self.place_of)):
-            key = next(iter(self.place_of))
-            place = self.place_of.pop(key)
+            key, place = self.place_of.popitem(last=False)
             if key not in self.pinned:
                 return place
             self.place_of[key] = place

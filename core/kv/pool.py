@@ -20,7 +20,7 @@ executor's blocks.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -72,11 +72,11 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
         self.free = list(range(num_blocks - 1, -1, -1))
-        self.cached: dict[int, None] = {}
+        self.cached: OrderedDict[int, None] = OrderedDict()  # its first entry is found in constant time
         """Unreferenced blocks with known content, least recently used first."""
-        self.fenced: dict[int, int] = {}
+        self.fenced: OrderedDict[int, int] = OrderedDict()
         """Unreferenced block -> the step it waits for, oldest first."""
-        self.shared_fences: dict[int, int] = {}
+        self.shared_fences: OrderedDict[int, int] = OrderedDict()
         """Referenced block -> the newest step in flight when another holder released it."""
         self.index = PrefixIndex()
         self.tiers = tiers or Tiers()
@@ -102,8 +102,7 @@ class BlockPool:
         if self.free:
             block = self.free.pop()
         else:
-            block = next(iter(self.cached))
-            del self.cached[block]
+            block, _ = self.cached.popitem(last=False)
             self.tiers.on_evict(self.index.forget(block), block)
         self.refs[block] = 1
         return block

@@ -11,6 +11,7 @@ Blocks to store wait on the device while they are cached; the bytes copied to th
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
@@ -54,7 +55,7 @@ class StorePool(Tier):
         """See `Tier`."""
         super().__init__(groups, checkpoint_every, first_host_block, capacity)
         self.chunks = Chunks.of(groups, checkpoint_every)
-        self.known: dict[bytes, None] = {}
+        self.known: OrderedDict[bytes, None] = OrderedDict()
         """Names of chunks assumed present, least recently used first."""
         self.lookups: dict[int, Lookup] = {}
         """Keyed by request."""
@@ -76,22 +77,21 @@ class StorePool(Tier):
         elif name not in self._storing:
             self.due[name] = keys
             if len(self.due) > MAX_DUE:
-                del self.due[next(iter(self.due))]
+                self.due.popitem(last=False)
 
     def mark_present(self, name: bytes) -> None:
         """Assume that the store has a chunk, as the most recently used one."""
         self.known.pop(name, None)
         self.known[name] = None
         if len(self.known) > MAX_KNOWN:
-            del self.known[next(iter(self.known))]
+            self.known.popitem(last=False)
 
     def take_stores(self, block_of: Mapping[bytes, int]) -> list[Store]:
         """See `Tier.take_stores`. The other chunks stay queued."""
         stores = []
         num_storing = sum(self._storing.values())
         while self.due and num_storing < self._max_storing:
-            name = next(iter(self.due))
-            keys = self.due.pop(name)
+            name, keys = self.due.popitem(last=False)
             blocks = [block_of[key] for key in keys if key in block_of]
             if len(blocks) == len(keys):  # otherwise some were evicted
                 self._storing[name] = len(blocks)

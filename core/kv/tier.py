@@ -14,6 +14,7 @@ Subclasses know what a back end holds and what it costs. `quintet.core.features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -61,7 +62,7 @@ class Tier(ABC):
         self.fetches = Prefetches(first_host_block, capacity.num_staging_blocks)
         self.fetch_cost = FetchCost()
         """Cost of fetching an object."""
-        self.due: dict[bytes, list[bytes]] = {}
+        self.due: OrderedDict[bytes, list[bytes]] = OrderedDict()
         """Objects to store, not sent yet: name -> keys of their blocks."""
         self.is_paused = False
         """The back end gets no requests for a while."""
