@@ -16,7 +16,7 @@ from quintet.core.hooks import Attach, Hooks
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import content_of, key_of
-from quintet.core.kv.prefix_tree import PrefixPaths
+from quintet.core.kv.prefix_paths import PrefixPaths
 from quintet.core.kv_services.kv_events import KvEvents
 from quintet.core.requests.request import Request, RequestStats, Status
 from quintet.core.throughput import Throughput

@@ -11,7 +11,8 @@ from collections.abc import Collection
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.pool import Pins
 from quintet.core.kv.prefix import extend_chain, key_of, salt_digest
-from quintet.core.kv.prefix_tree import Locations, PrefixPath, PrefixPaths, PrefixTree
+from quintet.core.kv.prefix_paths import Locations, PathPart, PrefixPath, PrefixPaths
+from quintet.core.kv.prefix_tree import PrefixTree
 from quintet.core.kv_services.prefix_export import FileTasks
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.wire.codec import unpack_i32
@@ -140,10 +141,11 @@ class KvAdmin:
             self.files.begin_export(state, query, report, _needed(state.limits, path))
 
     def _tree(self, state: SchedulerState, now_ns: int) -> PrefixTree:
-        return self.prefix_paths.tree(
-            PrefixPath(request.kv.digests, None if request.embeds else request.tokens, now_ns)
+        live = [
+            PrefixPath([PathPart(request.kv.digests, None if request.embeds else request.tokens)], now_ns)
             for request in state.live.values()
-        )
+        ]
+        return PrefixTree([*live, *self.prefix_paths.newest_first()], self.prefix_paths.reach)
 
     def _list(
         self, tree: PrefixTree, locations: Locations, query: KvQuery, report: KvReport, now_ns: int

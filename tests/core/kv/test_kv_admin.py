@@ -7,6 +7,8 @@ import random
 import pytest
 
 from quintet.core import recurrent_state
+from quintet.core.kv import prefix_paths
+from quintet.core.kv.prefix import extend_chain, salt_digest
 from quintet.core.kv_services import kv_admin
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -235,6 +237,7 @@ def test_random_queries_during_random_requests(
 ) -> None:
     """The auditor checks after each query; answers are the same as without queries."""
     monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 1 + seed % 9)
+    monkeypatch.setattr(prefix_paths, "PART_BLOCKS", 1 + seed % 4)
     rng = random.Random(seed)
     disk = FakeDisk(30) if with_disk else None
     world = World(groups=groups, num_blocks=60, max_model_len=48, max_steps_in_flight=1 + seed % 3, disk=disk)
@@ -347,3 +350,31 @@ def test_remembered_tokens_are_bounded_by_held_blocks() -> None:
     for path in world.engine.kv_admin.prefix_paths._paths:
         assert path.tokens is not None
         assert len(path.tokens) <= max(len(path.digests) * 4, 24)
+
+
+def test_common_prefix_of_many_requests_is_kept_once() -> None:
+    """Otherwise short requests with one long document take more memory than their blocks."""
+    paths, num_requests = kv_admin.KvAdmin().prefix_paths, 40
+    paths.block_size, paths.reach = 4, len
+    document = list(range(3, 203)) * 4
+    for request_id in range(num_requests):
+        tokens, digests = [*document, request_id, 0, 0, 0], list[bytes]()
+        extend_chain(digests, salt_digest(""), tokens, 4, 201)
+        paths.add(digests, tokens)
+    kept = {id(digest) for path in paths._paths for digest in path.digests}
+    assert len(paths) == num_requests and len(kept) < 200 + num_requests * 33
+    assert all(path.tokens is not None and list(path.tokens[:800]) == document for path in paths._paths)
+
+
+@pytest.mark.parametrize("num_held", [1, 4, 7, 8])
+def test_partly_evicted_path_keeps_its_cached_part(num_held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_paths, "PART_BLOCKS", 4)
+    paths = kv_admin.KvAdmin().prefix_paths
+    paths.block_size, paths.reach = 1, lambda digests: min(num_held, len(digests))
+    digests = [bytes([number]) for number in range(10)]
+    paths.add(digests, list(range(10)))
+    (path,) = paths._paths
+    assert path.digests == digests[:num_held] and list(path.tokens or ()) == list(range(num_held))
+    for position in range(10):
+        followed = path.following(position, digests[position])
+        assert followed == digests[position:num_held] and not path.following(position, b"other")

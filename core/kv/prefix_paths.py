@@ -1,0 +1,170 @@
+"""Paths of cached prefixes for the admin API; the prefix cache itself only maps digests to blocks.
+
+A *path* is the digests and tokens of an ended request. Each ended request triggers a check of two older paths, and
+paths without cached blocks are dropped. So there are at most twice as many paths as cached blocks, and a block costs
+nothing. Paths share the parts of their common prefix:
+
+    ┌── part of 32 blocks ── part of 32 blocks ── last blocks
+    └── the same part     ── another part      ── last blocks
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+from quintet.core.kv.disk_pool import DiskPool
+from quintet.core.kv.groups import Groups
+from quintet.core.kv.pool import BlockPool
+from quintet.core.kv.prefix import AnyOf, key_of, reach
+
+CHECKS_PER_ADD = 2
+"""Paths checked when one is added: more than one, so that stale paths do not accumulate."""
+
+PART_BLOCKS = 32
+"""Blocks of a part, except the last one of a path. Paths keep common blocks once, except those in their last parts."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class PathPart:
+    """Consecutive blocks of a path. Both lists grow while their request lives."""
+
+    digests: list[bytes]
+    tokens: Sequence[int] | None
+    """At least those of these blocks; None for embeddings."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefixPath:
+    """Path of one request, in parts of `PART_BLOCKS`, or in one part."""
+
+    parts: list[PathPart]
+    used_ns: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of its blocks."""
+        return sum(len(part.digests) for part in self.parts)
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Digests of its blocks."""
+        return [digest for part in self.parts for digest in part.digests]
+
+    @property
+    def tokens(self) -> Sequence[int] | None:
+        """At least the tokens of its blocks; None for embeddings."""
+        tokens = array("i")
+        for part in self.parts:
+            if part.tokens is None:
+                return None
+            tokens.extend(part.tokens)
+        return tokens
+
+    def following(self, position: int, digest: bytes) -> list[bytes]:
+        """Return the digests from ``position`` on if the one there is ``digest``; otherwise none."""
+        index = min(position // PART_BLOCKS, len(self.parts) - 1)
+        own = self.parts[index].digests[position - index * PART_BLOCKS :]
+        if own[:1] != [digest]:
+            return []
+        return own + [each for part in self.parts[index + 1 :] for each in part.digests]
+
+
+class PrefixPaths:
+    """All paths of one engine."""
+
+    __slots__ = ("_by_end", "_parts", "_paths", "block_size", "now_ns", "reach")
+
+    def __init__(self) -> None:
+        self._paths: deque[PrefixPath] = deque()
+        self._by_end: dict[bytes, PrefixPath] = {}
+        """Of checked paths: last cached block -> newest path."""
+        self._parts: WeakValueDictionary[tuple[bytes, bool], PathPart] = WeakValueDictionary()
+        """Parts of all paths, by their last digest, and whether they lack tokens."""
+        self.now_ns = 0
+        """Time of the newest plan."""
+        self.reach: Callable[[list[bytes]], int] = lambda digests: 0
+        """Returns the number of these blocks after which a request could start."""
+        self.block_size = 0
+        """Tokens per block."""
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def add(self, digests: list[bytes], tokens: list[int] | None) -> None:
+        """Add the path of an ended request."""
+        size, parts = self.block_size, list[PathPart]()
+        for begin in range(0, len(digests), PART_BLOCKS):
+            own = None if tokens is None else tokens[begin * size : (begin + PART_BLOCKS) * size]
+            parts.append(self._part(digests[begin : begin + PART_BLOCKS], own))
+        self._paths.append(PrefixPath(parts, self.now_ns))
+        for _ in range(min(CHECKS_PER_ADD, len(self._paths))):
+            self._check_path(self._paths.popleft())
+
+    def newest_first(self) -> list[PrefixPath]:
+        """Return all paths, most recently used first."""
+        return sorted(self._paths, key=lambda entry: -entry.used_ns)
+
+    def _part(self, digests: list[bytes], tokens: Sequence[int] | None) -> PathPart:
+        """Return a part of other paths with these blocks, or a new one. Parts with one last digest begin at the same block."""
+        key = digests[-1], tokens is None
+        part = self._parts.get(key)
+        if part is None:
+            own = None if tokens is None else array("i", tokens[: len(digests) * self.block_size])
+            part = self._parts[key] = PathPart(digests, own)
+        return part
+
+    def _check_path(self, entry: PrefixPath) -> None:
+        """Keep a path if part of it is cached and no newer path covers that part."""
+        digests = entry.digests
+        if self._by_end.get(digests[-1]) is entry:
+            del self._by_end[digests[-1]]
+        num_held = self.reach(digests)
+        if not num_held:
+            return
+        if num_held < len(digests):  # copied: a tree may hold this path
+            num_whole, rest = divmod(num_held, PART_BLOCKS)
+            parts = entry.parts[:num_whole]
+            if rest:
+                cut = entry.parts[num_whole]
+                parts.append(self._part(cut.digests[:rest], cut.tokens))
+            entry = PrefixPath(parts, entry.used_ns)
+        end = digests[num_held - 1]
+        other = self._by_end.get(end)
+        if other is not None:
+            other.used_ns = max(other.used_ns, entry.used_ns)
+            return
+        self._by_end[end] = entry
+        self._paths.append(entry)
+
+
+class Locations:
+    """Locations of block contents."""
+
+    def __init__(self, pool: BlockPool, groups: Groups) -> None:
+        tiers, disk = pool.tiers, pool.tiers.find(DiskPool)
+        self._groups = groups.all
+        self.block_size = groups.spec.block_size
+        self._places: list[Mapping[bytes, int]] = [
+            pool.index.block_of,
+            tiers.host.block_of,
+            {} if disk is None else disk.place_of,
+        ]
+        self._known: Container[bytes] = (
+            AnyOf(*self._places) if disk is not None or tiers.host.num_blocks else self._places[0]
+        )
+
+    def reach(self, path: list[bytes]) -> int:
+        """Return the number of a prefix's blocks after which a request can start."""
+        return reach(self._known, path, len(path), self._groups, self.block_size)
+
+    def keys(self, path: list[bytes]) -> list[bytes]:
+        """Return the keys of these blocks, in every group."""
+        return [key_of(digest, group) for digest in path for group in range(len(self._groups))]
+
+    def counts(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the number of these keys on the device, in host memory and on disk."""
+        return [sum(key in place for key in keys) for place in self._places]
