@@ -164,7 +164,7 @@ def catch_up(state: SchedulerState, step: StepBuilder, request: Request, found: 
         for position, block in enumerate(blocks, first):
             step.blocks += (request.slot, index, position, block)
     if not request.stats.num_preemptions:
-        request.stats.num_computed -= min(request.num_prompt, found.num_tokens) - request.planned
+        request.stats.num_computed -= max(0, min(request.num_prompt, found.num_tokens) - request.planned)
     request.planned = found.num_tokens
     request.register_at = (end + 1) * block_size
     if groups.states:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quintet.core.metrics import CoreMetrics
 from quintet.wire.metrics import Metrics, decode_snapshot
 
-from .fake import World
+from .fake import World, expected
 
 PROMPT = list(range(10, 30))
 
@@ -75,6 +75,18 @@ def test_metrics_of_ended_requests() -> None:
     core_metrics.note_state(state)
     values = {series.name: series.value for series in decode_snapshot(metrics.encoded()).counters}
     assert values["prompt_tokens_cached"] == values["prefix_cache_hits"] > 0
+
+
+def test_shared_outputs_do_not_count_as_computed_prompt_tokens() -> None:
+    """Two requests resume after the same outputs, and each continues from the chunks of the other."""
+    world = World(long_prefill_token_threshold=5)
+    known = expected(PROMPT[:4], 1, 30, stops=())
+    for request_id in (1, 2):
+        world.admit(request_id, PROMPT[:4], seed=1, output_ids=known, max_tokens=40, ignore_eos=True)
+    assert world.engine.state is not None
+    requests = list(world.engine.state.live.values())
+    world.run()
+    assert [request.stats.num_computed for request in requests] == [4, 0]
 
 
 def test_cache_config_is_exported_as_labels() -> None:
