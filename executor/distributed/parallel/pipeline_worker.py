@@ -4,8 +4,8 @@
     result     draw step N's tokens from its logits
 
 A step's tokens are in the token table only after its end. So `begin` first finishes every step with tokens that the
-new rows read, and every step that draws into a slot with a new request. `waits_for` reports this in advance, so that
-the loop sends those results first.
+new rows read, and every step of a slot with a new request. `waits_for` reports this in advance, so that the loop sends
+those results first.
 
 Drafts are proposed in `begin`, where the tokens of the rows are known, and verified after the draw.
 """
@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -196,13 +197,11 @@ class PipelineWorker:
         replaced = {*np.frombuffer(plan.freed, np.int32).tolist(), *(row.slot for row in plan.new_rows)}
         touched = replaced.union(np.frombuffer(plan.slots, np.int32).tolist())
         drawing = (step.rows.slots[step.rows.sampling].tolist() for step in self._pending)
-        if any(not touched.isdisjoint(slots) for slots in drawing):
-            return True
-        if self._speculation is None or not self._speculation.reads_steps:
-            return False
-        # The drafter reads these steps with the tables and blocks that they were computed with.
+        # The sampler and the drafter read these steps with the requests and blocks that they were computed with.
         computed = (step.rows.slots.tolist() for step in self._pending)
-        return bool(plan.copies) or any(not replaced.isdisjoint(slots) for slots in computed)
+        if not touched.isdisjoint(chain(*drawing)) or not replaced.isdisjoint(chain(*computed)):
+            return True
+        return bool(plan.copies) and self._speculation is not None and self._speculation.reads_steps
 
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> Pending:

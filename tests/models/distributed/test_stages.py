@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from unittest import mock
 
@@ -38,7 +39,7 @@ from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.distributed.parallel.rank_views import share_of_rank
-from quintet.executor.interface import StepWorker
+from quintet.executor.interface import Pending, StepWorker
 from quintet.executor.sampling.sampler import Sampler
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
@@ -139,6 +140,38 @@ def test_log_probabilities_have_the_bits_of_one_process(tmp_path: Path) -> None:
     assert len(expected[1]) == sum(len(prompt) - 1 for prompt in prompts)
     with in_ranks(tmp_path, 1, "bfloat16", stages=2) as loaded:
         assert logprobs(loaded) == expected
+
+
+def test_prompt_logprobs_after_a_cancelled_prompt_in_the_same_slot(tmp_path: Path) -> None:
+    """Both steps with the cancelled prompt also decode another request, and are in flight when the new prompt begins."""
+    first, second, third, *_ = made(ROWS["llama"], tmp_path)
+    with in_ranks(tmp_path, 1, stages=3) as loaded:
+        driver = CoreAndWorker(changed(loaded.config, max_num_batched_tokens=8), loaded.worker)
+        pending: deque[Pending] = deque()
+
+        def begin() -> None:
+            plan = driver.engine.plan(0)
+            assert plan is not None
+            pending.append(driver.worker.begin(plan))
+
+        def end() -> None:
+            driver._apply(driver.engine.commit(pending.popleft().result(), 0))
+
+        driver.admit(1, first.prompt, GREEDY)
+        driver.admit(2, second.prompt, GREEDY)
+        while len(driver.outputs) < 2:
+            begin()
+            end()
+        driver.admit(3, [5] * 30, GREEDY)
+        begin()
+        begin()
+        driver._apply(driver.engine.cancel([3], 0))
+        driver.admit(4, third.prompt, msgspec.structs.replace(GREEDY, prompt_logprobs=0))
+        begin()
+        while pending:
+            end()
+        driver.run()
+    assert [driver.outputs[i] for i in (1, 2, 4)] == [each.outputs for each in (first, second, third)]
 
 
 @pytest.mark.whole
