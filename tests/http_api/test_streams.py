@@ -9,10 +9,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from quintet.frontend.api.openai.answer import AnswerOptions
+from quintet.frontend.api.openai.logprobs import completion_logprobs
 from quintet.frontend.http import stream_timers
 from quintet.wire.codec import pack_i32
 from quintet.wire.ids import Role
-from quintet.wire.messages import Cancel, Finish, FinishReason, Submit, Text
+from quintet.wire.messages import (
+    Alternative,
+    Cancel,
+    Finish,
+    FinishReason,
+    PositionLogprobs,
+    Submit,
+    Text,
+)
 from quintet.wire.supervision import Drain, Drained, SlotState
 
 C, H = "/v1/completions", "/v1/chat/completions"
@@ -474,3 +484,17 @@ def test_all_logprob_token_ids_are_returned(shared: Any, path: str) -> None:
         (choice,) = shared.ask("POST", path, body).json["choices"]
         tops = choice["logprobs"]["content"][0]["top_logprobs"]
         assert [top["token"] for top in tops] == [" t0", " t1", " t2"]
+
+
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_the_most_likely_of_alternatives_with_equal_text_is_returned(chosen: int) -> None:
+    """Tokens of parts of characters decode to the same text. lm-eval compares the largest value with the token's."""
+    logprobs = {1: -0.5, 2: -2.0, 3: -3.0}
+    texts = {1: "\ufffd", 2: "\ufffd", 3: "x"}
+    top = [
+        Alternative(i, logprob, texts[i], b"", rank) for rank, (i, logprob) in enumerate(logprobs.items(), 1)
+    ]
+    options = AnswerOptions("cmpl-1", 0, "m", 1, logprobs=3, max_alternatives=3)
+    shape = completion_logprobs([PositionLogprobs(top[chosen - 1], top, 0)], options)
+    assert shape["top_logprobs"] == [{"\ufffd": -0.5, "x": -3.0}]
+    assert shape["token_logprobs"] == [logprobs[chosen]]

@@ -27,7 +27,7 @@ def _distinct(position: PositionLogprobs, limit: int) -> Iterator[Alternative]:
 def completion_logprobs(
     positions: Sequence[PositionLogprobs], options: AnswerOptions
 ) -> dict[str, list[object]]:
-    """Return the parallel lists of the completions format."""
+    """Return the parallel lists of the completions format. Of alternatives with equal text, the most likely one counts."""
     shape: dict[str, list[object]] = {
         "text_offset": [],
         "token_logprobs": [],
@@ -38,12 +38,11 @@ def completion_logprobs(
         shape["text_offset"].append(position.text_offset)
         shape["token_logprobs"].append(max(position.chosen.logprob, FLOOR))
         shape["tokens"].append(token_text(position.chosen, options))
-        shape["top_logprobs"].append(
-            {
-                token_text(a, options): max(a.logprob, FLOOR)
-                for a in _distinct(position, options.max_alternatives)
-            }
-        )
+        alternatives: dict[str, float] = {}
+        for a in _distinct(position, options.max_alternatives):  # parts of characters have the same text
+            text = token_text(a, options)
+            alternatives[text] = max(a.logprob, alternatives.get(text, FLOOR))
+        shape["top_logprobs"].append(alternatives)
     return shape
 
 
