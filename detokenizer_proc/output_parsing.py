@@ -18,10 +18,22 @@ MAX_TABLES = 8
 class OutputReader:
     """Parses one output into text and the spans of its channels."""
 
-    __slots__ = ("_parser", "_requires_calls", "_spans", "length", "num_calls", "num_reasoning_tokens")
+    __slots__ = (
+        "_parser",
+        "_requires_calls",
+        "_spans",
+        "length",
+        "num_calls",
+        "num_reasoning_tokens",
+        "stops_with_marks",
+    )
 
-    def __init__(self, parser: Parser, *, requires_calls: bool = False) -> None:
+    def __init__(
+        self, parser: Parser, *, requires_calls: bool = False, stops_with_marks: frozenset[str] = frozenset()
+    ) -> None:
         """``requires_calls``: the output must be tool calls, so content is markup of an incomplete call and is dropped."""
+        self.stops_with_marks = stops_with_marks
+        """Stop strings that contain a mark of the reasoning."""
         self.length = 0
         """Characters returned, of all channels."""
         self.num_reasoning_tokens = 0
@@ -29,6 +41,11 @@ class OutputReader:
         self._parser = parser
         self._requires_calls = requires_calls
         self._spans: list[TextSpan] = []
+
+    @property
+    def is_reasoning(self) -> bool:
+        """See `Parser`."""
+        return self._parser.is_reasoning
 
     def read(self, text: str) -> str:
         """Parse the text of one token, which may be empty; return the text to send."""
@@ -105,7 +122,9 @@ class OutputParsers:
         prompt_ids = unpack_i32(opened.prompt_ids)[-PROMPT_TAIL:]
         prompt = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.flush()
         parser = registry.build(parsing.reasoning, parsing.tools, parsing.schemas, prompt)
-        return OutputReader(parser, requires_calls=parsing.requires_calls)
+        marks = registry.marks_of(parsing.reasoning, "") if opened.stop else frozenset[str]()
+        stops = frozenset(stop for stop in opened.stop if any(mark in stop for mark in marks))
+        return OutputReader(parser, requires_calls=parsing.requires_calls, stops_with_marks=stops)
 
 
 def _is_read(opened: Open) -> bool:

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from quintet.detokenizer_proc.incremental import Decoder
+from quintet.detokenizer_proc.output_parsing import OutputReader
 
 ROOT = 0
 MAX_CACHED = 256
+NO_STOPS: frozenset[str] = frozenset()
 MAX_CACHED_CHARACTERS = 1 << 18
 """Stop strings come from clients; this bounds the memory of unused automata (at most 30 MB)."""
 
@@ -94,10 +96,13 @@ class StopAutomaton:
                     # A complete stop string without extension need not be held back.
                     hold[node] = hold[fail[node]]
 
-    def scan(self, node: int, text: str, armed: bool) -> tuple[int, Hit | None]:
+    def scan(
+        self, node: int, text: str, armed: bool, always: frozenset[str] = NO_STOPS
+    ) -> tuple[int, Hit | None]:
         """Scan ``text`` from ``node``; return the reached node and the first hit, which ends the scan.
 
-        Of stop strings that end at the same character, the longest is the hit. If not ``armed``, hits are ignored.
+        Of stop strings that end at the same character, the longest is the hit. If not ``armed``, only hits of ``always``
+        count.
         """
         along, forks, fail, ends = self._along, self._forks, self._fail, self._ends
         position, length = 0, len(text)
@@ -119,7 +124,7 @@ class StopAutomaton:
                 node = fail[node]
             else:
                 node += 1
-            if armed and (stop := ends[node]) is not None:
+            if (stop := ends[node]) is not None and (armed or stop in always):
                 return node, Hit(position, stop)
         return node, None
 
@@ -130,6 +135,7 @@ class StopSearch:
     __slots__ = (
         "_automaton",
         "_decoder",
+        "_follows_reasoning",
         "_include_stop",
         "_node",
         "_run_node",
@@ -145,23 +151,41 @@ class StopSearch:
         self._node = ROOT  # automaton node after the released and the held text
         self._run_node = ROOT  # automaton node after the tentative characters too
         self._run_scanned = 0  # tentative characters scanned
+        self._follows_reasoning = False  # no text of the answer since the last reasoning
         self.held = ""
         self.hit: str | None = None
         """The stop string that ended the text."""
 
-    def release(self, text: str, armed: bool) -> str:
+    def release(self, text: str, armed: bool, reader: OutputReader | None = None) -> str:
         """Scan final text, then the decoder's tentative characters; return the text to release.
 
-        If not ``armed``, hits are ignored.
+        If not ``armed``, hits are ignored. In reasoning, and in the blanks after it, only stop strings with a mark of the
+        reader count: clients choose stop strings for the answer.
         """
-        released = self._release_final(text, armed) if text else ""
+        if reader is None:
+            return self._release(text, armed, NO_STOPS)
+        with_marks = reader.stops_with_marks if armed else NO_STOPS
+        blank = ""
+        if reader.is_reasoning:
+            self._follows_reasoning = True
+        elif self._follows_reasoning and (text.strip() or self._decoder.tentative):
+            self._follows_reasoning = False
+            if not (self._run_scanned or self._decoder.tentative):
+                answer = text.lstrip()
+                blank, text = self._release(text[: len(text) - len(answer)], False, with_marks), answer
+                if self.hit is not None:
+                    return blank
+        return blank + self._release(text, armed and not self._follows_reasoning, with_marks)
+
+    def _release(self, text: str, armed: bool, always: frozenset[str]) -> str:
+        released = self._release_final(text, armed, always) if text else ""
         tentative = self._decoder.tentative
         if self.hit is None and tentative:
             # ``decode`` of all tokens so far includes these characters. If they complete a stop string, the output
             # ends, and no later token can change them.
             if not self._run_scanned:
                 self._run_node = self._node
-            self._run_node, hit = self._automaton.scan(self._run_node, tentative, armed)
+            self._run_node, hit = self._automaton.scan(self._run_node, tentative, armed, always)
             self._run_scanned += len(tentative)
             if hit is not None:
                 end = self._run_scanned - len(tentative) + hit.end
@@ -173,13 +197,13 @@ class StopSearch:
         held, self.held = self.held, ""
         return held
 
-    def _release_final(self, text: str, armed: bool) -> str:
+    def _release_final(self, text: str, armed: bool, always: frozenset[str]) -> str:
         """Append final text to the held text; return the part that cannot belong to a stop string."""
         node, start = self._node, 0
         if self._run_scanned and not self._decoder.revoked:
             node, start = self._run_node, self._run_scanned  # already scanned as tentative, without a hit
         self._run_scanned = 0
-        self._node, hit = self._automaton.scan(node, text[start:] if start else text, armed)
+        self._node, hit = self._automaton.scan(node, text[start:] if start else text, armed, always)
         if hit is not None:
             return self._end_at(Hit(start + hit.end, hit.stop), text)
         whole = self.held + text

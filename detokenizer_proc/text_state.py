@@ -107,7 +107,7 @@ class TextState:
                 continue
             text = decoder.push(token_id)
             if search is not None:
-                text = search.release(text, self.num_tokens >= self.opened.min_tokens)
+                text = search.release(text, self.num_tokens >= self.opened.min_tokens, reader)
             self.length += len(text)
             released.append(text if reader is None else reader.read(text))
             if search is not None and search.hit is not None:
@@ -135,7 +135,7 @@ class TextState:
     def _end(self) -> str:
         text, search = self._decoder.flush(), self._search
         if search is not None:
-            text = search.release(text, self.num_tokens >= self.opened.min_tokens)
+            text = search.release(text, self.num_tokens >= self.opened.min_tokens, self.reader)
             text += search.take_held() if search.hit is None else ""
         self.length += len(text)
         return text

@@ -206,6 +206,48 @@ def test_a_stop_string_ends_parsing(showing: PieceTable, tokenizer: Tokenizer) -
     assert (text.deltas, finish_of([text]).reason) == (['Hello {"a": 1} '], STOP)
 
 
+@pytest.mark.parametrize(
+    ("stop", "reasoning", "content", "hit"),
+    [
+        (["Question:"], "Question: a\n\nb", "So", "Question:"),
+        (["\n\n"], "Question: a\n\nb", "So Question: c", "\n\n"),
+        (["\n\n", "a"], "Question: a\n\nb", "So Question: c", "\n\n"),
+        (["</think>"], "Question: a\n\nb", "", "</think>"),
+        (["Question:", "</think>"], "Question: a\n\nb", "", "</think>"),
+        (["</thin", "nothing"], "Question: a\n\nb", "So Question: c\n\nd", None),
+    ],
+)
+def test_stop_strings_apply_to_the_answer_and_marks(
+    showing: PieceTable, tokenizer: Tokenizer, stop: list[str], reasoning: str, content: str, hit: str | None
+) -> None:
+    """Benchmarks send stop strings with each request, such as lm-eval's "Question:", which reasoning repeats."""
+    ids = tokenizer.encode("<think>\nQuestion: a\n\nb\n</think>\n\nSo Question: c\n\nd").ids
+    opened = opening(parsing=OutputParsing("qwen3"), stop=stop)
+    for size in (1, 3, len(ids)):
+        steps = steps_of(showing)
+        steps.apply(tokens(opens=[opened]))
+        texts: list[Text] = []
+        for first in range(0, len(ids), size):
+            finish = LENGTH if first + size >= len(ids) else NONE
+            texts.append(only(steps, tokens((ONE, first, ids[first : first + size], finish))))
+            if texts[-1].finishes:
+                break
+        found = channel_texts(texts)
+        texts_of = {kind: "".join(text for channel, _, text in found if channel == kind) for kind in (0, 1)}
+        assert (texts_of[REASONING].rstrip(), texts_of[CONTENT].rstrip()) == (reasoning, content)
+        assert finish_of(texts).stop_reason == hit
+
+
+def test_a_stop_string_without_reasoning_may_begin_the_output(
+    showing: PieceTable, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode("\n\nHello").ids
+    steps = steps_of(showing)
+    steps.apply(tokens(opens=[opening(parsing=OutputParsing("qwen3"), stop=["\n\n"])]))
+    text = only(steps, tokens((ONE, 0, ids, NONE)))
+    assert ("".join(text.deltas), finish_of([text]).stop_reason) == ("", "\n\n")
+
+
 @pytest.mark.parametrize("parsing", [OutputParsing("no_such"), OutputParsing("", "no_such"), OutputParsing()])
 def test_an_unknown_parser_leaves_the_output_as_content(
     showing: PieceTable, tokenizer: Tokenizer, parsing: OutputParsing
