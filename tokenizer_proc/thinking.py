@@ -57,17 +57,24 @@ class Budgets:
             Thinking(self._ids_of(opened), self._encode(marks.ending + closed + marks.answer))
             for opened, closed in zip(marks.opens, closes, strict=True)
         ]
-        return sequences, [self._ids_of(mark) for mark in (*marks.closes, *marks.breaks)]
+        breaks = [ids for mark in marks.breaks if (ids := self._constant_ids(mark)) is not None]
+        return sequences, [*map(self._ids_of, marks.closes), *breaks]
 
     def _ids_of(self, mark: str) -> list[int]:
-        ids = self._encode(mark)
-        before, after = AROUND
-        in_context = self._encode(before + mark + after)
-        if not any(in_context[i : i + len(ids)] == ids for i in range(len(in_context))):
+        ids = self._constant_ids(mark)
+        if ids is None:
             raise _refused(
                 f"the tokens of the mark {mark!r} depend on the text around it: limit max_tokens instead"
             )
         return ids
+
+    def _constant_ids(self, mark: str) -> list[int] | None:
+        """Return the tokens of a mark; None if they depend on the text around it."""
+        ids = self._encode(mark)
+        before, after = AROUND
+        in_context = self._encode(before + mark + after)
+        is_constant = any(in_context[i : i + len(ids)] == ids for i in range(len(in_context)))
+        return ids if is_constant else None
 
 
 def _refused(reason: str) -> RequestError:

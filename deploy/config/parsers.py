@@ -109,7 +109,7 @@ def choose_parsers(
         tools=named[1],
         needs_schemas=registry.needs_schemas(named[1]),
         call_ids=registry.call_ids(named[1]),
-        thinks=think_marks(named[0]),
+        thinks=think_marks(named[0], registry.call_marks(named[1])),
         forced=forced_calls(*named),
     )
     flags = " ".join(f"{flag} {name}" for flag, name in chosen.items() if name)

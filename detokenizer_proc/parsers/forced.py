@@ -5,6 +5,8 @@ Formats with arguments other than JSON cannot be enforced. Their required calls 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quintet.detokenizer_proc.parsers.formats import REASONING, HarmonyFormat
 from quintet.detokenizer_proc.parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from quintet.detokenizer_proc.parsers.messages import MessageFormat
@@ -104,15 +106,17 @@ def forced_calls(reasoning: str, tools: str) -> ForcedCalls:
     return FORCED.get(reasoning if isinstance(form, MessageFormat) else tools, _HERMES)
 
 
-def think_marks(reasoning: str) -> ThinkMarks | None:
-    """Return the marks around reasoning of this format; None without a reasoning parser."""
+def think_marks(reasoning: str, calls: Iterable[str] = ()) -> ThinkMarks | None:
+    """Return the marks around reasoning of this format; None without a reasoning parser. ``calls``: marks of tool calls."""
     form = REASONING.get(reasoning)
     if form is None:
         return None
     if isinstance(form, KeptFormat):
         form = form.form
     if isinstance(form, ThinkFormat):
-        return ThinkMarks(list(form.opens), list(form.closes), form.begins_inside, breaks=list(form.breaks))
+        # A tool call ends reasoning. Marks that are words, such as functools, also occur in reasoning.
+        breaks = [*form.breaks, *sorted(mark for mark in calls if mark.startswith(("<", "[", "]")))]
+        return ThinkMarks(list(form.opens), list(form.closes), form.begins_inside, breaks=breaks)
     if isinstance(form, MessageFormat):
         return ThinkMarks([form.reasoning], [form.ends[0]], answer=form.answer)
     analysis, final = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"

@@ -14,7 +14,6 @@ from quintet.detokenizer_proc.parsers.formats import (
     TOOLS,
     HarmonyFormat,
     MessageCalls,
-    ToolFormat,
 )
 from quintet.detokenizer_proc.parsers.harmony import Harmony
 from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser
@@ -207,15 +206,16 @@ def build(reasoning: str, tools: str, schemas: bytes, prompt: str) -> Parser:
         return Thinking(thought, prompt)
     parser: Parser = _calls(tools, types)
     if thought is not None:
-        within = EmbeddedCalls(_begins(form), lambda: _calls(tools, types))
+        within = EmbeddedCalls(call_marks(tools), lambda: _calls(tools, types))
         parser = Chain(Thinking(thought, prompt, within), parser, LateCloseFilter(thought))
     if isinstance(form, TagFormat) and form.spellings:
         return Spellings(parser, dict(form.spellings))
     return parser
 
 
-def _begins(form: ToolFormat) -> frozenset[str]:
+def call_marks(tools: str) -> frozenset[str]:
     """Return the marks that begin calls or groups of calls. Calls without a mark are not detected in reasoning."""
+    form = TOOLS.get(tools)
     match form:
         case JsonFormat():
             return frozenset((*form.begins, *form.around)) - frozenset(form.ends)
@@ -226,7 +226,7 @@ def _begins(form: ToolFormat) -> frozenset[str]:
             return frozenset((*form.begins, *form.around, *function))
         case NestedFormat():
             return frozenset({form.mark})
-        case HarmonyFormat() | MessageCalls():
+        case _:
             return frozenset()
 
 

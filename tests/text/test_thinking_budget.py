@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from quintet.deploy.config.parsers import with_ending
+from quintet.deploy.config.parsers import choose_parsers, with_ending
 from quintet.detokenizer_proc.parsers.forced import think_marks
 from quintet.detokenizer_proc.parsers.formats import REASONING
 from quintet.tokenizer_proc.thinking import Budgets
@@ -84,3 +84,19 @@ def test_an_unenforceable_budget_is_refused(tokenizer: Tokenizer) -> None:
     merges = Budgets(think_marks("qwen3"), lambda text: [len(text)])
     with pytest.raises(RequestError, match="the tokens of the mark '<think>' depend on the text around it"):
         bound_of(merges, "?")
+
+
+def test_a_tool_call_ends_the_budget(tokenizer: Tokenizer) -> None:
+    """A closing mark forced within a call would be in its arguments. Marks with varying tokens are not found."""
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    parsers, _ = choose_parsers("qwen3", "hermes", {})
+    budgets = Budgets(parsers.thinks, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+    bound = bound_of(budgets, "a question")
+    assert bound is not None and bound.is_valid
+    assert bound.closes[0] == [tokenizer.token_to_id("</think>")]
+    assert [tokenizer.token_to_id("<tool_call>")] in bound.closes
+
+
+def test_a_word_that_begins_calls_does_not_end_the_budget() -> None:
+    parsers, _ = choose_parsers("qwen3", "phi4_mini_json", {})
+    assert parsers.thinks is not None and parsers.thinks.breaks == ["<|tool_call|>"]
