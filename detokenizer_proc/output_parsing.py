@@ -118,13 +118,16 @@ class OutputParsers:
             return None
         parsing = opened.parsing
         assert parsing is not None
-        decoder = self._showing.decoder()
-        prompt_ids = unpack_i32(opened.prompt_ids)[-PROMPT_TAIL:]
-        prompt = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.flush()
+        prompt = parsing.prompt_end or self._prompt_end(opened)
         parser = registry.build(parsing.reasoning, parsing.tools, parsing.schemas, prompt)
         marks = registry.marks_of(parsing.reasoning, "") if opened.stop else frozenset[str]()
         stops = frozenset(stop for stop in opened.stop if any(mark in stop for mark in marks))
         return OutputReader(parser, requires_calls=parsing.requires_calls, stops_with_marks=stops)
+
+    def _prompt_end(self, opened: Open) -> str:
+        decoder = self._showing.decoder()
+        prompt_ids = unpack_i32(opened.prompt_ids)[-PROMPT_TAIL:]
+        return "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.flush()
 
 
 def _is_read(opened: Open) -> bool:

@@ -263,9 +263,9 @@ class Tokenizer:
         ids = self._encoder.prompt_ids(prompt, params, clamp_max_tokens=submit.clamp_max_tokens)
         bad_words = self._encoder.bad_word_ids(params.bad_words) if params.bad_words else []
         if params.structured_outputs is not None:
-            params = self._forms.enforceable(submit.spec, lambda: self._prompt_end(ids, embeds))
+            params = self._forms.enforceable(submit.spec, lambda: self._prompt_end(submit, ids))
         if params.thinking_token_budget is not None:
-            params = self._budgets.bounded(params, lambda: self._prompt_end(ids, embeds))
+            params = self._budgets.bounded(params, lambda: self._prompt_end(submit, ids))
         ends = self._encoder.ends_of(prompt)
         if ends and not params.ignore_eos:
             stops = [*params.stop_token_ids, *ends]
@@ -278,9 +278,11 @@ class Tokenizer:
             spans = [msgspec.structs.replace(embeds.span, digest=digest_of(embeds.span))]
         return Admit(submit.request_id, pack_i32(ids), spec, 0, bad_words, spans)
 
-    def _prompt_end(self, ids: Sequence[int], embeds: EmbedsPrompt | None) -> str:
-        """Return the text of a prompt's last tokens; empty for prompt embeddings."""
-        return self._encoder.end_of(ids) if embeds is None else ""
+    def _prompt_end(self, submit: Submit, ids: Sequence[int]) -> str:
+        """Return the text that shows the state of reasoning before the output; empty for prompt embeddings."""
+        if submit.spec.parsing is not None and submit.spec.parsing.prompt_end:
+            return submit.spec.parsing.prompt_end
+        return "" if isinstance(submit.prompt, EmbedsPrompt) else self._encoder.end_of(ids)
 
     def _finish_offloaded(self, submit: Submit, result: Admit | Failed) -> None:
         """Forward a lane's result, unless the frontend moved the request to another attempt."""

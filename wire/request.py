@@ -40,6 +40,8 @@ class OutputParsing(msgspec.Struct, array_like=True):
     """JSON of the request's tools, for parsers without argument types."""
     requires_calls: bool = False
     """The answer must be tool calls (enforced by `SamplingParams`)."""
+    prompt_end: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] = ""
+    """Last mark of reasoning before the output of a continued message; "" to find it at the prompt's end."""
 
 
 class Echo(IntEnum):

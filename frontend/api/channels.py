@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from quintet.frontend.api.openai.chat_body import Conversation
+from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.streams import text_spans
 from quintet.wire.channels import Channel, TextSpan
-from quintet.wire.config import CallIds
+from quintet.wire.config import CallIds, EngineConfig
 
 REASONING_NAMES = ("reasoning", "reasoning_content")
 """Fields of the reasoning; the second one is an older name."""
@@ -113,3 +115,17 @@ class TextByChannel(msgspec.Struct):
                 {name: value for name, value in call.items() if name != "index"} for call in self.calls
             ]
         return message
+
+
+def channels_of(
+    body: ChatBody, conversation: Conversation, response_id: str, config: EngineConfig, sender: HttpRequest
+) -> Channels:
+    """Return the output channels of a response. sender: the request."""
+    return Channels(
+        response_id,
+        config.model.parsers.call_ids,
+        conversation.num_calls,
+        include_reasoning=body.include_reasoning is not False,
+        parallel_calls=body.parallel_tool_calls is not False,
+        reasoning_names=reasoning_names(sender),
+    )

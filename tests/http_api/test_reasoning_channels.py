@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from quintet.detokenizer_proc.parsers.forced import think_marks
 from quintet.frontend.api.channels import Channels
 from quintet.frontend.streams import Stream, StreamChoice, text_spans
 from quintet.wire.channels import Channel
@@ -296,3 +297,25 @@ def test_spans_of_received_text_are_dropped(server: Any) -> None:
             )
             if part
         ]
+
+
+@pytest.mark.parametrize(
+    ("text", "mark"),
+    [
+        ("It rains", "</think>"),
+        ("<think>\nWhere", "<think>"),
+        ("<think>\nWhere?\n</think>\n\nIn", "</think>"),
+        ("", ""),
+    ],
+)
+def test_a_continued_message_determines_whether_its_reasoning_has_ended(
+    serve: Callable[..., Any], text: str, mark: str
+) -> None:
+    """As after a model's cut answer, or a prefix such as "<think>" that makes DeepSeek R1 think."""
+    server = serve(parsers=ParsersConfig(reasoning="deepseek_r1", thinks=think_marks("deepseek_r1")))
+    turns = [{"role": "user", "content": "rain?"}, {"role": "assistant", "content": text}]
+    body = {"messages": turns, "continue_final_message": True}
+    assert server.ask("POST", H, body).status == 200
+    assert submitted(server).spec.parsing == OutputParsing("deepseek_r1", prompt_end=mark)
+    assert server.ask("POST", H, {"messages": turns}).status == 200
+    assert submitted(server).spec.parsing == OutputParsing("deepseek_r1")

@@ -248,6 +248,26 @@ def test_a_stop_string_without_reasoning_may_begin_the_output(
     assert ("".join(text.deltas), finish_of([text]).stop_reason) == ("", "\n\n")
 
 
+@pytest.mark.parametrize(
+    ("parsing", "output", "expected"),
+    [
+        (OutputParsing("deepseek_r1", prompt_end="</think>"), ", it rains", [(CONTENT, 0, ", it rains")]),
+        (OutputParsing("deepseek_r1"), ", it rains", [(REASONING, 0, ", it rains")]),
+        (
+            OutputParsing("qwen3", prompt_end="<think>"),
+            " is it?</think>\n\nOslo",
+            [(1, 0, "is it?"), (0, 0, "Oslo")],
+        ),
+    ],
+)
+def test_a_continued_message_begins_the_output_of_the_parser(
+    showing: PieceTable, tokenizer: Tokenizer, parsing: OutputParsing, output: str, expected: list[TextSpan]
+) -> None:
+    opened = opening(prompt=tokenizer.encode("Well").ids, parsing=parsing)
+    texts = run(steps_of(showing), tokenizer.encode(output).ids, opened)
+    assert channel_texts(texts) == expected
+
+
 @pytest.mark.parametrize("parsing", [OutputParsing("no_such"), OutputParsing("", "no_such"), OutputParsing()])
 def test_an_unknown_parser_leaves_the_output_as_content(
     showing: PieceTable, tokenizer: Tokenizer, parsing: OutputParsing

@@ -8,8 +8,9 @@ from quintet.frontend.api.answer import collect_outputs, session_of, stream_answ
 from quintet.frontend.api.anthropic.events import MessagesAnswer, MessagesWriter, message_of
 from quintet.frontend.api.anthropic.parse import CLIENT_NAMES, chat_body
 from quintet.frontend.api.anthropic.types import CountTokensBody, MessagesBody
+from quintet.frontend.api.channels import channels_of
 from quintet.frontend.api.openai import parse
-from quintet.frontend.api.openai.chat_body import Conversation, channels_of, checked_chat, parse_conversation
+from quintet.frontend.api.openai.chat_body import Conversation, checked_chat, parse_conversation
 from quintet.frontend.api.openai.render import respond_rendered
 from quintet.frontend.api.openai.tokenize import num_tokens
 from quintet.frontend.api.openai.types import ChatBody

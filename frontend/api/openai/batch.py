@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from quintet.frontend.api.answer import Output, collect_outputs, session_of, submit_all
+from quintet.frontend.api.channels import channels_of
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import options_of, usage_of
 from quintet.frontend.api.openai.chat import ChatAnswer, choice_of
 from quintet.frontend.api.openai.chat_body import (
     Conversation,
-    channels_of,
     check_chat,
     params_and_parsing,
     parse_conversation,

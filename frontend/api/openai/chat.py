@@ -15,7 +15,7 @@ from quintet.frontend.api.answer import (
     stream_answer,
     submit_all,
 )
-from quintet.frontend.api.channels import Channels
+from quintet.frontend.api.channels import Channels, channels_of
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
     AnswerOptions,
@@ -30,7 +30,7 @@ from quintet.frontend.api.openai.answer import (
     usage_of,
 )
 from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best_choices, rankable, stream_beams
-from quintet.frontend.api.openai.chat_body import channels_of, checked_chat, prompt_of, reject_unsupported
+from quintet.frontend.api.openai.chat_body import checked_chat, prompt_of, reject_unsupported
 from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer, with_params
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.api.openai.redetokenize import replay_usage

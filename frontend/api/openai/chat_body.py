@@ -8,17 +8,15 @@ from typing import Any
 
 import msgspec
 
-from quintet.frontend.api.channels import Channels, reasoning_names
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.anthropic_blocks import with_plain_calls
 from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.json_errors import explain
 from quintet.frontend.api.openai.offered_tools import AS_SENT, Translation, shown_tools, with_deferred
-from quintet.frontend.api.openai.reasoning_switch import read_reasoning
+from quintet.frontend.api.openai.reasoning_switch import last_mark, read_reasoning
 from quintet.frontend.api.openai.tools import check_tool_choice, form_of_calls, form_or_calls
 from quintet.frontend.api.openai.types import ChatBody, TokenizeBody
-from quintet.frontend.http.http_request import HttpRequest
 from quintet.wire.chat import ChatMessage, check_messages, encode_messages
 from quintet.wire.config import EngineConfig, ParsersConfig
 from quintet.wire.messages import ChatPrompt, TokenPrompt
@@ -56,7 +54,10 @@ def checked_chat(
     """Validate the body except unsupported fields; return prompt, parameters and output parsing."""
     check_chat(body, config)
     conversation = parse_conversation(body, config, translation)
-    return conversation, *params_and_parsing(body, conversation.tools, config)
+    params, parsing = params_and_parsing(body, conversation.tools, config)
+    if parsing is not None and conversation.prompt.continue_final_message:
+        parsing.prompt_end = last_mark(conversation.last_text, config.model.parsers.thinks)
+    return conversation, params, parsing
 
 
 def prompt_of(body: ChatBody, conversation: Conversation, config: EngineConfig) -> ChatPrompt | TokenPrompt:
@@ -97,20 +98,6 @@ def parse_conversation(
         messages[-1].text if messages[-1].role == role else "",
         sum(len(message.tool_calls or ()) for message in messages),
         with_deferred(tools, translation.deferred) if translation.deferred else tools,
-    )
-
-
-def channels_of(
-    body: ChatBody, conversation: Conversation, response_id: str, config: EngineConfig, sender: HttpRequest
-) -> Channels:
-    """Return the output channels of a response. sender: the request."""
-    return Channels(
-        response_id,
-        config.model.parsers.call_ids,
-        conversation.num_calls,
-        include_reasoning=body.include_reasoning is not False,
-        parallel_calls=body.parallel_tool_calls is not False,
-        reasoning_names=reasoning_names(sender),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from quintet.frontend.api.channels import channels_of
 from quintet.frontend.api.inference.types import (
     DerenderChatBody,
     DerenderCompletionBody,
@@ -16,7 +17,7 @@ from quintet.frontend.api.inference.types import (
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, finish_name, reason_named
 from quintet.frontend.api.openai.chat import ChatAnswer, message_of
-from quintet.frontend.api.openai.chat_body import channels_of, checked_chat
+from quintet.frontend.api.openai.chat_body import checked_chat
 from quintet.frontend.api.openai.completions import completion_params
 from quintet.frontend.api.openai.redetokenize import redetokenize
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody

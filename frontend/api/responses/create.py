@@ -19,9 +19,10 @@ from quintet.frontend.api.answer import (
     stream_answer,
     submit_all,
 )
+from quintet.frontend.api.channels import channels_of
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
-from quintet.frontend.api.openai.chat_body import channels_of, checked_chat
+from quintet.frontend.api.openai.chat_body import checked_chat
 from quintet.frontend.api.openai.offered_tools import Translation
 from quintet.frontend.api.openai.render import respond_rendered
 from quintet.frontend.api.openai.tokenize import num_tokens
