@@ -85,7 +85,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     core: SlotIndex
     """Index of the core replica to admit to."""
     clamp_max_tokens: bool = False
-    """``max_tokens`` is a default, which a long prompt may reduce. A client's own value is rejected if it does not fit."""
+    """``max_tokens`` is an upper bound, which a long prompt may reduce. Otherwise it is rejected if it does not fit."""
     session: str = ""
     """Conversation key for engine affinity, "" for none. The frontend finds it again in a retained request."""
 

@@ -363,10 +363,17 @@ def test_the_slowest_body_is_rejected_when_memory_is_full(serve: Any) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
     ],
 )
-def test_only_an_explicit_max_tokens_can_be_too_large(shared: Any, path: str, body: dict[str, Any]) -> None:
-    for limits in ({}, {"max_tokens": None}, {"max_tokens": 5}):
+def test_only_an_explicit_max_tokens_of_completions_can_be_too_large(
+    shared: Any, path: str, body: dict[str, Any]
+) -> None:
+    """Agents send limits for a model's whole context: Zed, opencode, Hermes."""
+    is_chat = "messages" in body
+    for limits in ({}, {"max_tokens": None}, {"max_tokens": 5}, {"max_completion_tokens": 5}):
         assert shared.ask("POST", path, {**body, **limits}).status == 200
-        assert shared.engine.wait_for(Submit)[-1].clamp_max_tokens is (limits.get("max_tokens") is None)
+        is_clamped = is_chat or limits.get("max_tokens") is None
+        assert shared.engine.wait_for(Submit)[-1].clamp_max_tokens is is_clamped
+    assert shared.ask("POST", path, {**body, "max_tokens": 5, "truncate_prompt_tokens": -1}).status == 200
+    assert not shared.engine.wait_for(Submit)[-1].clamp_max_tokens, "truncation leaves room for the output"
 
 
 def test_invocations_accepts_chat_and_completion_bodies(shared: Any) -> None:

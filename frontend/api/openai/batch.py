@@ -53,7 +53,7 @@ async def batch(service: Service, http_request: HttpRequest) -> None:
             parsing=parsing,
             return_prompt_ids=options.return_token_ids,
         ),
-        clamp_max_tokens=parse.chat_max_tokens(body) is None,
+        clamp_max_tokens=parse.has_upper_bound(body),
         session=session_of(http_request, body.session_id, body.user),
     )
     outputs = await collect_outputs(http_request, submissions)

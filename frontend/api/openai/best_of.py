@@ -55,7 +55,7 @@ class BeamRequest:
     field: str
     """Name of the prompt field."""
     clamp_max_tokens: bool
-    """True if ``max_tokens`` is a default."""
+    """True if ``max_tokens`` is only an upper bound."""
     answer: AnswerOptions
     deadline_ns: int
     session: str

@@ -75,11 +75,10 @@ async def chat_completions(service: Service, http_request: HttpRequest) -> None:
     deadline_ns = parse.deadline_ns(body, http_request)
     kv_transfer = take_kv_transfer(body, 1, config) if body.kv_transfer_params else None
     reject_unsupported(body)
-    session = session_of(http_request, body.session_id, body.user)
+    session, is_clamped = session_of(http_request, body.session_id, body.user), parse.has_upper_bound(body)
     if body.use_beam_search:
-        prompts, is_clamped = [prompt], parse.chat_max_tokens(body) is None
         request = BeamRequest(
-            prompts, body, params, "messages", is_clamped, options, deadline_ns, session, parsing
+            [prompt], body, params, "messages", is_clamped, options, deadline_ns, session, parsing
         )
         if body.stream:
             shape = chat_shape(answer.role, prefix, channels)
@@ -103,7 +102,7 @@ async def chat_completions(service: Service, http_request: HttpRequest) -> None:
             return_prompt_ids=options.return_token_ids,
             kv_transfer=kv_transfer,
         ),
-        clamp_max_tokens=parse.chat_max_tokens(body) is None,
+        clamp_max_tokens=is_clamped,
         interval=interval,
         session=session,
         received=received,

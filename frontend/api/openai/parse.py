@@ -272,6 +272,11 @@ def chat_max_tokens(body: ChatBody) -> int | None:
     return body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
 
 
+def has_upper_bound(body: ChatBody) -> bool:
+    """Return whether the output limit is only an upper bound. Truncation leaves room for an explicit limit."""
+    return body.truncate_prompt_tokens is None or chat_max_tokens(body) is None
+
+
 def invalid(message: str, param: str | None = None) -> RequestError:
     """Build a 400 error."""
     return RequestError(ErrorCode.INVALID, message, param)

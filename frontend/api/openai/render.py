@@ -36,20 +36,18 @@ async def render_chat(service: Service, http_request: HttpRequest) -> None:
     prompt = prompt_of(body, conversation, config)
     reject_unsupported_in_chat(body)
     parse.reject_search(body)
-    limit = params.max_tokens if parse.chat_max_tokens(body) is not None else None
-    ids = await _ids_of(prompt, limit, service, "messages")
-    await http_request.respond_json(_rendered(ids, body, params, http_request, config))
+    await respond_rendered(service, http_request, body, prompt, params, "messages")
 
 
 async def respond_rendered(
     service: Service,
     http_request: HttpRequest,
     chat: ChatBody,
-    prompt: ChatPrompt,
+    prompt: ChatPrompt | TokenPrompt,
     params: SamplingParams,
     field: str,
 ) -> None:
-    """Answer with the rendered request, for an API with an output limit that is only an upper bound.
+    """Answer with the rendered request of a conversation, whose output limit is only an upper bound.
 
     ``field``: the body's conversation field. ``params.max_tokens`` is reduced to the rest of the context.
     """
