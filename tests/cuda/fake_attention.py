@@ -23,14 +23,7 @@ class Correct:
         assert rows.starts.tolist() == host.starts.tolist()
         assert rows.counts.tolist() == host.counts.tolist()
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: Planes,
-        rows: StepRows,
-        window: int | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: Planes, rows: StepRows, window: int | None) -> torch.Tensor:
         """As `AttentionBackend.attend`."""
         kv = torch.nan_to_num(kv.float())
         return paged_attention_reference(q, kv, rows, self.needs.scale, self.window(window)).to(q.dtype)
@@ -50,14 +43,7 @@ class WindowOffByOne(Correct):
 class SeesNextToken(Correct):
     """Adds the next position for every token."""
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: Planes,
-        rows: StepRows,
-        window: int | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: Planes, rows: StepRows, window: int | None) -> torch.Tensor:
         right = super().attend(q, kv, rows, window)
         return right.roll(-1, 0)
 
@@ -65,14 +51,7 @@ class SeesNextToken(Correct):
 class ReadsMaskedPositions(Correct):
     """Multiplies masked positions by 0."""
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: Planes,
-        rows: StepRows,
-        window: int | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: Planes, rows: StepRows, window: int | None) -> torch.Tensor:
         return paged_attention_reference(q, kv * 0.0, rows, self.needs.scale) + kv.sum().to(q.dtype) * 0.0
 
 

@@ -54,14 +54,7 @@ class AttentionBackend(Protocol):
         """Prepare a step, without waiting for the device. `AttentionPlan.prepare` was launched before."""
         ...
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: Planes,
-        rows: StepRows,
-        window: int | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: Planes, rows: StepRows, window: int | None) -> torch.Tensor:
         """Compute attention as `quintet.executor.backends.cuda.ops.attention.paged_attention` does, with zeros for padding.
 
         Scale, softcap and ALiBi slopes come from the needs; ``window`` is one of their windows.
@@ -88,16 +81,9 @@ class QuintetAttention:
     def prepare(self, rows: StepRows, host: HostRows) -> None:
         """Do nothing: the runner prepares the plan in every step."""
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: Planes,
-        rows: StepRows,
-        window: int | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: Planes, rows: StepRows, window: int | None) -> torch.Tensor:
         """See `AttentionBackend`."""
         needs = self._needs
         return paged_attention(
-            self._device, self._plan, q, kv, rows, needs.scale, window, needs.soft_cap, needs.alibi, out
+            self._device, self._plan, q, kv, rows, needs.scale, window, needs.soft_cap, needs.alibi
         )

@@ -70,16 +70,9 @@ class FlashInferAttention:
                 kv_data_type=needs.kv_dtype,
             )
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: Planes,
-        rows: StepRows,
-        window: int | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: Planes, rows: StepRows, window: int | None) -> torch.Tensor:
         """See `AttentionBackend`."""
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out.zero_()
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         wrapper = self._wrappers[window]
         wrapper.run(q.contiguous(), (kv[0], kv[1]), out=out)
         return out

@@ -42,14 +42,7 @@ class TorchAttention:
         self._tables = rows.block_table.index_select(0, rows.slots.clamp(min=0))
         self._padding = (rows.token_rows < 0)[:, None, None]
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: Planes,
-        rows: StepRows,
-        window: int | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: Planes, rows: StepRows, window: int | None) -> torch.Tensor:
         """See `AttentionBackend`."""
         attended = self._attend(
             q,
@@ -68,4 +61,4 @@ class TorchAttention:
         )
         assert isinstance(attended, torch.Tensor), "varlen_attn returns a tuple only on request"
         attended.masked_fill_(self._padding, 0.0)
-        return attended if out is None else out.copy_(attended)
+        return attended
