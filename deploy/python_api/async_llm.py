@@ -141,9 +141,7 @@ class AsyncLLM:
         assembler = Assembler(name, read.text, stream)
         try:
             async for batch in stream:
-                if batch.started is not None:
-                    assembler.start(batch.started)
-                output = assembler.add(batch.deltas)
+                output = assembler.add(batch)
                 if output is not None:
                     yield output
         finally:

@@ -191,12 +191,7 @@ class Gather:
 
 def _output(stream: Stream, assembler: Assembler) -> RequestOutput:
     """Return the output of a request that has ended."""
-    batch = stream.take()
-    if batch.started is not None:
-        assembler.start(batch.started)
-    output = assembler.add(batch.deltas)
-    if batch.error is not None:
-        return assembler.failed(batch.error)
+    output = assembler.add(stream.take())
     if output is None:
         return assembler.failed(RequestError(ErrorCode.INTERNAL, "The request ended without an output."))
     return output

@@ -111,12 +111,7 @@ class LLMEngine:
                 continue  # aborted meanwhile
             _, assembler = self._open[name]
             has_ended = stream.ended
-            batch = stream.take()
-            if batch.started is not None:
-                assembler.start(batch.started)
-            output = assembler.add(batch.deltas)
-            if batch.error is not None:
-                output = assembler.failed(batch.error)
+            output = assembler.add(stream.take())
             if has_ended:
                 self._remove(name)
             if output is not None:

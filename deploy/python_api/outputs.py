@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quintet.frontend.streams import OutputDelta, Stream
+from quintet.frontend.streams import Batch, OutputDelta, Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
@@ -109,8 +109,14 @@ class Assembler:
         if started.prompt_logprobs is not None:
             self._prompt_logprobs = [None if p is None else read_position(p) for p in started.prompt_logprobs]
 
-    def add(self, deltas: Sequence[OutputDelta]) -> RequestOutput | None:
-        """Add deltas; return the next output of the requested kind, or None."""
+    def add(self, batch: Batch) -> RequestOutput | None:
+        """Add a batch; return the next output of the requested kind, or None. A failed request always has an output."""
+        if batch.started is not None:
+            self.start(batch.started)
+        output = self._add_deltas(batch.deltas)
+        return output if batch.error is None else self.failed(batch.error)
+
+    def _add_deltas(self, deltas: Sequence[OutputDelta]) -> RequestOutput | None:
         cumulative = self._kind is not OutputKind.DELTA
         for delta in deltas:
             self._append(self._choices[delta.choice], delta, cumulative)
