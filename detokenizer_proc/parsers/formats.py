@@ -146,6 +146,14 @@ _FUNCTION_TAGS = TagFormat(
     has_lines=True,
     can_omit_begin=True,
 )
+_KEY_VALUE_TAGS = TagFormat(
+    begins=("<tool_call>",),
+    parameter="<arg_key>",
+    key_end="</arg_key>",
+    value_begin="<arg_value>",
+    value_end="</arg_value>",
+    ends=("</tool_call>",),
+)
 _JSON_LIST = JsonFormat(("<tool_calls>",), ("</tool_calls>",))
 _LLAMA_JSON = JsonFormat(("<|python_tag|>", "<tool_call>"), ("</tool_call>",), bare=("{", "["))
 _JSON_TAGS = JsonFormat(("<tool_call>", "<tools>"), ("</tool_call>", "</tools>"), strict_begins=("<tools>",))
@@ -238,28 +246,13 @@ TOOLS: dict[str, ToolFormat] = {
         within=("<|role_sep|>\n", "<|message_sep|>\n\n"),
     ),
     "gigachat35": _invoke_tags("｜GCML｜", "｜GCML｜tool_calls", within=("｜GCML｜",)),
-    "glm45": TagFormat(
-        begins=("<tool_call>",),
-        function="",
-        name_end="",
-        parameter="<arg_key>",
-        key_end="</arg_key>",
-        value_begin="<arg_value>",
-        value_end="</arg_value>",
-        ends=("</tool_call>",),
-    ),
+    "glm45": _KEY_VALUE_TAGS,
     "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), ("</tool_call>",)),
     "granite_20b_fc": JsonFormat(("<function_call>",)),
     "hermes": _HERMES,
     "hunyuan_a13b": _JSON_LIST,
-    "hy_v3": TagFormat(
-        begins=("<tool_call>",),
-        function="",
-        name_end="",
-        parameter="<arg_key>",
-        key_end="</arg_key>",
-        value_begin="<arg_value>",
-        value_end="</arg_value>",
+    "hy_v3": replace(
+        _KEY_VALUE_TAGS,
         ends=("</tool_call>", "</tool_calls>"),
         fillers=("<tool_sep>",),
         around=("<tool_calls>",),
@@ -270,8 +263,6 @@ TOOLS: dict[str, ToolFormat] = {
     "jamba": _JSON_LIST,
     "k2_horizon": TagFormat(
         begins=("<ifm|tool_call>",),
-        function="",
-        name_end="",
         parameter="<ifm|arg_key>",
         key_end="<ifm|arg_value>",
         value_end="</ifm|arg_value>",
@@ -336,8 +327,6 @@ TOOLS: dict[str, ToolFormat] = {
     ),
     "solar_open2": TagFormat(
         begins=("<|tool_call:start|>",),
-        function="",
-        name_end="",
         parameter="<|tool_arg:start|>",
         key_end="<|tool_arg:value|>",
         value_end="<|tool_arg:end|>",

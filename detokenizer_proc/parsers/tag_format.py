@@ -53,15 +53,15 @@ class TagFormat:
 
     begins: tuple[str, ...]
     """Marks before a call or a group of calls."""
-    function: str
-    """Mark before a name; empty if the name directly follows ``begins``."""
-    name_end: str
-    """Mark after a name; empty if the first parameter or the end directly follows."""
     parameter: str
     key_end: str
     value_end: str
     ends: tuple[str, ...]
     """Marks that end a call. They also end a value without an end tag."""
+    function: str = ""
+    """Mark before a name; empty if the name directly follows ``begins``."""
+    name_end: str = ""
+    """Mark after a name; empty if the first parameter or the end directly follows."""
     value_begin: str = ""
     """Mark before a value, after whitespace."""
     has_lines: bool = False
