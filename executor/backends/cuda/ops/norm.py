@@ -72,13 +72,12 @@ def layer_norm(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``F.layer_norm`` of each row (Ba, Kiros and Hinton, "Layer normalization", 2016), in fp32, rounded once.
 
     Shapes as in `rms_norm`; bias: like ``weight``. A row's bits depend only on that row.
     """
-    return _norm(device, _LAYER_NORMS, x, None, None, out, {"weight": weight, "bias": bias}, eps)
+    return _norm(device, _LAYER_NORMS, x, None, None, None, {"weight": weight, "bias": bias}, eps)
 
 
 def add_layer_norm(
@@ -88,13 +87,11 @@ def add_layer_norm(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    out: torch.Tensor | None = None,
-    total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``residual + x``, rounded to the dtype, and `layer_norm` of it; ``total`` as in `add_rms_norm`."""
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if total is None else total
+    """Return ``residual + x``, rounded to the dtype, and `layer_norm` of it."""
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     vectors = {"weight": weight, "bias": bias}
-    return total, _norm(device, _LAYER_NORMS, x, residual, total, out, vectors, eps)
+    return total, _norm(device, _LAYER_NORMS, x, residual, total, None, vectors, eps)
 
 
 def _norm(
