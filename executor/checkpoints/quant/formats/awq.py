@@ -103,8 +103,7 @@ def of(section: HfConfig) -> Format:
     group = section.whole(("group_size", "q_group_size"), -1, MOST_GROUP, 128)
     if group == 0:
         raise section.wrong(("group_size", "q_group_size"), "-1 or a number of columns")
-    key = "modules_to_not_convert"
-    left_out = word_list(section.values.get(key), section.path, section.inside + key)
+    left_out = word_list(section, "modules_to_not_convert")
     layers = Awq(max(group, 0), version, left_out)
     words = f"awq: 4 bits in {groups_in_words(layers.group)}, zero points, laid out for {version}"
     return Format("awq", words, "qweight", layers.scheme)

@@ -72,7 +72,6 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
         )
     if section.flag("use_rms_norm", False):
         raise section.wrong("use_rms_norm", "false: norms inside linear layers are not supported")
-    key = "modules_to_not_convert"
-    left_out = word_list(section.values.get(key), section.path, section.inside + key)
+    left_out = word_list(section, "modules_to_not_convert")
     layers, words = BitNet(linear == "bitlinear", left_out), "bitnet: three values, a scale for each tensor"
     return Format("bitnet", words, MARK, layers.scheme, memory_bytes=_memory_bytes)

@@ -86,8 +86,7 @@ class BitsAndBytes:
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
     """Return the format of a config's ``quantization_config``."""
-    key = "llm_int8_skip_modules"
-    left_out = word_list(section.values.get(key), section.path, section.inside + key)
+    left_out = word_list(section, "llm_int8_skip_modules")
     eight = section.flag(("load_in_8bit", "_load_in_8bit"), False)
     four = section.flag(("load_in_4bit", "_load_in_4bit"), False)
     if eight == four:

@@ -222,7 +222,7 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
     of_kv_alone = not groups and section.has("kv_cache_scheme")
     if not groups and not of_kv_alone:
         raise section.wrong("config_groups", "an object with the groups of layers that are quantized alike")
-    ignore = word_list(section.values.get("ignore"), section.path, f"{section.inside}ignore")
+    ignore = word_list(section, "ignore")
     has_scales = not section.section("kv_cache_scheme").values.get("dynamic")
     mark = "weight_scale" if not of_kv_alone else "k_scale" if has_scales else ""
     words = in_words("compressed-tensors", (group.numbers for group in groups))
@@ -249,7 +249,7 @@ def _refuse_unsupported(section: HfConfig) -> None:
 
 
 def _group(section: HfConfig, usual: object) -> Group:
-    targets = word_list(section.values.get("targets"), section.path, f"{section.inside}targets")
+    targets = word_list(section, "targets")
     kind, weights = section.values.get("format") or usual, section.section("weights")
     if not isinstance(kind, str) or kind not in KNOWN:
         raise ConfigError(

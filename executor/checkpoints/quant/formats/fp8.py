@@ -22,6 +22,8 @@ IGNORED = (
     *("*.input_scale", "*.input_scale_ub", "*.activation_scale"),
     *("*.k_scale", "*.v_scale", "*.kv_scale"),
 )
+LEFT_OUT = ("modules_to_not_convert", "ignored_layers")
+"""Keys with the names of unquantized layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +62,9 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
     block = None
     if section.has("weight_block_size"):
         block = block_size(section, "weight_block_size")
-    return of("fp8", block, _left_out(section))
+    return of("fp8", block, word_list(section, *LEFT_OUT))
 
 
 def recognise_fbgemm(hf_config: HfConfig, section: HfConfig) -> Format:
     """Return the format of a config with ``quant_method`` ``fbgemm_fp8``: a scale for each row."""
-    return of("fbgemm_fp8", None, _left_out(section))
-
-
-def _left_out(section: HfConfig) -> tuple[str, ...]:
-    found: tuple[str, ...] = ()
-    for key in ("modules_to_not_convert", "ignored_layers"):
-        found += word_list(section.values.get(key), section.path, section.inside + key)
-    return found
+    return of("fbgemm_fp8", None, word_list(section, *LEFT_OUT))

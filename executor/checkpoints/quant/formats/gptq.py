@@ -137,9 +137,7 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
         replace(numbers, symmetric=symmetric),
         zero_offset=1 if version == "gptq" else 0,
         of_output_layer=section.flag("lm_head", False),
-        left_out=word_list(
-            section.values.get("modules_to_not_convert"), section.path, "modules_to_not_convert"
-        ),
+        left_out=word_list(section, "modules_to_not_convert"),
         others=_others(section, numbers),
     )
     # Without desc_act groups are contiguous.

@@ -155,8 +155,7 @@ def tag_of(name: str) -> str:
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
     """Return the format of a config's ``quantization_config``."""
-    key = "skip_modules"
-    skipped = word_list(section.values.get(key), section.path, section.inside + key)
+    skipped = word_list(section, "skip_modules")
     inner = section.section("quant_config")
     if inner.has("weight_quant_params"):
         return Hqq(_numbers(inner), {}, skipped).as_format()

@@ -142,9 +142,7 @@ def _four_bits(layer: StoredLayer, group: int, scale: str) -> Scheme:
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
     """Return the format of a config's ``quantization_config``, or of ``quantization`` in ``hf_quant_config.json``."""
     inner = section.section("quantization") if section.has("quantization") else section
-    left_out: tuple[str, ...] = ()
-    for key in ("exclude_modules", "ignore"):
-        left_out += word_list(inner.values.get(key), section.path, inner.inside + key)
+    left_out = word_list(inner, "exclude_modules", "ignore")
     if inner.values.get("quant_algo") != MIXED:
         return ModelOpt(_numbers(inner), left_out, {}).as_format()
     layers = inner.section("quantized_layers")

@@ -45,13 +45,17 @@ def block_size(section: HfConfig, key: str) -> tuple[int, int]:
     return value[0], value[1]
 
 
-def word_list(values: object, path: str, key: str) -> tuple[str, ...]:
-    """Return a config's list of names; empty for null. Raises `ConfigError`."""
-    if values is None:
-        return ()
-    if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
-        raise ConfigError(f"{path}: {key} is {values!r:.60}; it must be a list of names")
-    return tuple(values)
+def word_list(section: HfConfig, *keys: str) -> tuple[str, ...]:
+    """Return the names in the lists under some keys; a list may be absent or null. Raises `ConfigError`."""
+    found: list[str] = []
+    for key in keys:
+        values = section.values.get(key)
+        if values is None:
+            continue
+        if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+            raise section.wrong(key, "a list of names")
+        found += values
+    return tuple(found)
 
 
 def is_part_of(layer: StoredLayer, words: Iterable[str]) -> bool:

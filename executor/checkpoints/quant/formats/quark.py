@@ -157,7 +157,7 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
     if usual is None and not any(numbers for _, numbers in others):
         raise section.wrong("global_quant_config", "an object with the quantization of weights")
     reorders = section.section("export").word("pack_method", ("reorder", "order"), "reorder") == "reorder"
-    left_out = word_list(section.values.get("exclude"), section.path, f"{section.inside}exclude")
+    left_out = word_list(section, "exclude")
     words = in_words("quark", (usual, *(numbers for _, numbers in others)))
     its = Quark(usual, others, reorders, left_out, section.path)
     return Format("quark", words, MARK, its.scheme, IGNORED)

@@ -227,8 +227,7 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
             f"{section.path}: {section.inside}quant_type {kind!r:.40} is of an old version with pickled classes, which are"
             " not supported: quantize the model again with torchao 0.15 or later, and save it as safetensors"
         )
-    key = "modules_to_not_convert"
-    left_out = word_list(section.values.get(key), section.path, section.inside + key)
+    left_out = word_list(section, "modules_to_not_convert")
     default = section.section("quant_type").section("default")
     by_names = BY_NAMES.get(str(default.values.get("_type")))
     if by_names is None:
