@@ -26,8 +26,6 @@ from quintet.executor.distributed.hosts.messages import (
     VERSION,
     Begin,
     Carried,
-    CollectiveRows,
-    CollectivesDone,
     FromMember,
     HostHeartbeat,
     HostLost,
@@ -36,9 +34,7 @@ from quintet.executor.distributed.hosts.messages import (
     InvalidMessage,
     Join,
     LinkMessage,
-    LinkNote,
     LinkOrder,
-    LinkProgress,
     PayloadChunk,
     Welcome,
 )
@@ -196,14 +192,7 @@ class Hub:
         match message:
             case HostParts() if not member.has_begun:
                 self._compare(member, routing_id, message)
-            case (
-                PayloadChunk()
-                | LinkOrder()
-                | LinkProgress()
-                | LinkNote()
-                | CollectiveRows()
-                | CollectivesDone()
-            ) if member.has_begun:
+            case _ if member.has_begun and isinstance(message, Carried):
                 self._forward(member, message, frames)
             case HostHeartbeat():
                 pass

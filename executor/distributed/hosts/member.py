@@ -29,8 +29,7 @@ from quintet.executor.distributed.hosts.messages import (
     RUNNER,
     VERSION,
     Begin,
-    CollectiveRows,
-    CollectivesDone,
+    Carried,
     FromHub,
     HostHeartbeat,
     HostLost,
@@ -38,10 +37,6 @@ from quintet.executor.distributed.hosts.messages import (
     HostRefused,
     InvalidMessage,
     Join,
-    LinkNote,
-    LinkOrder,
-    LinkProgress,
-    PayloadChunk,
     Welcome,
 )
 from quintet.executor.distributed.hosts.topology import endpoints_of, is_ipv6
@@ -216,14 +211,7 @@ class Member:
                 self._configure(message)
             case Begin() if self._config is not None and self._carrier is None:
                 self._begin(self._config)
-            case (
-                PayloadChunk()
-                | LinkOrder()
-                | LinkProgress()
-                | LinkNote()
-                | CollectiveRows()
-                | CollectivesDone()
-            ) if self._carrier is not None:
+            case _ if self._carrier is not None and isinstance(message, Carried):
                 self._carrier.take(message, frames)
             case HostHeartbeat():
                 pass
