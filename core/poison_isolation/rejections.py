@@ -40,8 +40,7 @@ def fingerprint_of(request: Request) -> bytes:
 class Rejections:
     """Fingerprints of poison requests, with cause and expiry."""
 
-    def __init__(self, max_rejections: int = MAX_REJECTIONS) -> None:
-        self._max_rejections = max_rejections
+    def __init__(self) -> None:
         self.entries: OrderedDict[bytes, tuple[int, str]] = OrderedDict()
         """Fingerprint -> expiry and cause, oldest first."""
 
@@ -49,7 +48,7 @@ class Rejections:
         """Reject requests with this fingerprint from now on."""
         self.entries[key] = (now_ns + REJECTION_TTL_S * 1_000_000_000, cause)
         self.entries.move_to_end(key)
-        if len(self.entries) > self._max_rejections:
+        if len(self.entries) > MAX_REJECTIONS:
             self.entries.popitem(last=False)
 
     def answer_to(self, admit: Admit, now_ns: int) -> Failed | None:

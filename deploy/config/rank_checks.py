@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from quintet.deploy.config.device import num_gpus
 from quintet.deploy.config.flags import Options
@@ -24,9 +23,7 @@ peer access.
 """
 
 
-def check_gpu_ranks(
-    options: Options, environment: Mapping[str, str] = os.environ, root: Path = Path("/")
-) -> None:
+def check_gpu_ranks(options: Options) -> None:
     """Reject unsupported ranks on GPUs. If GPUs cannot be counted here, the executor checks their number."""
     size, engines = options.tensor_parallel_size, options.data_parallel_size
     only_on_cpus = (
@@ -39,7 +36,7 @@ def check_gpu_ranks(
             raise ConfigError(f"{flag} is supported on CPUs only: drop it, or add --device cpu")
     if size not in SIZES:
         raise ConfigError(f"{FLAG} is {size}; on GPUs it must be one of {', '.join(map(str, SIZES))}")
-    num_visible = num_gpus(environment, root)
+    num_visible = num_gpus(os.environ)
     if num_visible is not None and num_visible < size * engines:
         of_engines = f" with {engines} engines" if engines > 1 else ""
         raise ConfigError(

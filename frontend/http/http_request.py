@@ -247,10 +247,10 @@ class HttpRequest:
         """Send a JSON response."""
         await self.respond(status, msgspec.json.encode(value))
 
-    async def respond_error(self, error: RequestError, headers: Iterable[Header] = ()) -> None:
+    async def respond_error(self, error: RequestError) -> None:
         """Send an error in the format of the API, with its headers."""
         body = self.errors.body(error, self.request_id)
-        await self.respond(status_of(error), body, headers=[*headers_of(error), *headers])
+        await self.respond(status_of(error), body, headers=headers_of(error))
 
     async def start_stream(self, content_type: bytes, headers: Iterable[Header] = ()) -> None:
         """Send the head of a streamed response; follow with `write`."""

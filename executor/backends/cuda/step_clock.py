@@ -49,7 +49,6 @@ def wait_until_done(
     expected_end_s: float | None,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
-    relax: Callable[[], None] = os.sched_yield,
 ) -> None:
     """Wait for an event: sleep until `SPIN_S` before the expected end, poll until `SPIN_S` after it, then block."""
     if expected_end_s is not None:
@@ -59,5 +58,5 @@ def wait_until_done(
         while clock() < expected_end_s + SPIN_S:
             if is_done():
                 return
-            relax()  # sleep(0) takes 60 us on Linux
+            os.sched_yield()  # sleep(0) takes 60 us on Linux
     block()
