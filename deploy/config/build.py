@@ -43,6 +43,7 @@ from quintet.deploy.config.model.weights import (
     check_packed_cache,
     check_weights_fit,
     choose_quantization,
+    num_parameters_of,
     read_served_facts,
     weight_bytes_of,
 )
@@ -60,7 +61,6 @@ from quintet.deploy.config.sections import (
 from quintet.deploy.config.speculation import check_support, notes_on_keys
 from quintet.deploy.config.speculators import with_verifier
 from quintet.executor.backends.platforms.cores import usable_cores
-from quintet.executor.checkpoints.quant.formats.registry import check_contents
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.process.record import SUFFIX
 from quintet.wire.config import (
@@ -128,8 +128,6 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         notes.extend(filter(None, (note_of(options.model_impl, facts.architecture),)))
     check_activations(options, device, quantization)
     weights = read_served_facts(facts) if reads_weights else None
-    if facts.stored is not None and weights is not None:
-        check_contents(facts.stored, weights.contents, str(folder / "config.json"))
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
     notes.extend(_kv_dtype_notes(options, dtype))
     rules.check_prompt_embeds(options, facts)
@@ -148,8 +146,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         notes.append(f"KV blocks have {kv.block_size} tokens, to match the size of a recurrent state")
     if options.kv_cache_dtype == "auto" and facts.stored_kv_format is not None:
         notes.append(facts.stored_kv_format.note(device))
-    counted = weights.num_parameters if weights and facts.stored is None else None
-    num_parameters = facts.num_parameters if counted is None else counted
+    num_parameters = num_parameters_of(facts, weights)
     num_ranks = options.tensor_parallel_size
     copied, item_bytes = ranks.num_copied_parameters(options, facts), DTYPE_BYTES[dtype]
     weight_bytes = weight_bytes_of(

@@ -12,9 +12,13 @@ from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.hf_config import ModelFacts, read_facts
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
-from quintet.deploy.config.model.weights import loaded_quantization, read_served_facts, weight_bytes_of
+from quintet.deploy.config.model.weights import (
+    loaded_quantization,
+    num_parameters_of,
+    read_served_facts,
+    weight_bytes_of,
+)
 from quintet.deploy.config.speculation import FLAG, draft_model_name, needs_draft_model, speculative_method
-from quintet.executor.checkpoints.quant.formats.registry import check_contents
 from quintet.wire.config import DTYPE_BYTES, DraftModelConfig, Dtype, ModelConfig, Quantization
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
@@ -95,15 +99,10 @@ def _read_model(name: str, options: Options, block_size: int, group: int) -> Dra
     )
     _check_layers(facts, name)
     weights = read_served_facts(facts) if reads_weights else None
-    if facts.stored is not None and weights is not None:
-        check_contents(facts.stored, weights.contents, str(facts.path / "config.json"))
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
     quantization = loaded_quantization(options) if facts.stored is None else facts.stored.name
-    counted = weights.num_parameters if weights and facts.stored is None else None
-    num_parameters = facts.num_parameters if counted is None else counted
-    weight_bytes = weight_bytes_of(
-        num_parameters or 0, DTYPE_BYTES[dtype], quantization, facts.stored, weights, 0
-    )
+    num_parameters = num_parameters_of(facts, weights) or 0
+    weight_bytes = weight_bytes_of(num_parameters, DTYPE_BYTES[dtype], quantization, facts.stored, weights, 0)
     layout = draft_kv(options, facts, facts.kv_needs, block_size, DTYPE_BYTES[dtype])
     return DraftFacts(name, facts, dtype, quantization, weight_bytes, layout, group)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.model.hf_config import ModelFacts
-from quintet.executor.checkpoints.quant.formats.registry import check_agrees
+from quintet.executor.checkpoints.quant.formats.registry import check_agrees, check_contents
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
 from quintet.executor.checkpoints.weights.header import Entry, read_header
@@ -64,11 +64,22 @@ def facts_of(contents: Mapping[str, Entry]) -> WeightFacts:
 
 
 def read_served_facts(target: ModelFacts) -> WeightFacts:
-    """Return the sizes of the tensors that a served model loads: without layers for multi-token prediction, for example."""
+    """Return the sizes of the tensors that a served model loads: without layers for multi-token prediction, for example.
+
+    Raises `ConfigError` if no tensor is quantized, but the configuration declares quantized weights.
+    """
     weights, names = read_weight_facts(target.path), target.tensor_names
-    if names is None or not weights.contents:
-        return weights
-    return facts_of({name: weights.contents[name] for name in names.without_ignored(weights.contents)})
+    if names is not None and weights.contents:
+        weights = facts_of({name: weights.contents[name] for name in names.without_ignored(weights.contents)})
+    if target.stored is not None:
+        check_contents(target.stored, weights.contents, str(target.path / "config.json"))
+    return weights
+
+
+def num_parameters_of(facts: ModelFacts, weights: WeightFacts | None) -> int | None:
+    """Return the number of parameters of unquantized weights, else the one that follows from ``config.json``."""
+    counted = weights.num_parameters if weights and facts.stored is None else None
+    return facts.num_parameters if counted is None else counted
 
 
 def _of_parts(parts: GgufParts) -> WeightFacts:
