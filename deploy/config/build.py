@@ -11,7 +11,8 @@ import msgspec
 from quintet.deploy import embedded
 from quintet.deploy.config import network, ranks, rules
 from quintet.deploy.config.device import default_device
-from quintet.deploy.config.draft_model import read_draft
+from quintet.deploy.config.draft_head import HeadFacts
+from quintet.deploy.config.draft_model import DraftFacts, read_draft
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.kv.disk import kv_disk_config
 from quintet.deploy.config.kv.events import kv_events_config
@@ -99,87 +100,48 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     May download the model from the hub. Raises `ConfigError`.
     """
     options = with_verifier(with_kv_transfer_config(options))
-    rules.check_ranges(options)
-    rules.check_mock_only_flags(options)
-    rules.check_run_dir_length(run_dir)
-    notes: list[str] = []
-    kind: Kind = "mock" if options.executor == "mock" else "torch"
-    device: Device = _device(options, kind)
+    kind, device = _check_flags(options, run_dir)
     reads_weights = kind == "torch" and options.load_format == "auto"
-    rules.check_gpu_only_flags(options, device)
-    check_packed_cache(options, device)
-    ranks.check_flags(options, device)
-    check_support(options, kind, device)
-    notes.extend([*notes_on_keys(options), *notes_on_transfer(options)])
-    folder = locate_model(
-        options.model, reads_weights, with_code=options.trust_remote_code, revision=options.revision
-    )
-    packaged = packaged_generation(options.model) if options.generation_config == "auto" else {}
-    overrides = Overrides(options.hf_overrides, {**packaged, **options.override_generation_config})
-    facts = read_facts(
-        folder, options.generation_config, options.model_impl, overrides, with_weights=reads_weights
-    )
-    notes.extend(facts.notes)
+    facts = _read_facts(options, reads_weights)
+    notes = [*notes_on_keys(options), *notes_on_transfer(options), *facts.notes]
     facts = ranks.of_one_rank(options, facts, device)
     sum_leaves = ranks.sum_leaves(options, facts)
     quantization = choose_quantization(options, device, facts)
     if kind == "torch" and facts.implementation == "transformers":
         check_transformers_flags(options)
-        notes.extend(filter(None, (note_of(options.model_impl, facts.architecture),)))
     check_activations(options, device, quantization)
     weights = read_served_facts(facts) if reads_weights else None
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
-    notes.extend(_kv_dtype_notes(options, dtype))
+    item_bytes = DTYPE_BYTES[dtype]
     rules.check_prompt_embeds(options, facts)
-    rules.check_expert_widths(facts, device, DTYPE_BYTES[dtype])
-    kv = rules.kv_spec(options, device, facts, DTYPE_BYTES[dtype])
+    rules.check_expert_widths(facts, device, item_bytes)
+    kv = rules.kv_spec(options, device, facts, item_bytes)
     draft = read_draft(options, facts, kv, dtype)
-    draft_bytes, draft_weight_bytes, num_observed = draft.sizes if draft else (0, 0, 0)
     # Rank 0 alone has the draft model. Memory is planned per rank, so each counts a part; KV memory also per host.
-    draft_weight_bytes //= options.tensor_parallel_size
-    draft_bytes *= options.decode_context_parallel_size * options.nnodes
-    draft_bytes = -(-draft_bytes // options.tensor_parallel_size)
+    block_bytes = draft.sizes[0] * options.decode_context_parallel_size * options.nnodes if draft else 0
+    draft_bytes = -(-block_bytes // options.tensor_parallel_size)
     kv = msgspec.structs.replace(kv, draft_bytes=draft_bytes)
     ranks.check_attention(options, facts, device, kv.block_size)
-    ranks.check_gpu_rows(options, facts, device, DTYPE_BYTES[dtype])
-    if options.block_size is None and kv.block_size > rules.DEFAULT_BLOCK_SIZE:
-        notes.append(f"KV blocks have {kv.block_size} tokens, to match the size of a recurrent state")
-    if options.kv_cache_dtype == "auto" and facts.stored_kv_format is not None:
-        notes.append(facts.stored_kv_format.note(device))
+    ranks.check_gpu_rows(options, facts, device, item_bytes)
+    notes += _notes_on_model(options, kind, device, facts, kv, dtype)
     num_parameters = num_parameters_of(facts, weights)
-    num_ranks = options.tensor_parallel_size
-    copied, item_bytes = ranks.num_copied_parameters(options, facts), DTYPE_BYTES[dtype]
+    copied = ranks.num_copied_parameters(options, facts)
     weight_bytes = weight_bytes_of(
         num_parameters or 0, item_bytes, quantization, facts.stored, weights, copied
     )
-    weight_bytes //= num_ranks
-    stages, hosts = options.pipeline_parallel_size, options.nnodes
-    if kind == "torch" and device == "cpu":
-        local_ranks = num_ranks * stages // hosts
-        notes.extend(filter(None, (crowding(options.data_parallel_size, local_ranks, usable_cores()),)))
-    available_bytes = available_ram_bytes() // (options.data_parallel_size * num_ranks)
-    if kind == "torch" and device == "cpu":
-        check_weights_fit(
-            weight_bytes // hosts + draft_weight_bytes, available_bytes, options.data_parallel_size, num_ranks
-        )
-    shared_bytes = ranks.memory_shared(options, facts, device, DTYPE_BYTES[dtype], num_observed)
-    # Several stages divide shared memory among hosts; ranks of a single stage have all of it on each host.
-    local_shared_bytes = shared_bytes // (hosts if stages > 1 else 1)
-    reserved_bytes = weight_bytes // hosts + draft_weight_bytes + local_shared_bytes // num_ranks
-    cache, fitted = _cache_config(options, kind, device, facts, kv, available_bytes, reserved_bytes, notes)
-    warning = network.check(options) if http else None
-    if warning is not None:
-        notes.append(warning)
+    memory = _rank_memory(options, kind, device, facts, item_bytes, weight_bytes, draft)
+    cache, fitted = _cache_config(options, kind, device, facts, kv, memory, notes)
+    notes += filter(None, (network.check(options) if http else None,))
     model, more_notes = _model_config(options, facts, dtype, kv, fitted)
-    notes.extend(more_notes)
+    notes += more_notes
+    stage_bytes = memory.weight_bytes // options.pipeline_parallel_size if reads_weights else 0
     config = EngineConfig(
         run_dir=str(run_dir),
         model=model,
         cache=cache,
         scheduler=scheduler_config(options, kind, device, fitted, notes, draft.of(model) if draft else None),
         executor=executor_config(
-            *(options, kind, device, quantization, weight_bytes // stages if reads_weights else 0),
-            *(shared_bytes, sum_leaves),
+            options, kind, device, quantization, stage_bytes, memory.shared_bytes, sum_leaves
         ),
         frontend=frontend_config(options),
         processes=processes_config(options, http, external_frontends),
@@ -190,19 +152,95 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     )
     kv_formats = {
         name: msgspec.structs.replace(each, draft_bytes=draft_bytes)
-        for name, each in rules.kv_formats(options, device, facts, DTYPE_BYTES[dtype]).items()
+        for name, each in rules.kv_formats(options, device, facts, item_bytes).items()
     }
     return Resolution(config, weights, num_parameters, facts.stored, kv_formats, notes)
 
 
-def _kv_dtype_notes(options: Options, dtype: Dtype) -> list[str]:
-    """Return a note if ``--kv-cache-dtype`` names another data type than the model's, which the KV cache has."""
-    named = options.kv_cache_dtype
-    if named not in DTYPE_BYTES or named == dtype:
-        return []
-    return [
-        f"--kv-cache-dtype {named}: the KV cache has the model's data type, {dtype}; --dtype {named} changes both"
-    ]
+def _check_flags(options: Options, run_dir: Path) -> tuple[Kind, Device]:
+    """Check the flags that need no model. Return the kind of executor, and its device."""
+    rules.check_ranges(options)
+    rules.check_mock_only_flags(options)
+    rules.check_run_dir_length(run_dir)
+    kind: Kind = "mock" if options.executor == "mock" else "torch"
+    device = _device(options, kind)
+    rules.check_gpu_only_flags(options, device)
+    check_packed_cache(options, device)
+    ranks.check_flags(options, device)
+    check_support(options, kind, device)
+    return kind, device
+
+
+def _read_facts(options: Options, reads_weights: bool) -> ModelFacts:
+    """Locate the served model, and read its files."""
+    folder = locate_model(
+        options.model, reads_weights, with_code=options.trust_remote_code, revision=options.revision
+    )
+    packaged = packaged_generation(options.model) if options.generation_config == "auto" else {}
+    overrides = Overrides(options.hf_overrides, {**packaged, **options.override_generation_config})
+    return read_facts(
+        folder, options.generation_config, options.model_impl, overrides, with_weights=reads_weights
+    )
+
+
+def _notes_on_model(
+    options: Options, kind: Kind, device: Device, facts: ModelFacts, kv: KvSpec, dtype: Dtype
+) -> list[str]:
+    """Return notes on the implementation, the KV layout and the processors."""
+    notes: list[str | None] = []
+    if kind == "torch" and facts.implementation == "transformers":
+        notes.append(note_of(options.model_impl, facts.architecture))
+    if options.kv_cache_dtype in DTYPE_BYTES and options.kv_cache_dtype != dtype:
+        notes.append(
+            f"--kv-cache-dtype {options.kv_cache_dtype}: the KV cache has the model's data type, {dtype};"
+            f" --dtype {options.kv_cache_dtype} changes both"
+        )
+    if options.block_size is None and kv.block_size > rules.DEFAULT_BLOCK_SIZE:
+        notes.append(f"KV blocks have {kv.block_size} tokens, to match the size of a recurrent state")
+    if options.kv_cache_dtype == "auto" and facts.stored_kv_format is not None:
+        notes.append(facts.stored_kv_format.note(device))
+    if kind == "torch" and device == "cpu":
+        local_ranks = options.tensor_parallel_size * options.pipeline_parallel_size // options.nnodes
+        notes.append(crowding(options.data_parallel_size, local_ranks, usable_cores()))
+    return [*filter(None, notes)]
+
+
+@dataclass(frozen=True, slots=True)
+class _RankMemory:
+    """Memory of one rank."""
+
+    available_bytes: int
+    reserved_bytes: int
+    """Part of the available memory that weights and shared memory use."""
+    weight_bytes: int
+    """Weights of the served model, over all stages and hosts."""
+    shared_bytes: int
+    """Memory shared by all ranks."""
+
+
+def _rank_memory(
+    options: Options,
+    kind: Kind,
+    device: Device,
+    facts: ModelFacts,
+    item_bytes: int,
+    weight_bytes: int,
+    draft: DraftFacts | HeadFacts | None,
+) -> _RankMemory:
+    """Divide memory among ranks. weight_bytes: of all ranks. Raises `ConfigError` if the weights do not fit."""
+    num_ranks, stages, hosts = options.tensor_parallel_size, options.pipeline_parallel_size, options.nnodes
+    _, draft_weight_bytes, num_observed = draft.sizes if draft else (0, 0, 0)
+    weight_bytes //= num_ranks
+    # Rank 0 alone has the draft model. Memory is planned per rank, so each counts a part.
+    local_weight_bytes = weight_bytes // hosts + draft_weight_bytes // num_ranks
+    available_bytes = available_ram_bytes() // (options.data_parallel_size * num_ranks)
+    if kind == "torch" and device == "cpu":
+        check_weights_fit(local_weight_bytes, available_bytes, options.data_parallel_size, num_ranks)
+    shared_bytes = ranks.memory_shared(options, facts, device, item_bytes, num_observed)
+    # Several stages divide shared memory among hosts; ranks of a single stage have all of it on each host.
+    local_shared_bytes = shared_bytes // (hosts if stages > 1 else 1)
+    reserved_bytes = local_weight_bytes + local_shared_bytes // num_ranks
+    return _RankMemory(available_bytes, reserved_bytes, weight_bytes, shared_bytes)
 
 
 def _cache_config(
@@ -211,20 +249,15 @@ def _cache_config(
     device: Device,
     facts: ModelFacts,
     kv: KvSpec,
-    available_bytes: int,
-    reserved_bytes: int,
+    memory: _RankMemory,
     notes: list[str],
 ) -> tuple[CacheConfig, int]:
-    """Return the KV cache section, and the maximum context length that fits into KV memory.
-
-    available_bytes: memory of a rank. reserved_bytes: the part used by weights and shared memory. Appends to ``notes``.
-    """
+    """Return the KV cache section, and the maximum context length that fits into KV memory. Appends to ``notes``."""
     path = hf_config_path(facts.path)
     max_model_len = rules.derive_max_model_len(options.max_model_len, facts.max_model_len, path)
     step_tokens = rules.most_step_tokens(options, device, max_model_len)
-    memory_bytes = _kv_memory(
-        options, device, kind, available_bytes - reserved_bytes, kv, max_model_len, step_tokens
-    )
+    left_bytes = memory.available_bytes - memory.reserved_bytes
+    memory_bytes = _kv_memory(options, device, kind, left_bytes, kv, max_model_len, step_tokens)
     fitted = max_model_len
     if memory_bytes:
         fitted = rules.fit_max_model_len(
@@ -254,7 +287,7 @@ def _cache_config(
         dtype=rules.kv_format(options, device, facts),
         gpu_memory_utilization=options.gpu_memory_utilization,
         swap_bytes=rules.derive_swap_bytes(
-            options.swap_space, device, kind, available_bytes * options.tensor_parallel_size
+            options.swap_space, device, kind, memory.available_bytes * options.tensor_parallel_size
         )
         * options.decode_context_parallel_size
         // options.tensor_parallel_size,

@@ -39,7 +39,6 @@ LONG_FILES = {
     "wire/config.py": (510, "the configuration, section by section"),
 }
 LONG_FUNCTIONS = {
-    "deploy/config/build.py: resolve": (131, "fills the whole configuration, section by section"),
     "core/metrics.py: __init__": (92, "the table of the core's metrics"),
     "process/child.py: child_main": (70, "a process from its first line to its last, in order"),
     "bench/kernels/linear.py: measure": (70, "one measurement, from its arrays to its results"),
