@@ -172,7 +172,7 @@ def _of_mamba2(leaf: str, groups: int) -> Arrange:
     return _squeezed
 
 
-def _nemotron_h(block: str, leaf: str, name: str, config: Config) -> Iterator[Named]:
+def _of_grouped_states(block: str, leaf: str, name: str, config: Config) -> Iterator[Named]:
     yield name, _of_mamba2(leaf, config["n_groups"])
 
 
@@ -295,11 +295,14 @@ CONVERT: dict[str, Callable[[str, str, str, Config], Iterator[Named]]] = {
     "granitemoe": _granite,
     "internlm2": _internlm2,
     "jamba": _of_states,
+    "lfm2": _of_states,
     "lfm2moe": _of_states,
     "llama4": _llama4,
+    "mamba": _of_states,
+    "mamba2": _of_grouped_states,
     "minicpm": _of_pairs,
     "mistral3": _of_pairs,
-    "nemotron_h": _nemotron_h,
+    "nemotron_h": _of_grouped_states,
     "qwen35": _delta,
     "qwen35moe": _delta,
     "qwen3next": _delta,

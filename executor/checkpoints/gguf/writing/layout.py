@@ -211,8 +211,6 @@ def _arranged(name: str, config: Config, arch: str) -> Make:
         return lambda tensors: tensors[0].float() + 1.0
     if ".query_key_value." in name and arch not in ("bailingmoe", "bailingmoe2", "chatglm"):
         return lambda tensors: _ungrouped(tensors[0], config)
-    if arch in ("mamba", "mamba2", "lfm2"):
-        return lambda tensors: _of_a_state(name, tensors[0], config)
     if arch == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name):
         return lambda tensors: tensors[0].t()
     if arch in _INTERLEAVED_ROPE:
@@ -229,17 +227,3 @@ def _ungrouped(tensor: torch.Tensor, config: Config) -> torch.Tensor:
     groups = tensor.reshape(kv_heads, heads // kv_heads + 2, head_dim(config), *tensor.shape[1:])
     parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
     return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
-
-
-def _of_a_state(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
-    """Return a recurrent mixer's parameter in llama.cpp's form: decay rate instead of its logarithm; no dimensions of
-    size 1."""
-    if name.endswith("A_log"):
-        tensor = -torch.exp(tensor.float())
-    if tensor.dim() == 3:
-        return tensor.squeeze(1)
-    if config["model_type"] == "mamba2" and name.endswith(("A_log", ".D")):
-        return tensor.reshape(-1, 1)
-    if config["model_type"] == "mamba2" and name.endswith("mixer.norm.weight"):
-        return tensor.reshape(config["n_groups"], -1)
-    return tensor
