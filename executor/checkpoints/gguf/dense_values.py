@@ -8,7 +8,8 @@ from quintet.executor.checkpoints.gguf.common_values import Values, common, laye
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 
 
-def _gemma_cap(metadata: GgufMetadata) -> Values:
+def gemma2(metadata: GgufMetadata) -> Values:
+    """Return the values of Gemma 2."""
     heads, hidden = max(metadata.whole("attention.head_count"), 1), metadata.whole("embedding_length")
     largest = num_layers(metadata) == (46 if metadata.architecture == "gemma2" else 62)
     return {
@@ -17,11 +18,6 @@ def _gemma_cap(metadata: GgufMetadata) -> Values:
         "final_logit_softcapping": metadata.get("final_logit_softcapping"),
         "sliding_window": metadata.get("attention.sliding_window"),
     }
-
-
-def gemma2(metadata: GgufMetadata) -> Values:
-    """Return the values of Gemma 2."""
-    return _gemma_cap(metadata)
 
 
 def gemma3(metadata: GgufMetadata) -> Values:
