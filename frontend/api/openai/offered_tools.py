@@ -17,7 +17,7 @@ import msgspec
 
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
-from quintet.frontend.api.openai.types import RawField
+from quintet.frontend.api.openai.types import FunctionTool, RawField
 from quintet.wire.params import shown
 
 CallKind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "tool_search"]
@@ -83,6 +83,16 @@ PREDEFINED_TOOLS: dict[CallKind, tuple[str, dict[str, Any]]] = {
 }
 """Client-side tools of the Responses API with a type but no schema: description and parameters."""
 _COMMANDS = ["view", "create", "str_replace", "insert"]
+_FILE_CHANGE: dict[str, Any] = {
+    "path": TEXT,
+    "view_range": {"type": "array", "items": {"type": "integer"}},
+    "file_text": TEXT,
+    "old_str": TEXT,
+    "new_str": TEXT,
+    "insert_line": {"type": "integer"},
+    "insert_text": TEXT,
+}
+"""Arguments of both tools with these commands."""
 CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "bash_": (
         "Run a command in a persistent shell.",
@@ -100,13 +110,7 @@ CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
             "type": "object",
             "properties": {
                 "command": {"type": "string", "enum": _COMMANDS},
-                "path": TEXT,
-                "view_range": {"type": "array", "items": {"type": "integer"}},
-                "file_text": TEXT,
-                "old_str": TEXT,
-                "new_str": TEXT,
-                "insert_line": {"type": "integer"},
-                "insert_text": TEXT,
+                **_FILE_CHANGE,
             },
             "required": ["command", "path"],
         },
@@ -117,13 +121,7 @@ CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
             "type": "object",
             "properties": {
                 "command": {"type": "string", "enum": [*_COMMANDS, "delete", "rename"]},
-                "path": TEXT,
-                "view_range": {"type": "array", "items": {"type": "integer"}},
-                "file_text": TEXT,
-                "old_str": TEXT,
-                "new_str": TEXT,
-                "insert_line": {"type": "integer"},
-                "insert_text": TEXT,
+                **_FILE_CHANGE,
                 "old_path": TEXT,
                 "new_path": TEXT,
             },
@@ -134,15 +132,6 @@ CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
 """Anthropic's client-side tools without a schema, by type prefix."""
 
 _log = logging.getLogger("quintet")
-
-
-class SentFunction(msgspec.Struct, kw_only=True):
-    """Function of a tool, in chat completions format."""
-
-    name: str
-    description: str | None = None
-    parameters: RawField = msgspec.UNSET
-    strict: bool | None = None
 
 
 class SentCustom(msgspec.Struct, kw_only=True):
@@ -162,7 +151,7 @@ class SentTool(msgspec.Struct, kw_only=True):
     parameters: RawField = msgspec.UNSET
     input_schema: RawField = msgspec.UNSET
     strict: bool | None = None
-    function: SentFunction | None = None
+    function: FunctionTool | None = None
     custom: SentCustom | None = None
     format: RawField = msgspec.UNSET
     tools: list[SentTool] | None = None
