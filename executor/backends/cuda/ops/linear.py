@@ -361,5 +361,17 @@ def check_rows(
     return out
 
 
+def check_groups(
+    tiles: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Raise `OperandError` for unsupported tiles or bias of a grouped product. shape: of the bias."""
+    if bias is not None and (bias.shape != shape or not bias.is_contiguous() or bias.dtype != dtype):
+        raise OperandError(f"bias: {bias.dtype}{list(bias.shape)}; expected contiguous {dtype}{list(shape)}")
+    if tiles.dtype != torch.int32 or tiles.ndim != 2 or len(tiles) != 3 or not tiles.is_contiguous():
+        raise OperandError(
+            f"tiles: {tiles.dtype}{list(tiles.shape)}; expected contiguous torch.int32[3, tiles]"
+        )
+
+
 def _ceil(count: int, size: int) -> int:
     return -(-count // size)

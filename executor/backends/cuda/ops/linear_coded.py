@@ -20,6 +20,7 @@ from quintet.executor.backends.cuda.ops.linear import (
     CHUNK_UNIT,
     OperandError,
     SplitMemory,
+    check_groups,
     check_rows,
     chunk_units,
     splitting_is_faster,
@@ -140,16 +141,7 @@ def coded_grouped_matmul(
             " weight per group"
         )
     out = check_rows(device, x, layout.columns, None, None)
-    if bias is not None and (
-        bias.shape != (count, layout.columns) or not bias.is_contiguous() or bias.dtype != x.dtype
-    ):
-        raise OperandError(
-            f"bias: {bias.dtype}{list(bias.shape)}; expected contiguous {x.dtype}{[count, layout.columns]}"
-        )
-    if tiles.dtype != torch.int32 or tiles.ndim != 2 or len(tiles) != 3 or not tiles.is_contiguous():
-        raise OperandError(
-            f"tiles: {tiles.dtype}{list(tiles.shape)}; expected contiguous torch.int32[3, tiles]"
-        )
+    check_groups(tiles, bias, (count, layout.columns), x.dtype)
     if len(x):
         num_tiles = tiles.shape[1]
         device.launch(

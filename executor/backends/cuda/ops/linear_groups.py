@@ -13,6 +13,7 @@ from quintet.executor.backends.cuda.ops.linear import (
     SUFFIXES,
     OperandError,
     Tile,
+    check_groups,
     choose_tile,
     chunk_units,
     tiles_of,
@@ -65,16 +66,7 @@ def grouped_matmul(
             f"x: {list(x.shape)} of {x.dtype}; expected contiguous, 16-byte aligned tensors with a depth that is a multiple of"
             f" {16 // x.dtype.itemsize}, because kernels load 16 bytes at a time"
         )
-    if bias is not None and (
-        bias.shape != weight.shape[:2] or not bias.is_contiguous() or bias.dtype != x.dtype
-    ):
-        raise OperandError(
-            f"bias: {bias.dtype}{list(bias.shape)}; expected contiguous {x.dtype}{list(weight.shape[:2])}"
-        )
-    if tiles.dtype != torch.int32 or tiles.ndim != 2 or len(tiles) != 3 or not tiles.is_contiguous():
-        raise OperandError(
-            f"tiles: {tiles.dtype}{list(tiles.shape)}; expected contiguous torch.int32[3, tiles]"
-        )
+    check_groups(tiles, bias, (len(weight), columns), x.dtype)
     if num_rows and columns:
         num_tiles = tiles.shape[1]
         device.launch(
