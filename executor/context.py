@@ -13,7 +13,11 @@ import msgspec
 
 from quintet.executor.backends.platforms.platform import Platform, open_platform
 from quintet.executor.model_config.share import OUTPUT, WHOLE, Share, share_of
-from quintet.executor.model_config.state_specs import num_draft_states
+from quintet.executor.model_config.state_specs import (
+    STATES_PER_REQUEST,
+    num_draft_model_states,
+    num_draft_states,
+)
 from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from quintet.executor.distributed.parallel.ranks import Ranks
     from quintet.executor.kv_memory import KvMemory
     from quintet.executor.models.model import CausalModel
+    from quintet.wire.kv_spec import KvSpec
 
 TARGET, DRAFT, DRAFT_OUTPUT = "target", "draft", "draft output"
 """Names of the model that the server serves, of its draft model, and of the whole output layer that a head needs."""
@@ -75,6 +80,8 @@ class WorkerContext:
     models: dict[str, LoadedModel] = field(default_factory=dict)
     kv: KvMemory | None = None
     """KV memory of all models, after the back end has reserved it."""
+    states: tuple[KvSpec, int] | None = None
+    """Recurrent states of a draft model (`DraftModelConfig.states`), and their number."""
     _platform: Platform | None = None
     _started: float = field(default_factory=time.monotonic)
 
@@ -149,6 +156,9 @@ class WorkerContext:
         kv, device, num_blocks = self.config.model.kv, self.platform.device, self.num_blocks()
         num_states = num_draft_states(self.config.scheduler, kv, num_blocks)
         self.kv = KvMemory.reserve(kv, num_blocks, dtype, device, self.share, num_states)
+        if self.states is not None:
+            spec, num_states = self.states
+            self.kv.states = KvMemory.reserve(spec, num_states, dtype, device)
         return self.kv
 
     def of_draft(self, max_step_tokens: int) -> WorkerContext | None:
@@ -159,12 +169,12 @@ class WorkerContext:
         speculative, scheduler = self.config.scheduler.speculative, self.config.scheduler
         if speculative is None or speculative.draft is None:
             return None
-        model, replace = speculative.draft.model, msgspec.structs.replace
+        model, replace, num_blocks = speculative.draft.model, msgspec.structs.replace, self.num_blocks()
         config = replace(
             self.config,
             model=model,
             cache=replace(
-                self.config.cache, memory_bytes=self.num_blocks() * model.kv.bytes_per_block, dtype="model"
+                self.config.cache, memory_bytes=num_blocks * model.kv.bytes_per_block, dtype="model"
             ),
             executor=replace(
                 self.config.executor,
@@ -180,7 +190,11 @@ class WorkerContext:
             ),
             scheduler=replace(scheduler, max_num_batched_tokens=max_step_tokens, speculative=None),
         )
-        return WorkerContext(config, _platform=self.platform)
+        states = None
+        if speculative.draft.states is not None:
+            num_requests = num_draft_model_states(scheduler, self.config.model.kv, num_blocks)
+            states = speculative.draft.states, STATES_PER_REQUEST * num_requests
+        return WorkerContext(config, states=states, _platform=self.platform)
 
     def add_draft(self, draft: WorkerContext) -> None:
         """Add the draft model after its weights are loaded."""

@@ -34,6 +34,8 @@ class KvMemory:
         stripe: blocks that this process writes, if ranks share the memory (context parallelism). num_draft_states: of each
         state group, in the last blocks (`quintet.executor.speculation.draft_states`).
         """
+        self.states: KvMemory | None = None
+        """Recurrent states of a draft model. Those of a served model are in ``places``."""
         self.num_draft_states = num_draft_states
         self.spec, self.places, self.dtype, self.stripe = spec, places, dtype, stripe
         self._of_layer: dict[int, tuple[int, Planes]] = {}

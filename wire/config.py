@@ -230,7 +230,7 @@ class DraftModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A smaller model that proposes draft tokens."""
 
     model: ModelConfig
-    """Its ``kv`` has one group: a block holds the same tokens as the served model's block of the same id."""
+    """Its ``kv`` has one group: a block holds the same tokens as the served model's block of the same id. No states."""
     group: int
     """The served model's group with full attention; the draft model uses its block table."""
     quantization: Quantization = "none"
@@ -238,6 +238,8 @@ class DraftModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Approximate memory of the weights."""
     aux_layers: list[int] = []
     """Of a draft head: layers of the served model after which it reads hidden states."""
+    states: KvSpec | None = None
+    """Layers with recurrent states, if any, in memory of their own: an empty group in place of ``model.kv``'s, then theirs."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -295,6 +295,7 @@ def _other_memory(plan: Plan) -> list[tuple[str, str]]:
     rows = (
         ("attention scratch", plan.attention_scratch_bytes, f"for all layers{divided}"),
         ("draft states", plan.draft_state_bytes, "for the recurrent states before drafts"),
+        ("draft model states", plan.draft.state_bytes if plan.draft else 0, "of its requests"),
         ("shared by ranks", plan.shared_bytes, "for messages between ranks"),
     )
     return [

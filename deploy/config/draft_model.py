@@ -21,7 +21,7 @@ from quintet.deploy.config.model.weights import (
 from quintet.deploy.config.speculation import FLAG, draft_model_name, needs_draft_model, speculative_method
 from quintet.wire.config import DTYPE_BYTES, DraftModelConfig, Dtype, ModelConfig, Quantization
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import ALIGNMENT, KvGroup, KvSpec
 from quintet.wire.model_files import read_json
 
 
@@ -37,6 +37,8 @@ class DraftFacts:
     kv: KvSpec
     group: int
     """See `DraftModelConfig.group`."""
+    states: KvSpec | None
+    """See `DraftModelConfig.states`."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -64,6 +66,7 @@ class DraftFacts:
             group=self.group,
             quantization=self.quantization,
             weight_bytes=self.weight_bytes,
+            states=self.states,
         )
 
 
@@ -80,43 +83,59 @@ def read_draft(
     group = next((index for index, each in enumerate(kv.groups) if each.kind == "full"), None)
     if method == "medusa":
         group = 0  # unused: the heads have no keys and values
+    if name is None or method in HEAD_METHODS:
+        return read_head(name, options, target, dtype, kv.block_size, _existing(group, target))
+    return _read_model(name, options, target, kv.block_size, group)
+
+
+def _existing(group: int | None, target: ModelFacts) -> int:
+    """Return the group, if there is one."""
     if group is None:
         raise ConfigError(
             f"{FLAG}: {target.path} has no layer with full attention; a draft model or head uses the blocks of such a layer: use"
             " the method ngram"
         )
-    if name is None or method in HEAD_METHODS:
-        return read_head(name, options, target, dtype, kv.block_size, group)
-    return _read_model(name, options, kv.block_size, group)
+    return group
 
 
-def _read_model(name: str, options: Options, block_size: int, group: int) -> DraftFacts:
+def _read_model(
+    name: str, options: Options, target: ModelFacts, block_size: int, group: int | None
+) -> DraftFacts:
     reads_weights = options.load_format == "auto"
     facts = read_facts(
         locate_model(name, reads_weights, flag=f"{FLAG}: model"),
         generation_config="none",
         with_weights=reads_weights,
     )
-    _check_layers(facts, name)
-    weights = read_served_facts(facts) if reads_weights else None
-    dtype = facts.dtype if options.dtype == "auto" else options.dtype
-    quantization = loaded_quantization(options) if facts.stored is None else facts.stored.name
-    num_parameters = num_parameters_of(facts, weights) or 0
-    weight_bytes = weight_bytes_of(num_parameters, DTYPE_BYTES[dtype], quantization, facts.stored, weights, 0)
-    layout = draft_kv(options, facts, facts.kv_needs, block_size, DTYPE_BYTES[dtype])
-    return DraftFacts(name, facts, dtype, quantization, weight_bytes, layout, group)
-
-
-def _check_layers(facts: ModelFacts, name: str) -> None:
     if facts.implementation != "quintet":
         raise ConfigError(
             f"{FLAG}: draft model {name!r} has the architecture {facts.architecture}, which only transformers computes; use"
             " one that docs/models.md lists"
         )
-    if any(facts.state_needs) or not any(facts.kv_needs):
-        raise ConfigError(
-            f"{FLAG}: draft model {name!r} has layers with recurrent states; use one with attention in all layers"
-        )
+    weights = read_served_facts(facts) if reads_weights else None
+    dtype = facts.dtype if options.dtype == "auto" else options.dtype
+    quantization = loaded_quantization(options) if facts.stored is None else facts.stored.name
+    num_parameters = num_parameters_of(facts, weights) or 0
+    weight_bytes = weight_bytes_of(num_parameters, DTYPE_BYTES[dtype], quantization, facts.stored, weights, 0)
+    states = _state_layout(facts, block_size, DTYPE_BYTES[dtype])
+    if any(facts.kv_needs):
+        group = _existing(group, target)
+        layout = draft_kv(options, facts, facts.kv_needs, block_size, DTYPE_BYTES[dtype])
+    else:
+        group, layout = (
+            0,
+            KvSpec([KvGroup("full", [])], 1, ALIGNMENT, block_size),
+        )  # unused: no keys and values
+    return DraftFacts(name, facts, dtype, quantization, weight_bytes, layout, group, states)
+
+
+def _state_layout(facts: ModelFacts, block_size: int, dtype_bytes: int) -> KvSpec | None:
+    """Return the layout of a model's recurrent states (`DraftModelConfig.states`), if it has some."""
+    sizes = {layer: need.num_bytes(dtype_bytes) for layer, need in enumerate(facts.state_needs) if need}
+    if not sizes:
+        return None
+    groups = [KvGroup("full", []), KvGroup("state", list(sizes))]
+    return KvSpec(groups, len(sizes), -(-max(sizes.values()) // ALIGNMENT) * ALIGNMENT, block_size)
 
 
 def _check_tokens(name: str, ours: Mapping[int, str], served: Mapping[int, str]) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from quintet.deploy.config.memory import format_size
-from quintet.executor.model_config.state_specs import num_draft_states
+from quintet.executor.model_config.state_specs import (
+    STATES_PER_REQUEST,
+    num_draft_model_states,
+    num_draft_states,
+)
 from quintet.wire.config import EngineConfig
 
 
@@ -19,6 +23,8 @@ class DraftPlan(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_bytes_per_token: int
     max_model_len: int
+    state_bytes: int
+    """Maximum memory of its recurrent states, in addition to KV memory; 0 without such layers."""
 
 
 def draft_plan(config: EngineConfig) -> DraftPlan | None:
@@ -27,10 +33,15 @@ def draft_plan(config: EngineConfig) -> DraftPlan | None:
     draft = None if speculative is None else speculative.draft
     if draft is None:
         return None
-    kv, model = draft.model.kv, draft.model
+    kv, model, served = draft.model.kv, draft.model, config.model.kv
+    state_bytes = 0
+    if draft.states is not None:
+        num_blocks = served.num_blocks(config.cache.memory_bytes)
+        num_requests = num_draft_model_states(config.scheduler, served, num_blocks)
+        state_bytes = num_requests * STATES_PER_REQUEST * draft.states.bytes_per_block
     return DraftPlan(
         *(model.served_names[0], model.architecture, model.dtype, draft.quantization, draft.weight_bytes),
-        *(kv.bytes_per_token, model.max_model_len),
+        *(kv.bytes_per_token, model.max_model_len, state_bytes),
     )
 
 

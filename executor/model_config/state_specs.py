@@ -19,7 +19,9 @@ from quintet.wire.kv_spec import KvSpec
 _LINE_BYTES, _FP32_BYTES = 64, 4
 
 DRAFT_STATES_SHARE = 1 / 8
-"""Maximum size of all draft states, as a share of the KV memory that they are added to."""
+"""Maximum size of all draft states, as a share of the KV memory that they are added to. Also of a draft model's states."""
+STATES_PER_REQUEST = 2
+"""States of a draft model: after the known tokens, and after drafts. See `quintet.executor.speculation.draft_model`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,3 +251,13 @@ def num_draft_states(scheduler: SchedulerConfig, kv: KvSpec, num_blocks: int) ->
     of_request = scheduler.speculative.num_speculative_tokens
     fitting = int(DRAFT_STATES_SHARE * num_blocks) // num_groups
     return min(of_request * scheduler.max_num_seqs, max(of_request, fitting))
+
+
+def num_draft_model_states(scheduler: SchedulerConfig, kv: KvSpec, num_blocks: int) -> int:
+    """Return the number of requests with recurrent states of the draft model; 0 without such states. kv: of the served model."""
+    draft = None if scheduler.speculative is None else scheduler.speculative.draft
+    if draft is None or draft.states is None:
+        return 0
+    fitting = int(DRAFT_STATES_SHARE * num_blocks * kv.bytes_per_block)
+    fitting //= STATES_PER_REQUEST * draft.states.bytes_per_block
+    return min(scheduler.max_num_seqs, max(1, fitting))

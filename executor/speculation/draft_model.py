@@ -14,6 +14,15 @@ drawn:
 
 Missing tokens are computed in steps of limited size. A row gets drafts once none is missing. Rows with a common prefix may
 lack the same block: one of them computes it, the others wait for the next step.
+
+A model with recurrent states has two per request: the *kept* one is after the computed tokens, the other one after the drafts:
+
+    first step       reads the kept state, writes it             after t41
+    further steps    read the kept one, then the other one       after d42, d43, …
+                     write the other one
+
+After the verification, the next first step reads the other state if all drafts in it became tokens. Else it reads the kept
+one and computes the accepted tokens again. Prefixes in the cache have no states, so each request computes all its tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +32,8 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from quintet.executor.kv_memory import KvMemory
+from quintet.executor.model_config.state_specs import STATES_PER_REQUEST
 from quintet.executor.ragged import Int, ranges
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.sampler import Sampler
@@ -40,10 +51,38 @@ MAX_STEP_TOKENS = 512
 
 _UNKNOWN = -1
 
+_TILE = 16
+"""Tokens of a block that the kernels write together: the first one clears those after it."""
+
 
 def draft_tokens(limits: SchedulerConfig) -> int:
     """Return the limit of a draft model's step: at least one token of each request."""
     return max(min(limits.max_num_batched_tokens, MAX_STEP_TOKENS), limits.max_num_seqs)
+
+
+class RequestStates:
+    """Recurrent states of a draft model: `STATES_PER_REQUEST` of each request, of a limited number of requests."""
+
+    def __init__(self, tables: SlotTables, num_states: int) -> None:
+        """tables: of the draft model; their second group names the states."""
+        self._table, self._is_used = tables.block_table[1], tables.is_used
+        self._of_slot: Int = np.full(len(self._is_used), -1)
+        self._all = np.arange(num_states // STATES_PER_REQUEST)
+
+    def assign(self, slots: Int) -> NDArray[np.bool_]:
+        """Assign states to these slots, as far as ended requests have left some. Return which slots have states."""
+        self._of_slot[~self._is_used] = -1
+        lacking = slots[self._of_slot[slots] < 0]
+        if len(lacking):
+            free = np.setdiff1d(self._all, self._of_slot)[: len(lacking)]
+            self._of_slot[lacking[: len(free)]] = free
+        return self._of_slot[slots] >= 0
+
+    def use(self, slots: Int, reads_drafts: NDArray[np.bool_], *, writes_drafts: bool) -> None:
+        """Choose the states of the next step of these slots: the kept ones, or those after drafts."""
+        firsts = STATES_PER_REQUEST * self._of_slot[slots]
+        self._table[slots, 0] = firsts + reads_drafts
+        self._table[slots, 1] = firsts + writes_drafts
 
 
 class DraftModel:
@@ -56,15 +95,19 @@ class DraftModel:
         self,
         config: DraftModelConfig,
         runner: Runner,
-        num_blocks: int,
+        kv: KvMemory,
         max_tokens: int,
         vocab_size: int,
         tables: SlotTables,
         sampler: Sampler,
     ) -> None:
-        """tables, sampler: of the served model. max_tokens: limit of ``runner``. vocab_size: of the served model."""
-        self._runner, self._sampler = runner, sampler
+        """kv, max_tokens: of ``runner``. vocab_size, tables, sampler: of the served model."""
+        self._runner, self._kv, self._sampler = runner, kv, sampler
         self._tables = tables.of_group(config.group, config.model.kv)
+        self._states: RequestStates | None = None
+        if kv.states is not None:
+            self._tables.block_table = np.zeros((2, *tables.block_table.shape[1:]), np.int32)
+            self._states = RequestStates(self._tables, len(kv.states.places[0]))
         self._group, self._block_size = config.group, config.model.kv.block_size
         self._token_ids: Tokens = tables.token_ids.numpy()
         self._block_table = self._tables.block_table[0]
@@ -75,7 +118,7 @@ class DraftModel:
         """Leading tokens of each slot with keys and values, without drafts."""
         self._computed_drafts: Tokens = np.full((num_slots, MAX_DRAFTS), -1, np.int32)
         """Drafts with keys and values after those tokens; -1 after the last one."""
-        self._block_tokens: Int = np.zeros(num_blocks, np.int64)
+        self._block_tokens: Int = np.zeros(len(kv.places[0]), np.int64)
         """Leading tokens of each block with keys and values, without drafts."""
         self._time = StepTime()
 
@@ -90,7 +133,11 @@ class DraftModel:
     def note(self, plan: StepPlan) -> None:
         """See `Drafter.note`. Blocks that the served model fills, copies or restores have no keys and values here."""
         if plan.new_rows:
-            self._num_computed[[row.slot for row in plan.new_rows]] = _UNKNOWN
+            new_slots = [row.slot for row in plan.new_rows]
+            self._num_computed[new_slots], self._computed_drafts[new_slots] = _UNKNOWN, -1
+        if self._states is not None:
+            self._note_blocks(plan)
+            return
         if plan.blocks:
             begins = np.zeros(len(self._num_computed), np.int64)
             if plan.new_rows:
@@ -104,6 +151,15 @@ class DraftModel:
             self._block_tokens[np.frombuffer(plan.swaps_in, np.int32)[::2]] = 0
         if plan.copies:
             self._block_tokens[np.frombuffer(plan.copies, np.int32)[1::2]] = 0
+
+    def _note_blocks(self, plan: StepPlan) -> None:
+        """Copy the plan's block entries and blocks: a request with states does not compute its tokens again."""
+        if plan.blocks:
+            entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 4)
+            entries = entries[entries[:, 1] == self._group]
+            self._block_table[entries[:, 0], entries[:, 2]] = entries[:, 3]
+        if plan.copies:
+            self._kv.copy(plan.copies)
 
     def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
         """See `Drafter.note_computed`."""
@@ -120,19 +176,29 @@ class DraftModel:
         known = self._known(slots, ends)
         begins = known + self._num_matching(slots, known, ends)
         counts = np.minimum(rows.counts, self._max_len - ends)
-        missing = np.where((counts > 0) & self._has_words(slots, begins, ends), ends - begins, 0)
+        is_able = (counts > 0) & self._has_words(slots, begins, ends)
+        if self._states is not None:
+            is_able[is_able] = self._states.assign(slots[is_able])
+        missing = np.where(is_able, ends - begins, 0)
         order = np.argsort(missing, kind="stable")
         room = np.empty_like(missing)
         room[order] = self._max_tokens - (np.cumsum(missing[order]) - missing[order])
         computed = np.clip(room, 0, missing)
-        self._leave_to_others(slots, known, begins, computed, order)
+        if self._kv.spec.groups[0].layers:
+            self._leave_to_others(slots, known, begins, computed, order)
         is_ready = (computed == missing) & (computed > 0)
+        if self._states is not None:
+            rest = np.where(is_ready, 0, (begins + computed) % _TILE)
+            computed -= np.where(rest < computed, rest, 0)
+            self._states.use(slots[computed > 0], (begins > known)[computed > 0], writes_drafts=False)
         self._step(slots, begins, computed, is_ready)
         used = computed > 0
         self._note_computed(slots[used], known[used], (begins + computed)[used])
         counts[~is_ready] = 0
         for depth in range(1, int(counts.max(initial=0))):
             is_drafting = counts > depth
+            if self._states is not None:
+                self._states.use(slots[is_drafting], np.array(depth > 1), writes_drafts=True)
             self._step(slots, ends + (depth - 1), is_drafting.astype(np.int64), is_drafting)
         return [
             self._proposal(slot, end, count)
@@ -153,6 +219,8 @@ class DraftModel:
         """
         size = self._block_size
         known = self._num_computed[slots]
+        if self._states is not None:
+            return np.maximum(known, 0)
         first = np.maximum(known, 0) // size
         in_first = self._block_tokens[self._block_table[slots, first]]
         is_stale = (known == _UNKNOWN) | (first * size + in_first > known)
@@ -184,6 +252,8 @@ class DraftModel:
         tokens = self._token_ids[slots[:, None], np.minimum(positions, self._token_ids.shape[1] - 1)]
         is_equal = (tokens == self._computed_drafts[slots]) & (positions < ends[:, None] - 1)
         matching: Int = np.cumprod(is_equal, axis=1, dtype=np.int64).sum(axis=1)
+        if self._states is not None:  # the state is after all of them
+            matching[matching < (self._computed_drafts[slots] >= 0).sum(axis=1)] = 0
         return matching
 
     def _has_words(self, slots: Int, begins: Int, ends: Int) -> NDArray[np.bool_]:

@@ -83,11 +83,10 @@ def _open_drafter(context: WorkerContext, target: ModelProgram) -> MakeDrafter |
     except Unsupported as why:
         raise ConfigError(f"--speculative-config: draft model {draft.config.model.path}: {why}") from why
     layers = [HeadLayer(ProgramRunner(program, draft.config), program) for program in programs]
-    num_blocks = context.num_blocks()
     if isinstance(head, DraftHead):
-        return partial(HeadDrafter, speculative.draft, head, layers, target, num_blocks)
-    sizes = num_blocks, programs[0].max_tokens, context.config.model.vocab_size
-    return partial(DraftModel, speculative.draft, layers[0].runner, *sizes)
+        return partial(HeadDrafter, speculative.draft, head, layers, target, context.num_blocks())
+    sizes = programs[0].max_tokens, context.config.model.vocab_size
+    return partial(DraftModel, speculative.draft, layers[0].runner, programs[0].kv, *sizes)
 
 
 def _decoder(model: CausalModel) -> Decoder:

@@ -141,10 +141,33 @@ def test_plan_shows_the_recurrent_states_before_drafts(
     assert json.loads(capsys.readouterr().out)["draft_state_bytes"] == 0
 
 
+def test_recurrent_states_of_a_draft_model_are_in_memory_of_their_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two states of each request that fits into 1/8 of the KV memory: at least one, at most all."""
+    write_model(folder / "target", max_position_embeddings=8192)
+    draft = write_model(folder / "draft", **MAMBA)
+    for memory, num_requests in (("256KiB", 1), ("1MiB", 3), ("8MiB", 4)):
+        words = f"--device cpu --load-format dummy --max-num-seqs 4 --kv-cache-memory {memory}".split()
+        words += ["--speculative-config", flag(draft)]
+        assert main(["plan", str(folder / "target"), *words, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)["draft"]
+        assert plan["state_bytes"] == num_requests * 2 * 2 * (3 * 128 * 2 + 16 * 128 * 4), memory
+    assert main(["plan", str(folder / "target"), *words]) == 0
+    assert "draft model states" in capsys.readouterr().out
+
+
+def test_draft_model_without_attention_needs_no_full_attention(folder: Path) -> None:
+    write_model(folder / "target", **MAMBA)
+    draft = write_model(folder / "draft", **MAMBA)
+    found = speculative_of(config_of(folder, speculative_config=flag(draft))).draft
+    assert found is not None and found.states is not None
+    assert [(group.kind, group.layers) for group in found.states.groups] == [("full", []), ("state", [0, 1])]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (MAMBA, "has layers with recurrent states"),
         ({"architectures": ["OtherForCausalLM"]}, "OtherForCausalLM, which only transformers computes"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
     ],

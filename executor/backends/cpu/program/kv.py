@@ -14,6 +14,8 @@ from quintet.wire.kv_spec import KvSpec
 
 def kv_place(kv: KvMemory, layer: int, *, state: bool = False) -> KvPlace:
     """Return the location of a layer's keys and values, or of its recurrent state."""
+    if state and kv.states is not None:
+        kv = kv.states
     group, place = kv.spec.place(layer, state=state)
     drafts = kv.draft_block(group) if state else 0
     address, stripe = kv.places[place].data_ptr(), kv.stripe
