@@ -35,8 +35,12 @@ class TextState:
         table: PieceTable,
         stops: StopAutomaton | None,
         reader: OutputReader | None = None,
+        echo_table: PieceTable | None = None,
     ) -> None:
-        """Start after the prompt and the outputs that the frontend has seen. ``reader`` parses the released text."""
+        """Start after the prompt and the outputs that the frontend has seen.
+
+        ``reader`` parses the released text; ``echo_table`` is the table of an echoed prompt, if not ``table``.
+        """
         self.opened = opened
         self.reader = reader
         self.started = False
@@ -51,7 +55,7 @@ class TextState:
         )
         """If requested: one entry per prompt token; the first is always None."""
         self._table = table
-        self._decoder = self._begin()
+        self._decoder = self._begin(echo_table or table)
         self._search = None if stops is None else StopSearch(stops, self._decoder, opened.include_stop)
         self.pieces = table.pending
         """Table for the row loop's fast path; all entries are None while `add` must be called."""
@@ -76,11 +80,11 @@ class TextState:
         num_held = 0 if self._search is None else len(self._search.held)
         return self.length + num_held + self._decoder.tentative_length
 
-    def _begin(self) -> Decoder:
+    def _begin(self, echo_table: PieceTable) -> Decoder:
         opened = self.opened
         prompt_ids = unpack_i32(opened.prompt_ids)
         if opened.echo:
-            decoder = self._table.decoder()
+            decoder = echo_table.decoder()
             self.prompt_text = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.seal()
         return self._table.decoder(prompt_ids, whole=len(prompt_ids) == opened.num_prompt_tokens)
 
