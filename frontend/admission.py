@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from quintet.frontend.load_balancing.load_ledger import LoadLedger, embeds_bytes
 from quintet.wire.config import FrontendConfig
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.ids import Role
 from quintet.wire.messages import Prompt
 from quintet.wire.metrics import CounterSeries, Metrics
@@ -88,8 +88,7 @@ class Admission:
     def check_number(self, num_requests: int) -> None:
         """Raise `RequestError` for more requests than the server ever accepts. Cheap: call before building prompts."""
         if num_requests > self._max_requests:
-            raise RequestError(
-                ErrorCode.INVALID,
+            raise invalid(
                 f"n times the number of prompts is {num_requests}; this server accepts at most {self._max_requests} "
                 "concurrent requests. Send fewer, or raise --max-queued-requests.",
                 "n",

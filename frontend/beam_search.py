@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quintet.wire.codec import pack_i32
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import RequestError, invalid
 from quintet.wire.limits import MAX_BEAM_CANDIDATES
 from quintet.wire.messages import Alternative, PositionLogprobs, TokenPrompt
 from quintet.wire.params import SamplingParams, shown
@@ -55,8 +55,7 @@ class BeamOptions:
         if self.early_stopping not in (True, False, "never"):
             raise _bad("early_stopping", self.early_stopping, "true, false or 'never'")
         if self.num_candidates > MAX_BEAM_CANDIDATES:
-            raise RequestError(
-                ErrorCode.INVALID,
+            raise invalid(
                 f"stop_token_ids has so many tokens that beam search needs {self.num_candidates} candidates; the "
                 f"limit is {MAX_BEAM_CANDIDATES}. Send fewer, or lower {self.width_field}.",
                 "stop_token_ids",
@@ -144,7 +143,7 @@ class BeamSearch:
 
 
 def _bad(field: str, value: object, allowed: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID, f"{field} is {shown(value)}; it must be {allowed}.", field)
+    return invalid(f"{field} is {shown(value)}; it must be {allowed}.", field)
 
 
 def output_limit(num_prompt: int, max_tokens: int | None, max_model_len: int, field: str) -> int:

@@ -15,7 +15,7 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Handler, Service
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.errors import RequestError
+from quintet.wire.errors import RequestError, invalid
 from quintet.wire.kv_admin import MAX_LISTED, MAX_NAME, KvPrefix, KvReport, KvUsage, Verb
 from quintet.wire.kv_tiers import EXCHANGE
 from quintet.wire.kv_validate import is_file_name
@@ -130,13 +130,13 @@ async def import_prefix(service: Service, http_request: HttpRequest) -> None:
 def _path_of(service: Service, file: str) -> str:
     """Return the path of an export file. Raises `RequestError` for an invalid name, or without --kv-disk."""
     if not is_file_name(file):
-        raise parse.invalid(
+        raise invalid(
             "file must be a name of up to 100 letters, digits, dots, dashes and underscores, without a folder.",
             "file",
         )
     disk = service.config.cache.disk
     if disk is None:
-        raise parse.invalid(
+        raise invalid(
             "Export and import of prefixes require --kv-disk; start the server with it.",
             "file",
         )
@@ -147,11 +147,11 @@ async def _prefix_of(service: Service, body: PrefixBody) -> tuple[str, bytes]:
     """Return the prefix's id, or its token ids. Raises `RequestError`."""
     given = [name for name in ("id", "prompt", "token_ids") if getattr(body, name) is not None]
     if len(given) != 1:
-        raise parse.invalid(f"{len(given)} of id, prompt and token_ids were sent; send exactly one.", "id")
+        raise invalid(f"{len(given)} of id, prompt and token_ids were sent; send exactly one.", "id")
     if body.id is not None:
         name = body.id.lower()
         if len(name) > MAX_NAME or name.strip("0123456789abcdef"):
-            raise parse.invalid("id must be a hexadecimal prefix id; GET /kv lists them.", "id")
+            raise invalid("id must be a hexadecimal prefix id; GET /kv lists them.", "id")
         return name, b""
     if body.token_ids is not None:
         check_token_ids(body.token_ids, service.config.model.vocab_size, "token_ids")
@@ -160,7 +160,7 @@ async def _prefix_of(service: Service, body: PrefixBody) -> tuple[str, bytes]:
         ids = (await service.queries.tokenize(TextPrompt(body.prompt or "", True))).token_ids
     longest = service.config.model.max_model_len
     if not 0 < len(ids) // 4 <= longest:
-        raise parse.invalid(f"The prefix has {len(ids) // 4} tokens; send 1 to {longest}.", given[0])
+        raise invalid(f"The prefix has {len(ids) // 4} tokens; send 1 to {longest}.", given[0])
     return "", ids
 
 
@@ -169,7 +169,7 @@ def _limit(http_request: HttpRequest) -> int:
     if given is None:
         return DEFAULT_LIMIT
     if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_LISTED):
-        raise parse.invalid(f"limit must be a number from 1 to {MAX_LISTED}.", "limit")
+        raise invalid(f"limit must be a number from 1 to {MAX_LISTED}.", "limit")
     return int(given)
 
 

@@ -32,7 +32,7 @@ from quintet.frontend.streams import Mailbox, Received, Stream, StreamChoice
 from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import RequestError, invalid
 from quintet.wire.ids import RequestIds, Role, WorkerId
 from quintet.wire.messages import (
     Failed,
@@ -111,7 +111,7 @@ class LiveRequests:
         """
         if not -(1 << 63) <= spec.priority < 1 << 63:
             message = f"priority is {shown(spec.priority)}; it must be a 64-bit integer."
-            raise RequestError(ErrorCode.INVALID, message, "priority")
+            raise invalid(message, "priority")
         spec = msgspec.structs.replace(
             spec, params=_seeded(spec.params), arrival_ns=spec.arrival_ns or time.monotonic_ns()
         )

@@ -20,7 +20,7 @@ from quintet.tokenizer_proc.template_values import (
     text_part,
 )
 from quintet.wire.chat import Message
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import invalid
 from quintet.wire.message_text import text_only_result, without_billing_header
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -58,11 +58,6 @@ def normal_messages(
 def name_of(index: int, names: Sequence[str]) -> str:
     """Return a message's name in the client's request."""
     return names[index] if index < len(names) else f"messages[{index}]"
-
-
-def invalid(message: str, param: str) -> RequestError:
-    """Build the error for an invalid request (status 400)."""
-    return RequestError(ErrorCode.INVALID, message, param)
 
 
 def _normal_message(

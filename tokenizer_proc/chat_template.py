@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jinja2
 import msgspec
 
-from quintet.tokenizer_proc.chat_messages import invalid, name_of, normal_messages
+from quintet.tokenizer_proc.chat_messages import name_of, normal_messages
 from quintet.tokenizer_proc.continued_message import cut_at_tag, tag_final
 from quintet.tokenizer_proc.system_messages import hides_system, rearranged
 from quintet.tokenizer_proc.template_environment import make_environment
@@ -24,7 +24,7 @@ from quintet.tokenizer_proc.variable_fallbacks import with_optional_fields, with
 from quintet.wire.chat import Message, decode_messages
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.config import ChatContentFormat
-from quintet.wire.errors import ConfigError, RequestError
+from quintet.wire.errors import ConfigError, RequestError, invalid
 from quintet.wire.messages import ChatPrompt
 from quintet.wire.params import shown
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from quintet.tokenizer_proc.template_values import ContentParts, Part, text_part
 from quintet.wire.chat import Message
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import invalid
 from quintet.wire.message_text import MEDIA_TYPES, omitted_media
 from quintet.wire.params import shown
 
@@ -31,7 +31,7 @@ def normal_parts(message: Message, content: Any, where: str, *, is_beside_result
     Raises `RequestError` that names the invalid part.
     """
     if isinstance(content, dict):
-        raise _invalid(f"{where} is an object; it must be a string or a list of parts.", where)
+        raise invalid(f"{where} is an object; it must be a string or a list of parts.", where)
     is_answer = message["role"] == "assistant"
     has_calls = bool(message.get("tool_calls") or message.get("function_call"))
     return [
@@ -71,7 +71,7 @@ def _normal_part(part: Any, where: str, *, is_nested: bool = False, replaces_med
             if kind in CALL_PARTS
             else "this is not a multimodal model: it does not support image input or other media"
         )
-        raise _invalid(
+        raise invalid(
             f"{where} has type {shown(kind)}; {reason}. Allowed types: {', '.join(TEXT_PARTS)}.", where
         )
     text = _text_of(part, kind)
@@ -79,9 +79,5 @@ def _normal_part(part: Any, where: str, *, is_nested: bool = False, replaces_med
         inner = (_normal_part(item, f"{where}.{field}[{i}]", is_nested=True) for i, item in enumerate(text))
         text = str(ContentParts(inner))
     if not isinstance(text, str):
-        raise _invalid(f"{where}.{field} must be a string.", f"{where}.{field}")
+        raise invalid(f"{where}.{field} must be a string.", f"{where}.{field}")
     return {"type": "thinking", "thinking": text} if kind in THINKING_PARTS else text_part(text)
-
-
-def _invalid(message: str, param: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID, message, param)

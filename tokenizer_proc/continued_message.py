@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quintet.tokenizer_proc.chat_messages import invalid
 from quintet.tokenizer_proc.template_values import ContentParts, PartsText, text_part
 from quintet.wire.chat import Message
+from quintet.wire.errors import invalid
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 

@@ -19,7 +19,7 @@ from quintet.tokenizer_proc.token_lengths import most_chars_per_token
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.embeds import EmbedsPrompt, first_not_finite
-from quintet.wire.errors import ConfigError, ErrorCode, RequestError
+from quintet.wire.errors import ConfigError, RequestError, invalid
 from quintet.wire.messages import PROMPT_TAIL, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams, first_unknown
 from quintet.wire.request import check_length, reserved_output_tokens
@@ -69,9 +69,7 @@ class Encoder:
             else:
                 ids = self._encode_truncated(text, prompt.add_special_tokens, keep, params.truncation_side)
         if not ids:
-            raise RequestError(
-                ErrorCode.INVALID, f"{field} is empty: it has no tokens; send at least one token.", field
-            )
+            raise invalid(f"{field} is empty: it has no tokens; send at least one token.", field)
         self._check_known(ids, field)
         check_length(len(ids), self._max_model_len, field, None if clamp_max_tokens else params.max_tokens)
         return ids
@@ -81,8 +79,7 @@ class Encoder:
         wrong = first_not_finite(prompt.span)
         if wrong is not None:
             row, column = divmod(wrong, prompt.width)
-            raise RequestError(
-                ErrorCode.INVALID,
+            raise invalid(
                 f"prompt_embeds has a number that is not finite at [{row}, {column}]; all numbers must be finite.",
                 "prompt_embeds",
             )
@@ -158,9 +155,7 @@ class Encoder:
             if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
                 found.append(spaced)
             if not found:
-                raise RequestError(
-                    ErrorCode.INVALID, f"bad_words has {word!r}, which has no tokens.", "bad_words"
-                )
+                raise invalid(f"bad_words has {word!r}, which has no tokens.", "bad_words")
             for ids in found:
                 self._check_known(ids, "bad_words")
             sequences += found
@@ -188,8 +183,7 @@ class Encoder:
         if keep == -1:
             return max(1, self._max_model_len - num_reserved)
         if keep > self._max_model_len:
-            raise RequestError(
-                ErrorCode.INVALID,
+            raise invalid(
                 f"truncate_prompt_tokens is {keep}; it must be at most {self._max_model_len}, the model's maximum "
                 "context length, or -1 to keep as many tokens as fit.",
                 "truncate_prompt_tokens",
@@ -204,8 +198,7 @@ class Encoder:
             return
         token = self._tokenizer.id_to_token(wrong) if wrong >= 0 else None
         spelling = "no token of the tokenizer" if token is None else repr(token)
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             f"{field} holds the token id {wrong} ({spelling}), but the model's vocabulary has {size} tokens: ids must be "
             f"between 0 and {size - 1}. Remove the token.",
             field,
@@ -218,12 +211,12 @@ class Encoder:
 
 
 def _not_unicode(error: Exception) -> RequestError:
-    return RequestError(ErrorCode.INVALID, f"the prompt is not valid Unicode text: {error}.")
+    return invalid(f"the prompt is not valid Unicode text: {error}.")
 
 
 def _ids_of(prompt: TokenPrompt) -> Sequence[int]:
     if len(prompt.token_ids) % 4:
-        raise RequestError(ErrorCode.INVALID, "the prompt's ids are not whole 32-bit integers.", "prompt")
+        raise invalid("the prompt's ids are not whole 32-bit integers.", "prompt")
     return unpack_i32(prompt.token_ids)
 
 

@@ -8,7 +8,7 @@ from quintet.wire.codec import pack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.embeds import EmbedsPrompt
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.ids import Role, frontend_of
 from quintet.wire.messages import Cancel, Failed, Submit, Tokenized, TokenizeQuery, Unknown
 from quintet.wire.request import Echo, RequestSpec
@@ -51,9 +51,7 @@ def request_error(error: BaseException, what: str, log: logging.Logger) -> Reque
     if isinstance(error, KeyboardInterrupt | SystemExit):
         raise error
     if isinstance(error, RecursionError):
-        return RequestError(
-            ErrorCode.INVALID, "A part of the request is nested too deeply; send it with fewer levels."
-        )
+        return invalid("A part of the request is nested too deeply; send it with fewer levels.")
     log.error("%s failed in the tokenizer", what, exc_info=error)
     return RequestError(
         ErrorCode.INTERNAL, f"Internal server error in the tokenizer ({what}); see the server's log."
@@ -82,4 +80,4 @@ def check_embeds(spec: RequestSpec, embeds: EmbedsPrompt, config: EngineConfig) 
 
 
 def _refusal(reason: str, param: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID, f"The request with prompt_embeds was refused: {reason}.", param)
+    return invalid(f"The request with prompt_embeds was refused: {reason}.", param)

@@ -10,7 +10,7 @@ from enum import Enum
 
 from tokenizers import Tokenizer
 
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import RequestError, invalid
 
 
 class InfillPart(Enum):
@@ -100,8 +100,7 @@ def open_infill(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int])
 
 def no_infill() -> RequestError:
     """Build the error for a suffix sent to a model without FIM tokens."""
-    return RequestError(
-        ErrorCode.INVALID,
+    return invalid(
         "suffix was sent, but the model's tokenizer has no fill-in-the-middle tokens: remove it, or serve a model trained "
         "for it (StarCoder, CodeLlama, Qwen Coder, DeepSeek Coder, Codestral, CodeGemma).",
         "suffix",

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import invalid
 from quintet.wire.structured import FIELD
 
 MAX_LEVELS = 700
@@ -89,8 +89,7 @@ def schemas_in(grammar: str) -> list[object]:
     """Return the JSON schemas in a Lark grammar. Raises `RequestError` for too many."""
     begins = [match.end() for match in _SCHEMA.finditer(grammar)]
     if len(begins) > MAX_SCHEMAS:
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             f"{FIELD} has a grammar with {len(begins)} schemas, but at most {MAX_SCHEMAS} are allowed.",
             FIELD,
         )
@@ -99,8 +98,7 @@ def schemas_in(grammar: str) -> list[object]:
 
 def _check(parts: Mapping[str, _Part], kind: str) -> None:
     if (levels := _deepest(parts)) > MAX_LEVELS:
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             f"{FIELD} has {kind} that may be {levels} levels deep with its references resolved, but at most {MAX_LEVELS} "
             "levels are allowed: make it flatter.",
             FIELD,
@@ -135,9 +133,7 @@ def _counted(value: object, most: int, *, with_definitions: bool = False) -> tup
         part.levels += 1
         visited += len(level)
         if visited > most:
-            raise RequestError(
-                ErrorCode.INVALID, f"{FIELD} has a schema with too many references: make it smaller.", FIELD
-            )
+            raise invalid(f"{FIELD} has a schema with too many references: make it smaller.", FIELD)
         part.names.update(
             each["$ref"] for each in level if isinstance(each, dict) and isinstance(each.get("$ref"), str)
         )

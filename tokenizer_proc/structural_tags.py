@@ -15,7 +15,7 @@ import msgspec
 from quintet.tokenizer_proc.nesting_depth import check_schema
 from quintet.tokenizer_proc.notations.regexes import escaped
 from quintet.tokenizer_proc.notations.schemas import plain_schema, with_blanks
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import RequestError, invalid
 
 Node = Mapping[str, Any]
 ANY_TEXT = r"/(.|\n)*/"
@@ -236,4 +236,4 @@ def _list(node: Node, field: str, where: str) -> list[Any]:
 
 
 def _bad(where: str, problem: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID, f"structural_tag: {where} {problem}.", PARAM)
+    return invalid(f"structural_tag: {where} {problem}.", PARAM)

@@ -25,7 +25,7 @@ from quintet.tokenizer_proc.notations.schemas import plain_schema, schemas_of, w
 from quintet.tokenizer_proc.reasoning_grammar import or_calls, with_reasoning
 from quintet.tokenizer_proc.structural_tags import lark_of_tags, lark_of_text
 from quintet.wire.config import ModelConfig
-from quintet.wire.errors import ConfigError, ErrorCode, RequestError
+from quintet.wire.errors import ConfigError, RequestError, invalid
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
 from quintet.wire.structured import FIELD, MAX_COMPILED_BYTES, StructuredOutputsParams
@@ -140,8 +140,7 @@ class Forms:
 
     def _open(self) -> LLTokenizer:
         if self._is_mock:
-            raise RequestError(
-                ErrorCode.INVALID,
+            raise invalid(
                 f"{FIELD} was sent, but the mock executor of this server cannot enforce it: serve a model.",
                 FIELD,
             )
@@ -150,9 +149,7 @@ class Forms:
                 try:
                     self._vocabulary = open_vocabulary(self._model)
                 except ConfigError as error:
-                    raise RequestError(
-                        ErrorCode.INVALID, f"{FIELD} cannot be enforced: {error}.", FIELD
-                    ) from None
+                    raise invalid(f"{FIELD} cannot be enforced: {error}.", FIELD) from None
                 self._named = named_tokens(self._model)
             return self._vocabulary
 
@@ -293,8 +290,7 @@ def refused(kind: str, reason: str, schema: str | None = None) -> RequestError:
         reason = reason[: MAX_REASON_CHARS - 1] + "…"
     where = "" if schema is None else _place(msgspec.json.decode(schema), reason)
     at = f", at {where}" if where else ""
-    return RequestError(
-        ErrorCode.INVALID,
+    return invalid(
         f"{kind} cannot be enforced: {reason}{at}. See docs/structured.md for supported features.",
         FIELD,
     )

@@ -27,7 +27,7 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import invalid
 
 CHUNK_CHARS = 1 << 17
 MAX_CHUNK_CHARS = 1 << 19
@@ -140,8 +140,7 @@ class Cutter:
         if border is None and most < len(text):  # the next chunk begins with the run of one kind
             border = max(self._borders_in(text, begin + 1, begin + num_chars), default=None)
             if border is None:
-                raise RequestError(
-                    ErrorCode.INVALID,
+                raise invalid(
                     f"The prompt has a word, or a run of characters of one kind, of more than {self.max_chars} characters; "
                     "insert spaces or line breaks.",
                 )

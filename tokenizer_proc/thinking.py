@@ -9,7 +9,7 @@ import msgspec
 
 from quintet.wire.channels import is_inside
 from quintet.wire.config import ThinkMarks
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import RequestError, invalid
 from quintet.wire.params import SamplingParams, Thinking, ThinkingBound
 
 FIELD = "thinking_token_budget"
@@ -78,4 +78,4 @@ class Budgets:
 
 
 def _refused(reason: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID, f"{FIELD} cannot be enforced: {reason}.", FIELD)
+    return invalid(f"{FIELD} cannot be enforced: {reason}.", FIELD)

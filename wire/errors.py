@@ -43,6 +43,11 @@ class RequestError(Exception):
         self.retry_s = retry_s
 
 
+def invalid(message: str, param: str | None = None) -> RequestError:
+    """Return the error of a request that is not allowed as it was sent: status 400."""
+    return RequestError(ErrorCode.INVALID, message, param)
+
+
 class ConfigError(Exception):
     """The configuration cannot work; the message names the flag or file and the fix.
 

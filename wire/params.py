@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import RequestError, invalid
 from quintet.wire.structured import StructuredOutputsParams
 
 
@@ -256,8 +256,7 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
     """Raise `RequestError` if one of these ids is out of the vocabulary."""
     wrong = first_unknown(ids, vocab_size)
     if wrong is not None:
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             f"{field} holds the token id {shown(wrong)}; ids must be between 0 and {vocab_size - 1}.",
             field,
         )
@@ -274,7 +273,7 @@ def shown(value: object) -> str:
 
 
 def _bad(field: str, value: object, allowed: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID, f"{field} is {shown(value)}; it must be {allowed}.", field)
+    return invalid(f"{field} is {shown(value)}; it must be {allowed}.", field)
 
 
 def _check_ranges(p: SamplingParams) -> None:

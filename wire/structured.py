@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import RequestError, invalid
 
 MAX_FORM_CHARS = 128 << 10
 """Maximum size of a schema, an expression, a grammar, or all choices together."""
@@ -151,4 +151,4 @@ def _in_words(error: Exception) -> str:
 
 
 def _bad(what: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID, f"{FIELD} {what}.", FIELD)
+    return invalid(f"{FIELD} {what}.", FIELD)

@@ -16,7 +16,7 @@ from quintet.core.kv.prefix_tree import PrefixTree
 from quintet.core.kv_services.prefix_export import FileTasks
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.wire.codec import unpack_i32
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.kv_admin import (
     MAX_LISTED,
     MAX_LISTED_TOKENS,
@@ -103,8 +103,7 @@ class KvAdmin:
             if state is None:
                 raise RequestError(ErrorCode.UNAVAILABLE, "The engine has no executor yet; retry shortly.")
             if not state.limits.prefix_caching:
-                raise RequestError(
-                    ErrorCode.INVALID,
+                raise invalid(
                     "Prefix caching is off (--no-enable-prefix-caching, or a model that rotates long sequences "
                     "differently), so there are no prefixes.",
                 )
@@ -183,8 +182,7 @@ class KvAdmin:
         tokens, digests = list(unpack_i32(query.token_ids)), list[bytes]()
         num_blocks = len(tokens) // block_size
         if not num_blocks:
-            raise RequestError(
-                ErrorCode.INVALID,
+            raise invalid(
                 f"The prefix has {len(tokens)} tokens; only full blocks of {block_size} are cached. Send a longer prefix.",
             )
         extend_chain(digests, salt_digest(query.salt), tokens, block_size, num_blocks)
@@ -209,8 +207,7 @@ class KvAdmin:
             return path
         most, num_pinned, num_more = _max_pinned(limits), len(self.pins.wanted), self.pins.num_more(pin)
         if num_pinned + num_more > most:
-            raise RequestError(
-                ErrorCode.INVALID,
+            raise invalid(
                 f"The prefix needs {num_more} blocks, and {num_pinned} are pinned; of {limits.num_blocks} blocks at most {most} "
                 "may be pinned: half, and a request of full length must fit. Unpin another prefix, or start the server "
                 "with a larger --kv-cache-memory or a smaller --max-model-len.",
@@ -235,9 +232,7 @@ class KvAdmin:
         pool, disk = state.pool, state.pool.tiers.find(DiskPool)
         keys = [key_of(digest, group) for digest in evicted for group in range(len(state.limits.groups.all))]
         if any(key in self.pins.wanted for key in keys):
-            raise RequestError(
-                ErrorCode.INVALID, "The prefix or a continuation of it is pinned; unpin it first."
-            )
+            raise invalid("The prefix or a continuation of it is pinned; unpin it first.")
         blocks = [pool.index.block_of[key] for key in keys if key in pool.index.block_of]
         for block in blocks + pool.index.blocks_of_ends(evicted):
             pool.evict(block)
@@ -282,8 +277,7 @@ def _max_pinned(limits: Limits) -> int:
 def _only(name: str, known: Collection[bytes], what: str) -> bytes:
     """Return the one digest with this name prefix. Raises `RequestError`."""
     if len(name) < MIN_NAME:
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             f"{name!r} is too short for a prefix name; send at least {MIN_NAME} digits.",
         )
     begin = bytes.fromhex(name[: len(name) // 2 * 2])
@@ -291,7 +285,5 @@ def _only(name: str, known: Collection[bytes], what: str) -> bytes:
     if len(found) == 1:
         return found[0]
     if found:
-        raise RequestError(
-            ErrorCode.INVALID, f"{len(found)} prefixes have names that begin with {name}; send more digits."
-        )
+        raise invalid(f"{len(found)} prefixes have names that begin with {name}; send more digits.")
     raise RequestError(ErrorCode.NOT_FOUND, f"No {what} has a name that begins with {name}.")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.kv_admin import KvQuery, KvReport
 from quintet.wire.kv_tiers import FileRequest, FileResult
 from quintet.wire.messages import Failed
@@ -123,8 +123,7 @@ class FileTasks:
 def _disk_of(state: SchedulerState) -> DiskPool:
     disk = state.pool.tiers.find(DiskPool)
     if disk is None:
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             "Prefix export and import need the disk tier; start the server with --kv-disk.",
         )
     return disk

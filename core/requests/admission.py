@@ -21,7 +21,7 @@ from quintet.core.token_messages import StepMessages, TokensBuilders, ending_of
 from quintet.process.deadlines import DeadlineHeap
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import SchedulerConfig
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import RequestError, invalid
 from quintet.wire.messages import Admit, Failed
 from quintet.wire.params import SamplingParams, seed_of_choice
 from quintet.wire.request import check_length
@@ -267,8 +267,7 @@ def length_limit(num_prompt: int, max_tokens: int | None, limits: Limits) -> int
 def check_fits(num_prompt: int, limits: Limits) -> None:
     """Raise `RequestError` unless the server can compute the prompt and one output token of a request that runs alone."""
     if num_prompt == 0:
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             "The prompt has 0 tokens; it must have at least 1. Send a non-empty prompt.",
             "prompt",
         )

@@ -15,7 +15,7 @@ from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.executor.model_config.spec import KvNeed
 from quintet.wire.config import KvFormat
-from quintet.wire.errors import ConfigError, ErrorCode, RequestError
+from quintet.wire.errors import ConfigError, RequestError, invalid
 from quintet.wire.kv_spec import Kind, KvSpec, LayerKv, group_layers, padded_head
 from quintet.wire.model_files import hf_config_path
 from quintet.wire.params import SamplingParams
@@ -375,7 +375,7 @@ def _usable_default(name: str, value: float, max_model_len: int) -> float | int:
     """Return a sampling default in the form of request parameters. Raises `RequestError` if it is invalid."""
     if name in _WHOLE_DEFAULTS:
         if isinstance(value, float) and not value.is_integer():
-            raise RequestError(ErrorCode.INVALID, f"{name} is {value:g}; it must be an integer.", name)
+            raise invalid(f"{name} is {value:g}; it must be an integer.", name)
         value = int(value)
     if name == "max_tokens":
         value = min(value, max_model_len - 1)

@@ -13,7 +13,7 @@ from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping, outpu
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.embeds import EmbedsPrompt
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import invalid
 from quintet.wire.messages import PositionLogprobs, Prompt, TokenPrompt
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
@@ -64,8 +64,7 @@ async def beam_search(
     """Run beam search for all prompts concurrently. Raises `RequestError`. Call from the engine's loop."""
     model = server.config.model
     if params.temperature != 0:
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             f"temperature is {params.temperature}; it must be 0: beam search does not sample.",
             "temperature",
         )
@@ -133,8 +132,7 @@ class _NextTokens:
 
 async def _ids_of(server: LocalServer, prompt: Prompt) -> list[int]:
     if isinstance(prompt, EmbedsPrompt):
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             "prompt is prompt_embeds; beam search requires tokens: pass text or token ids.",
             "prompt",
         )
@@ -142,7 +140,7 @@ async def _ids_of(server: LocalServer, prompt: Prompt) -> list[int]:
         return list(unpack_i32(prompt.token_ids))
     ids = list(unpack_i32((await server.queries.tokenize(prompt)).token_ids))
     if not ids:
-        raise RequestError(ErrorCode.INVALID, "prompt is empty: it has no tokens; pass some text.", "prompt")
+        raise invalid("prompt is empty: it has no tokens; pass some text.", "prompt")
     return ids
 
 

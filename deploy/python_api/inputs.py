@@ -12,7 +12,7 @@ import numpy as np
 from quintet.wire.chat import encode_messages
 from quintet.wire.codec import pack_i32
 from quintet.wire.embeds import EmbedsPrompt
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import RequestError, invalid
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quintet.wire.params import RANGES, OutputKind, SamplingParams, check_token_ids, out_of_range, shown
 
@@ -67,8 +67,7 @@ def read_text(given: str, name: str) -> str:
 
 
 def _lone_surrogate(name: str, error: UnicodeEncodeError) -> RequestError:
-    return RequestError(
-        ErrorCode.INVALID,
+    return invalid(
         f"{name} contains the lone surrogate {error.object[error.start]!r} at character {error.start}; remove it, or decode "
         "the text with errors='replace'.",
         name,
@@ -78,8 +77,7 @@ def _lone_surrogate(name: str, error: UnicodeEncodeError) -> RequestError:
 def read_priority(given: int) -> int:
     """Validate a priority. Raises `RequestError`."""
     if not isinstance(given, int) or not -(1 << 63) <= given < 1 << 63:
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             "priority must be a 64-bit integer, such as 0 or -1.",
             "priority",
         )
@@ -93,8 +91,7 @@ def _encoded(given: object, name: str, encode: Callable[[Any], bytes] = msgspec.
     except UnicodeEncodeError as error:
         raise _lone_surrogate(name, error) from None
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             f"{name} cannot be encoded as JSON ({error}); pass strings, numbers, lists and dictionaries with string keys.",
             name,
         ) from None
@@ -149,10 +146,9 @@ def read_token_ids(given: Sequence[object], vocab_size: int, name: str = "token_
     """Validate token ids. Raises `RequestError` for the first invalid one."""
     ids = [token_id for token_id in given if isinstance(token_id, int)]
     if len(ids) < len(given):
-        invalid = next(token_id for token_id in given if not isinstance(token_id, int))
-        raise RequestError(
-            ErrorCode.INVALID,
-            f"{name} contains {shown(invalid)}; token ids are integers from 0 to {vocab_size - 1}.",
+        other = next(token_id for token_id in given if not isinstance(token_id, int))
+        raise invalid(
+            f"{name} contains {shown(other)}; token ids are integers from 0 to {vocab_size - 1}.",
             name,
         )
     check_token_ids(ids, vocab_size, name)
@@ -160,7 +156,7 @@ def read_token_ids(given: Sequence[object], vocab_size: int, name: str = "token_
 
 
 def _bad(problem: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID, f"The prompt is {problem}.", "prompt")
+    return invalid(f"The prompt is {problem}.", "prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +172,10 @@ class ChatOptions:
     def read(self, messages: Conversation) -> ReadPrompt:
         """Convert a conversation to a prompt. Raises `RequestError`."""
         if not messages:
-            raise RequestError(
-                ErrorCode.INVALID, "The conversation is empty; pass at least one message.", "messages"
-            )
+            raise invalid("The conversation is empty; pass at least one message.", "messages")
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RequestError(
-                    ErrorCode.INVALID,
+                raise invalid(
                     f"The conversation contains {message!r}; a message has the form "
                     "{'role': 'user', 'content': 'Hello'}.",
                     "messages",
@@ -210,8 +203,7 @@ def read_params(given: SamplingParams) -> SamplingParams:
     Ranges of values are checked when the request is submitted.
     """
     if not isinstance(given, SamplingParams):
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             f"sampling_params is {given!r}; pass SamplingParams(...), or a list with one per prompt.",
             "sampling_params",
         )
@@ -239,8 +231,7 @@ def params_by_name(settings: Mapping[str, object], output_kind: OutputKind) -> S
     known = set(SamplingParams.__struct_fields__) - _SHAPE
     if unknown := sorted(set(settings) - known):
         allowed = ", ".join(sorted(known))
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             f"{unknown[0]} is not a supported parameter; supported are {allowed}.",
             unknown[0],
         )
@@ -263,8 +254,7 @@ def _check_sendable(name: str, value: object) -> None:
     try:
         msgspec.msgpack.encode(value)
     except OverflowError:
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             f"{name} contains an integer that exceeds 64 bits; pass a smaller one.",
             name,
         ) from None
@@ -283,7 +273,7 @@ def _invalid_value(message: str, values: Mapping[str, object]) -> RequestError:
         if name in RANGES and isinstance(values[name], int | float):
             return out_of_range(name, values[name])
         message = f"{name} is {values[name]!r}: {problem[:1].lower()}{problem[1:]}."
-    return RequestError(ErrorCode.INVALID, message, "sampling_params")
+    return invalid(message, "sampling_params")
 
 
 def default_params(generation_defaults: Mapping[str, float | int]) -> SamplingParams:

@@ -24,7 +24,7 @@ from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.frontend.http.paths import tidy_path, without_alias
 from quintet.frontend.metrics import CONTENT_TYPE
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.params import shown
 
 RELAYED = ((RELAY, b"1"),)
@@ -155,9 +155,7 @@ def errors_of(path: str) -> ErrorShape:
 def check_path(path: str) -> None:
     """Reject a decoded path with dot segments, which a server may resolve to another path."""
     if not {".", ".."}.isdisjoint(path.split("/")):
-        raise RequestError(
-            ErrorCode.INVALID, f"The path is {shown(path)}; send it without the segments . and .. in it."
-        )
+        raise invalid(f"The path is {shown(path)}; send it without the segments . and .. in it.")
 
 
 def _server_state(server: Server) -> dict[str, object]:

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from quintet.frontend.http.error_shape import ErrorShape, bare_response
 from quintet.frontend.http.half_open import HalfOpen
 from quintet.frontend.http.http_request import CONNECTION
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 
 IDLE_S = 120
 """Keep-alive timeout, above the 90 s of Go's clients; also before the first request, and after an early response."""
@@ -293,7 +293,7 @@ def _not_http(error: httptools.HttpParserError, method: bytes) -> RequestError:
         words = "The connection started with HTTP/2; this server supports only HTTP/1.1. Configure the client for HTTP/1.1."
     else:
         words = f"Not an HTTP/1.1 request: {error}. Check the URL's scheme, the request line and the headers."
-    return RequestError(ErrorCode.INVALID, words)
+    return invalid(words)
 
 
 def bound_send_buffer(listener: socket.socket) -> None:

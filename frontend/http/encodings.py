@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Iterator
 
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.params import shown
 
 ACCEPTED = "gzip, deflate"
@@ -67,8 +67,7 @@ class Inflater:
             raise self._broken("its end is missing")
 
     def _broken(self, reason: str) -> RequestError:
-        return RequestError(
-            ErrorCode.INVALID,
+        return invalid(
             f"The request body cannot be decompressed: Content-Encoding is {self._coding}, but {reason}. Compress the JSON "
             "again, or send it uncompressed without the header.",
         )
@@ -108,9 +107,7 @@ def as_utf8(body: bytes, content_type: str) -> bytes:
     try:
         return body.decode(charset).encode()
     except UnicodeError as error:
-        raise RequestError(
-            ErrorCode.INVALID, f"The request body is not valid {charset}: {error}. Send JSON in UTF-8."
-        ) from None
+        raise invalid(f"The request body is not valid {charset}: {error}. Send JSON in UTF-8.") from None
 
 
 def _charset_of(content_type: str) -> str:

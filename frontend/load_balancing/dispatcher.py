@@ -14,7 +14,7 @@ from quintet.frontend.load_balancing.engine_selector import EngineSelector
 from quintet.frontend.load_balancing.load_ledger import LoadLedger
 from quintet.frontend.streams import Stream
 from quintet.wire.config import EngineConfig
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.ids import Role
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Cancel, Started
@@ -41,8 +41,7 @@ def not_encodable(error: Exception) -> RequestError:
     """Build the error for a request that no message can hold."""
     if isinstance(error, FrameTooLarge):
         return too_large(error)
-    return RequestError(
-        ErrorCode.INVALID,
+    return invalid(
         "The request holds an integer of more than 64 bits, or text with a lone surrogate, and cannot be encoded: "
         f"{shown(str(error))}. Correct the field.",
     )

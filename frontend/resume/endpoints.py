@@ -48,7 +48,7 @@ from quintet.frontend.resume.token_relay import enable_relay
 from quintet.frontend.service import Handler, Service
 from quintet.frontend.streams import Received
 from quintet.wire.codec import unpack_i32
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.messages import Admit, Resumed
 from quintet.wire.params import check_token_ids, shown
 
@@ -157,8 +157,7 @@ def _received(resumed: Resumed, position: StreamCursor, first: int, n: int) -> l
     for index in range(n):
         count, ids = position.counts[first + index], unpack_i32(outputs.get(index, b""))
         if count is not None and count > len(ids):
-            raise RequestError(
-                ErrorCode.INVALID,
+            raise invalid(
                 f"The position counts {count} tokens of choice {index}, but {len(ids)} were generated. Send the id of the "
                 "last event that was received.",
                 "from",
@@ -211,20 +210,20 @@ async def resume_from_server(service: Service, http_request: HttpRequest) -> Non
     body = parse.decode(await http_request.read_json_body(service.bodies), _decoder)
     api = _BY_PATH.get(body.path)
     if api is None:
-        raise parse.invalid(
+        raise invalid(
             f"path is {shown(body.path)}; streams of {', '.join(_BY_PATH)} can be continued.", "path"
         )
     is_seed = all(MIN_SEED <= seed <= MAX_SEED for seed in body.seeds)
     if not is_seed or not 0 <= body.created <= MAX_SEED:
-        raise parse.invalid("seeds and created must equal those of the header X-Quintet-Relay.", "seeds")
+        raise invalid("seeds and created must equal those of the header X-Quintet-Relay.", "seeds")
     flags = parse.decode(bytes(body.request), _flags_decoder)
     if not flags.stream:
-        raise parse.invalid(
+        raise invalid(
             "request has no `stream: true`, and only streams can be continued; send it again to its path.",
             "stream",
         )
     if flags.use_beam_search:
-        raise parse.invalid(
+        raise invalid(
             "request uses beam search, which cannot be continued; send it again to its path.",
             "use_beam_search",
         )

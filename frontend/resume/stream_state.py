@@ -24,7 +24,7 @@ import msgspec
 from quintet.frontend.api import sse
 from quintet.frontend.streams import Received
 from quintet.wire.config import EngineConfig
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.params import shown
 from quintet.wire.request import ResumeToken
 
@@ -85,8 +85,7 @@ class StreamCursor:
         choices = counts_text.split(",")
         is_note = not dot or _NOTE.fullmatch(note)
         if len(choices) != num_choices or not all(map(_CHOICE.fullmatch, choices)) or not is_note:
-            raise RequestError(
-                ErrorCode.INVALID,
+            raise invalid(
                 f"The position is {shown(text)}; send the part after the colon of an event's `id:` of this stream, "
                 "or 0 for the start.",
                 "from",
@@ -102,8 +101,7 @@ class StreamCursor:
         """Parse the note; None without one. Raises `RequestError` for a note of another API."""
         match = pattern.fullmatch(self.note)
         if self.note and match is None:
-            raise RequestError(
-                ErrorCode.INVALID,
+            raise invalid(
                 f"The position ends with {shown(self.note)}; send the id of the last event that was received.",
                 "from",
             )

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from quintet.frontend.api.answer import Submissions
-from quintet.frontend.api.openai import parse
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.stream_state import (
     RELAY_HEADER,
@@ -23,6 +22,7 @@ from quintet.frontend.resume.stream_state import (
     StreamCursor,
 )
 from quintet.frontend.streams import Received
+from quintet.wire.errors import invalid
 
 MAX_COMMENT_TOKENS = 1 << 15
 """Tokens per comment, to stay below the maximum size of an event."""
@@ -71,13 +71,13 @@ def enable_relay(
 def resume_state(partial: PartialResponse, n: int, num_prompts: int) -> ResumeState:
     """Return the state to resume a request of ``n`` choices. Raises `RequestError`."""
     if len(partial.seeds) != num_prompts:
-        raise parse.invalid(
+        raise invalid(
             f"seeds has {len(partial.seeds)} numbers for {num_prompts} prompts; send one seed per prompt.",
             "seeds",
         )
     position = StreamCursor.parse(partial.position, num_prompts * n)
     if len(partial.outputs) != num_prompts * n:
-        raise parse.invalid(
+        raise invalid(
             f"outputs has {len(partial.outputs)} lists for {num_prompts * n} choices; send one list per choice.",
             "outputs",
         )
@@ -95,7 +95,7 @@ def _received(ids: Sequence[int], count: int | None, has_ended: bool, index: int
     if count is None:
         return None, False
     if count > len(ids):
-        raise parse.invalid(
+        raise invalid(
             f"outputs has {len(ids)} tokens of choice {index}, but the position counts {count}; send all of them.",
             "outputs",
         )

@@ -18,6 +18,7 @@ from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.chat_body import THINKING_KWARGS
 from quintet.frontend.api.openai.offered_tools import OfferedTool, SentTool, Translation, offered_tools
 from quintet.frontend.api.openai.types import FORM_FIELDS, ChatBody, RawField, ResponseFormat
+from quintet.wire.errors import invalid
 from quintet.wire.params import shown
 
 THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
@@ -82,7 +83,7 @@ def _tools(sent: Sequence[SentTool]) -> list[OfferedTool]:
         has_schema = parse.json_of(tool.input_schema) or parse.json_of(tool.parameters) or tool.function
         if tool.type in (None, "custom") and not has_schema and not tool.defer_loading:
             name = f"tools[{index}].input_schema"
-            raise parse.invalid(f"{name} is missing; it is required.", name)
+            raise invalid(f"{name} is missing; it is required.", name)
     return offered_tools(sent)
 
 
@@ -113,7 +114,7 @@ def _choice(choice: ToolChoice) -> str | dict[str, msgspec.Raw]:
             name = given(choice.name, "tool_choice.name")
             return {"type": msgspec.Raw(b'"function"'), "function": msgspec.Raw(encode_json({"name": name}))}
         case _:
-            raise parse.invalid(
+            raise invalid(
                 f"tool_choice.type is {shown(choice.type)}; it must be 'auto', 'any', 'tool' or 'none'.",
                 "tool_choice",
             )
@@ -125,7 +126,7 @@ def _format(raw: RawField, name: str) -> ResponseFormat | None:
         return None
     sent_format = parse.decode_part(raw, _output_format, name)
     if sent_format.type != "json_schema":
-        raise parse.invalid(f"{name}.type is {shown(sent_format.type)}; it must be 'json_schema'.", name)
+        raise invalid(f"{name}.type is {shown(sent_format.type)}; it must be 'json_schema'.", name)
     schema: dict[str, msgspec.Raw] = parse.decode_part(sent_format.schema, _mapping, f"{name}.schema")
     named = {"name": "output", "schema": schema, "strict": True}
     return ResponseFormat(type=sent_format.type, json_schema=msgspec.Raw(encode_json(named)))
@@ -136,7 +137,7 @@ def _template_kwargs(body: ConversationBody) -> msgspec.Raw:
     kwargs: dict[str, Any] = {}
     if body.thinking is not None:
         if body.thinking.type not in THINKING:
-            raise parse.invalid(
+            raise invalid(
                 f"thinking.type is {shown(body.thinking.type)}; it must be one of {', '.join(THINKING)}.",
                 "thinking",
             )
@@ -149,12 +150,12 @@ def _template_kwargs(body: ConversationBody) -> msgspec.Raw:
 
 def _reject_unsupported(body: ConversationBody) -> None:
     if body.response_format is not None and body.response_format.type != "text":
-        raise parse.invalid(
+        raise invalid(
             "response_format is a field of chat completions; send output_config.format instead.",
             "response_format",
         )
     if parse.json_of(body.thread):  # the client's next request would contain only the last turn
-        raise parse.invalid(
+        raise invalid(
             "thread is not supported, because this server stores no threads; send the whole conversation without "
             "thread.",
             "thread",
@@ -162,7 +163,7 @@ def _reject_unsupported(body: ConversationBody) -> None:
     if isinstance(body, MessagesBody) and parse.json_of(body.compaction):
         raise parse.not_implemented("compaction", "compaction", "Ask for a summary in a message.")
     if isinstance(body, MessagesBody) and body.max_tokens == 0 and body.stream:
-        raise parse.invalid(
+        raise invalid(
             "max_tokens is 0, which caches the prompt without an answer, but stream is true; leave stream out.",
             "max_tokens",
         )

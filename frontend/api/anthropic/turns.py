@@ -13,6 +13,7 @@ from quintet.frontend.api.anthropic.types import ContentBlock, ReferencedTool, T
 from quintet.frontend.api.merged_messages import MergedMessages
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.offered_tools import OfferedTool
+from quintet.wire.errors import invalid
 from quintet.wire.message_text import omitted_part, without_billing_header
 from quintet.wire.params import shown
 
@@ -56,7 +57,7 @@ def messages_of(
     Adjacent messages of one role are merged, except system messages, which templates treat differently.
     """
     if not turns:
-        raise parse.invalid("messages is []; it must hold at least one message.", "messages")
+        raise invalid("messages is []; it must hold at least one message.", "messages")
     reader = _Reader({tool.name: tool for tool in tools})
     last_user = max((index for index, turn in enumerate(turns) if turn.role == "user"), default=-1)
     found = MergedMessages()
@@ -66,7 +67,7 @@ def messages_of(
     for index, turn in enumerate(turns):
         where = f"messages[{index}]"
         if turn.role not in ROLES:
-            raise parse.invalid(
+            raise invalid(
                 f"{where}.role is {shown(turn.role)}; it must be one of {', '.join(ROLES)}.", "messages"
             )
         if turn.clear_at == "next_user_message" and index < last_user:
@@ -79,12 +80,12 @@ def messages_of(
 def _without_empty_prefill(messages: list[Message], places: list[str]) -> tuple[list[Message], list[str]]:
     """Remove a final assistant message without text, which starts no answer. Raises `RequestError` for one with calls."""
     if not messages:
-        raise parse.invalid("messages has no text; send at least one message with text.", "messages")
+        raise invalid("messages has no text; send at least one message with text.", "messages")
     last = messages[-1]
     if last["role"] != "assistant" or (last["content"] and "tool_calls" not in last):
         return messages, places
     if len(messages) < 2 or "tool_calls" in last or "reasoning_content" in last:
-        raise parse.invalid(
+        raise invalid(
             "messages ends with an assistant message without text; append the result of each tool_use as a "
             "tool_result block of a user message.",
             "messages",
@@ -217,7 +218,7 @@ def _tool_change(kind: str, tool: ReferencedTool, where: str, reader: _Reader) -
     name = tool.name or tool.tool_name or (None if tool.definition is None else tool.definition.own_name)
     is_hosted = tool.definition is not None and name not in reader.tools
     if name is None and tool.definition is None and tool.server_name is None:
-        raise parse.invalid(f"{where}.tool.name is missing; it is required.", "messages")
+        raise invalid(f"{where}.tool.name is missing; it is required.", "messages")
     if name is None or is_hosted:
         _log.info("%s.tool was skipped: this server runs no tools", where)
         return []
@@ -232,7 +233,7 @@ def _reference(name: str, reader: _Reader) -> str:
     definition = tool.definition()
     reader.num_definition_chars += len(definition)
     if reader.num_definition_chars > MAX_DEFINITION_CHARS:
-        raise parse.invalid(
+        raise invalid(
             f"messages refers to deferred tools with definitions of more than {MAX_DEFINITION_CHARS} characters in total; "
             "refer to each tool once.",
             "messages",
@@ -260,5 +261,5 @@ def _document(block: ContentBlock, where: str, reader: _Reader, *, is_result: bo
 def given(value: FieldT | None, name: str) -> FieldT:
     """Return a required field's value. Raises `RequestError` if it is missing."""
     if value is None:
-        raise parse.invalid(f"{name} is missing; it is required.", "messages")
+        raise invalid(f"{name} is missing; it is required.", "messages")
     return value

@@ -31,6 +31,7 @@ from quintet.frontend.resume.stream_state import FROM_START, Answer, StreamCurso
 from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig
+from quintet.wire.errors import invalid
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
 
@@ -96,9 +97,7 @@ def sampling_fields(body: GenerateBody) -> CompletionBody:
     given = parse.json_of(body.sampling_params)
     if given:
         if not given.startswith(b"{"):
-            raise parse.invalid(
-                "sampling_params must be an object; send one, or leave it out.", "sampling_params"
-            )
+            raise invalid("sampling_params must be an object; send one, or leave it out.", "sampling_params")
         fields = parse.decode(given, _fields_decoder)
     fields.echo = fields.detokenize = None  # the response has no text
     for name in GenerateBody.__struct_fields__:

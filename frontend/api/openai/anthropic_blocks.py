@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quintet.frontend.api.openai.parse import invalid
+from quintet.wire.errors import invalid
 from quintet.wire.params import shown
 
 CALL, RESULT = "tool_use", "tool_result"

@@ -22,6 +22,7 @@ from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
+from quintet.wire.errors import invalid
 from quintet.wire.request import RequestSpec
 
 _decoder = msgspec.json.Decoder(ChatBody)
@@ -33,7 +34,7 @@ async def batch(service: Service, http_request: HttpRequest) -> None:
     body = await parse.read_body(service, http_request, _decoder)
     check_chat(body, config)
     if body.prompt_token_ids is not None:
-        raise parse.invalid(
+        raise invalid(
             "prompt_token_ids is a single prompt, but a batch has several; leave it out.", "prompt_token_ids"
         )
     conversations = _conversations(body, config)
@@ -84,12 +85,12 @@ async def batch(service: Service, http_request: HttpRequest) -> None:
 
 def _conversations(body: ChatBody, config: EngineConfig) -> list[Conversation]:
     if body.stream:
-        raise parse.invalid(
+        raise invalid(
             "stream is true, but a batch cannot be streamed; send each conversation to /v1/chat/completions.",
             "stream",
         )
     if not body.messages:
-        raise parse.invalid("messages is []; it must hold at least one conversation.", "messages")
+        raise invalid("messages is []; it must hold at least one conversation.", "messages")
     return [
         parse_conversation(msgspec.structs.replace(body, messages=each), config) for each in body.messages
     ]

@@ -24,6 +24,7 @@ from quintet.frontend.streams import Batch, Stream
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.embeds import EmbedsPrompt
+from quintet.wire.errors import invalid
 from quintet.wire.messages import PositionLogprobs, Prompt, TokenPrompt
 from quintet.wire.params import GREEDY_VALUES, SamplingParams, shown
 from quintet.wire.request import OutputParsing, RequestSpec
@@ -72,7 +73,7 @@ def rankable(params: SamplingParams, body: GenerationBody) -> SamplingParams:
     if not _drops_choices(body):
         return params
     if body.stream:
-        raise parse.invalid(
+        raise invalid(
             f"best_of is {body.best_of} and stream is true; the best choices are known only at the end. Set stream to "
             "false, or best_of to n.",
             "best_of",
@@ -223,14 +224,14 @@ async def _ids_of(service: Service, prompt: Prompt, field: str) -> list[int]:
         return list(unpack_i32(prompt.token_ids))
     ids = list(unpack_i32((await service.queries.tokenize(prompt)).token_ids))
     if not ids:
-        raise parse.invalid(f"{field} is empty: it has no tokens; send at least one token.", field)
+        raise invalid(f"{field} is empty: it has no tokens; send at least one token.", field)
     return ids
 
 
 def _num_shown(body: GenerationBody) -> int:
     n = 1 if body.n is None else body.n
     if body.best_of is not None and body.best_of < n:
-        raise parse.invalid(f"best_of is {shown(body.best_of)}; it must be at least n ({n}).", "best_of")
+        raise invalid(f"best_of is {shown(body.best_of)}; it must be at least n ({n}).", "best_of")
     return n
 
 
@@ -241,7 +242,7 @@ def _early_stopping_of(body: GenerationBody) -> EarlyStopping:
     try:
         return _early_stopping.decode(encoded)
     except msgspec.ValidationError:
-        raise parse.invalid(
+        raise invalid(
             f"early_stopping is {encoded.decode()}; it must be true, false or 'never'.", "early_stopping"
         ) from None
 
@@ -259,4 +260,4 @@ def _check_beams(body: GenerationBody) -> None:
 
 
 def _no_effect_with_beams(name: str) -> Exception:
-    return parse.invalid(f"{name} has no effect with use_beam_search; leave one of them out.", name)
+    return invalid(f"{name} has no effect with use_beam_search; leave one of them out.", name)

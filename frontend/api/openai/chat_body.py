@@ -19,6 +19,7 @@ from quintet.frontend.api.openai.tools import check_tool_choice, form_of_calls, 
 from quintet.frontend.api.openai.types import ChatBody, TokenizeBody
 from quintet.wire.chat import ChatMessage, check_messages, encode_messages
 from quintet.wire.config import EngineConfig, ParsersConfig
+from quintet.wire.errors import invalid
 from quintet.wire.messages import ChatPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams, shown
 from quintet.wire.request import MAX_SCHEMAS_BYTES, OutputParsing
@@ -77,7 +78,7 @@ def parse_conversation(
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and generates:
-        raise parse.invalid(
+        raise invalid(
             "add_generation_prompt and continue_final_message are both true; set one of them to false.",
             "continue_final_message",
         )
@@ -107,7 +108,7 @@ def _check_template(template: str | None, config: EngineConfig) -> None:
     if template is None or template in names or config.frontend.trust_request_chat_template:
         return
     what = f"one of the model's templates ({', '.join(names)})" if names else "left out: the model has none"
-    raise parse.invalid(
+    raise invalid(
         f"chat_template is {shown(template)}; it must be {what}. Templates from requests are disabled "
         "(--trust-request-chat-template enables them).",
         "chat_template",
@@ -125,9 +126,9 @@ def _read_messages(sent: list[Any]) -> tuple[list[ChatMessage], bytes, list[str]
     except msgspec.ValidationError as error:
         raise explain(error, sent, "messages") from None
     except RecursionError:
-        raise parse.invalid("messages is nested too deeply; flatten it.", "messages") from None
+        raise invalid("messages is nested too deeply; flatten it.", "messages") from None
     if not messages:
-        raise parse.invalid("messages is []; it must hold at least one message.", "messages")
+        raise invalid("messages is []; it must hold at least one message.", "messages")
     return messages, encoded, places
 
 
@@ -160,7 +161,7 @@ def check_chat(body: ChatBody, config: EngineConfig) -> None:
         read_reasoning(body)
     if body.reasoning_effort is not None and body.reasoning_effort not in REASONING_EFFORTS:
         allowed = ", ".join(REASONING_EFFORTS)
-        raise parse.invalid(
+        raise invalid(
             f"reasoning_effort is {shown(body.reasoning_effort)}; it must be one of {allowed}.",
             "reasoning_effort",
         )
@@ -168,7 +169,7 @@ def check_chat(body: ChatBody, config: EngineConfig) -> None:
         check_tool_choice(body)
     parse.check_logprob_token_ids(body, has_logprobs=bool(body.logprobs))
     if body.top_logprobs and not body.logprobs:
-        raise parse.invalid(
+        raise invalid(
             f"top_logprobs is {body.top_logprobs} but logprobs is not true; set logprobs to true.",
             "top_logprobs",
         )
@@ -216,7 +217,7 @@ def _chat_params(body: ChatBody, tools: bytes, config: EngineConfig) -> Sampling
     form = None if body.tool_choice is None else form_of_calls(body, model.parsers.forced)
     is_format = body.response_format is not None and body.response_format.type != "text"
     if form is not None and params.structured_outputs is not None and not is_format:
-        raise parse.invalid(
+        raise invalid(
             "tool_choice requires calls, but the request also asks for another output format; send one of them.",
             "tool_choice",
         )
@@ -247,7 +248,7 @@ def reading_of(
         return None
     schemas = tools if name and parsers.needs_schemas else b""
     if len(schemas) > MAX_SCHEMAS_BYTES:
-        raise parse.invalid(
+        raise invalid(
             f"tools has {len(schemas)} bytes; the limit is {MAX_SCHEMAS_BYTES} for a model without argument types in its call "
             "format. Send fewer tools, or shorter descriptions.",
             "tools",

@@ -45,6 +45,7 @@ from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig, ModelConfig
+from quintet.wire.errors import invalid
 from quintet.wire.messages import Prompt, Started, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams, check_token_ids
 from quintet.wire.request import RequestSpec, check_length
@@ -138,31 +139,31 @@ def _check_suffix(body: CompletionBody, prompts: Sequence[TextPrompt | TokenProm
     if not body.suffix:
         return
     if not all(isinstance(prompt, TextPrompt) for prompt in prompts):
-        raise parse.invalid(
+        raise invalid(
             "suffix was sent with a prompt of token ids; send the prompt as text, or put the model's infill tokens between "
             "the ids yourself and leave suffix out.",
             "suffix",
         )
     for name in ("echo", "truncate_prompt_tokens", "use_beam_search"):
         if getattr(body, name) not in (None, False):
-            raise parse.invalid(f"suffix cannot be combined with {name}; leave one of them out.", name)
+            raise invalid(f"suffix cannot be combined with {name}; leave one of them out.", name)
 
 
 def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt | TokenPrompt]:
     """Return the prompts of a body: one, or one per element of a list of texts or id lists."""
     given = body.prompt
     if given is None:
-        raise parse.invalid("prompt is missing; send text, token ids, or a list of either.", "prompt")
+        raise invalid("prompt is missing; send text, token ids, or a list of either.", "prompt")
     special, suffix = body.add_special_tokens is not False, body.suffix or ""
     if isinstance(given, str):
         return [TextPrompt(given, special, suffix)]
     if not given:
-        raise parse.invalid("prompt is []; it must hold at least one token id or prompt.", "prompt")
+        raise invalid("prompt is []; it must hold at least one token id or prompt.", "prompt")
     ids = [item for item in given if isinstance(item, int)]
     if len(ids) == len(given):
         return [token_prompt(ids, body.truncate_prompt_tokens, model)]
     if ids:
-        raise parse.invalid(
+        raise invalid(
             "prompt mixes token ids with prompts; send one list of ids, a list of texts, or a list of lists of "
             "ids.",
             "prompt",
@@ -183,7 +184,7 @@ def token_prompt(
     if truncate_prompt_tokens is None:
         check_length(len(ids), model.max_model_len, field)
     if not ids:
-        raise parse.invalid(f"{field} holds an empty list of token ids; send at least one token.", field)
+        raise invalid(f"{field} holds an empty list of token ids; send at least one token.", field)
     check_token_ids(ids, model.vocab_size, field)
     return TokenPrompt(pack_i32(ids))
 

@@ -25,6 +25,7 @@ from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
+from quintet.wire.errors import invalid
 from quintet.wire.messages import Detokenized, Finish, FinishReason
 from quintet.wire.params import SamplingParams, check_token_ids, shown
 from quintet.wire.request import OutputParsing
@@ -78,7 +79,7 @@ async def derender_completions(service: Service, http_request: HttpRequest) -> N
     body = await parse.read_body(service, http_request, _completion_decoder)
     answers = body.generate_responses
     if not answers or len(body.prompt_tokens or answers) != len(answers):
-        raise parse.invalid(
+        raise invalid(
             f"generate_responses has {len(answers)} responses and prompt_tokens {len(body.prompt_tokens or ())} numbers; send "
             "at least one response, and one number for each or none.",
             "prompt_tokens",
@@ -105,22 +106,22 @@ async def derender_completions(service: Service, http_request: HttpRequest) -> N
 
 def _check(answers: Sequence[Generated], stream: bool | None, config: EngineConfig) -> None:
     if stream:
-        raise parse.invalid(
+        raise invalid(
             "stream is true, but derendered responses are not streamed; set stream to false.", "stream"
         )
     choices = [choice for generated in answers for choice in generated.choices]
     if len(choices) > MAX_CHOICES:
-        raise parse.invalid(f"{len(choices)} choices were sent; send at most {MAX_CHOICES}.", "choices")
+        raise invalid(f"{len(choices)} choices were sent; send at most {MAX_CHOICES}.", "choices")
     for choice in choices:
         ids = choice.token_ids or ()
         if len(ids) > config.model.max_model_len:
-            raise parse.invalid(
+            raise invalid(
                 f"token_ids has {len(ids)} ids; the maximum for this model is {config.model.max_model_len}.",
                 "token_ids",
             )
         check_token_ids(ids, config.model.vocab_size, "token_ids")
         if choice.finish_reason is not None and reason_named(choice.finish_reason) is None:
-            raise parse.invalid(
+            raise invalid(
                 f"finish_reason is {shown(choice.finish_reason)}; it must be a value of /inference/v1/generate.",
                 "finish_reason",
             )

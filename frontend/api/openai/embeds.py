@@ -11,11 +11,10 @@ import binascii
 
 import msgspec
 
-from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.types import CompletionBody
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.embeds import FLOAT_BYTES, WIDEST_BYTES, EmbedsPrompt
-from quintet.wire.errors import RequestError
+from quintet.wire.errors import RequestError, invalid
 from quintet.wire.params import shown
 from quintet.wire.request import check_length
 
@@ -47,14 +46,14 @@ async def embeds_prompts(body: CompletionBody, config: EngineConfig) -> list[Emb
     if given is None or given == []:
         return []
     if not config.frontend.prompt_embeds:
-        raise parse.invalid(
+        raise invalid(
             f"{FIELD} is disabled; send `prompt`, or start the server with --enable-prompt-embeds.",
             FIELD,
         )
     rejected = ("suffix", "echo", "use_beam_search")
     for name in rejected:
         if getattr(body, name):
-            raise parse.invalid(
+            raise invalid(
                 f"{name} cannot be combined with {FIELD}, because it needs the prompt's text or tokens; leave one of "
                 "them out.",
                 name,
@@ -122,4 +121,4 @@ def _base64(text: str) -> bytes:
 
 
 def _bad(what: str) -> RequestError:
-    return parse.invalid(f"{FIELD} {what}. Send {EXAMPLE}.", FIELD)
+    return invalid(f"{FIELD} {what}. Send {EXAMPLE}.", FIELD)

@@ -9,6 +9,7 @@ from quintet.frontend.api.openai.chat import chat_completions
 from quintet.frontend.api.openai.completions import completions
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
+from quintet.wire.errors import invalid
 
 
 class _Kind(msgspec.Struct):
@@ -29,7 +30,7 @@ async def invocations(service: Service, http_request: HttpRequest) -> None:
     elif kind.prompt is not msgspec.UNSET:
         await completions(service, http_request)
     else:
-        raise parse.invalid(
+        raise invalid(
             "messages and prompt are both missing; send one of them.",
             "messages",
         )

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import RequestError, invalid
 
 BodyT = TypeVar("BodyT")
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
@@ -27,7 +27,7 @@ def decode_leniently(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT
         raise explain(error, value_of(body, None)) from None
     except INVALID_JSON as error:
         if not body.strip():
-            raise _invalid("The request body is empty; send a JSON object.") from None
+            raise invalid("The request body is empty; send a JSON object.") from None
         raise not_json(error, body) from None
 
 
@@ -37,7 +37,7 @@ def not_json(error: Exception, body: bytes, name: str | None = None) -> RequestE
     hint = ""
     if _SURROGATE.search(body):
         hint = r" It holds \ud800 to \udfff escapes: these must come in pairs, each pair one character."
-    return _invalid(f"{what} is not valid JSON: {error}.{hint}", name)
+    return invalid(f"{what} is not valid JSON: {error}.{hint}", name)
 
 
 def explain(error: msgspec.ValidationError, value: Json, prefix: str = "") -> RequestError:
@@ -49,15 +49,15 @@ def explain(error: msgspec.ValidationError, value: Json, prefix: str = "") -> Re
     field = (prefix + path).lstrip(".")
     if missing:
         name = f"{field}.{missing['field']}" if field else missing["field"]
-        return _invalid(f"{name} is missing; it is required.", name)
+        return invalid(f"{name} is missing; it is required.", name)
     sent = msgspec.json.encode(_value_at(value, path)).decode()
     if len(sent) > 80:
         sent = sent[:77] + "..."
     if not field:
-        return _invalid(f"The request body is {sent}; send a JSON object.")
+        return invalid(f"The request body is {sent}; send a JSON object.")
     what = what.replace("`", "").replace("Expected ", "").replace(" | null", "")
     expected, _, got = what.partition(", got ")
-    return _invalid(
+    return invalid(
         f"{field} is {sent}; it must be {expected}{f', not {got}' if got else ''}.", field.split("[")[0]
     )
 
@@ -80,7 +80,3 @@ def _value_at(value: Json, path: str) -> Json:
         else:
             break
     return value
-
-
-def _invalid(message: str, param: str | None = None) -> RequestError:
-    return RequestError(ErrorCode.INVALID, message, param)

@@ -20,7 +20,7 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.types import GenerationBody
 from quintet.frontend.streams import Stream
 from quintet.wire.config import EngineConfig, KvPeersConfig
-from quintet.wire.errors import RequestError
+from quintet.wire.errors import RequestError, invalid
 from quintet.wire.kv_events import address_for
 from quintet.wire.messages import FinishReason
 from quintet.wire.params import shown
@@ -112,7 +112,7 @@ def _network(allowed: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | No
 
 
 def _wrong(words: str) -> RequestError:
-    return parse.invalid(f"{FIELD}: {words}.", FIELD)
+    return invalid(f"{FIELD}: {words}.", FIELD)
 
 
 def _role_missing(sent: str, what: str, role: str, peers: KvPeersConfig | None) -> RequestError:

@@ -18,6 +18,7 @@ import msgspec
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.types import FunctionTool, RawField
+from quintet.wire.errors import invalid
 from quintet.wire.params import shown
 
 CallKind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "tool_search"]
@@ -331,7 +332,7 @@ def joined_name(namespace: str | None, name: str) -> str:
 
 def _given(name: str | None, field: str) -> str:
     if name is None:
-        raise parse.invalid(f"{field} is missing; it is required, here or in function.", "tools")
+        raise invalid(f"{field} is missing; it is required, here or in function.", "tools")
     return name
 
 

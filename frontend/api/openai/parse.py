@@ -28,7 +28,7 @@ from quintet.frontend.api.openai.types import (
 from quintet.frontend.http.http_request import MAX_REQUEST_ID, REQUEST_ID, REQUEST_ID_HEADER, HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig, ModelConfig
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.params import MAX_SHOWN, RepetitionDetectionParams, SamplingParams, shown
 
 BodyT = TypeVar("BodyT")
@@ -275,11 +275,6 @@ def chat_max_tokens(body: ChatBody) -> int | None:
 def has_upper_bound(body: ChatBody) -> bool:
     """Return whether the output limit is only an upper bound. Truncation leaves room for an explicit limit."""
     return body.truncate_prompt_tokens is None or chat_max_tokens(body) is None
-
-
-def invalid(message: str, param: str | None = None) -> RequestError:
-    """Build a 400 error."""
-    return RequestError(ErrorCode.INVALID, message, param)
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:

@@ -16,6 +16,7 @@ from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
+from quintet.wire.errors import invalid
 from quintet.wire.messages import ChatPrompt, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import check_length
@@ -64,7 +65,7 @@ async def render_completions(service: Service, http_request: HttpRequest) -> Non
     parse.check_combinations(body, config)
     parse.check_logprob_token_ids(body, has_logprobs=body.logprobs is not None)
     if body.prompt_embeds:
-        raise parse.invalid("prompt_embeds cannot be rendered to token ids; leave it out.", "prompt_embeds")
+        raise invalid("prompt_embeds cannot be rendered to token ids; leave it out.", "prompt_embeds")
     prompts = parse_prompts(body, config.model)
     params = completion_params(body, config)
     parse.reject_unsupported(body)
@@ -85,7 +86,7 @@ async def _ids_of(
     else:
         ids = unpack_i32((await service.queries.tokenize(prompt)).token_ids)
     if not ids:
-        raise parse.invalid(f"{field} is empty: it has no tokens; send at least one token.", field)
+        raise invalid(f"{field} is empty: it has no tokens; send at least one token.", field)
     check_length(len(ids), service.config.model.max_model_len, field, max_tokens)
     return ids
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from quintet.frontend.api.openai.types import FormFields, RawField, ResponseFormat
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import RequestError, invalid
 from quintet.wire.params import shown
 from quintet.wire.structured import FIELD, StructuredOutputsParams
 
@@ -92,7 +92,7 @@ def form_of(body: FormFields) -> StructuredOutputsParams | None:
         try:
             return form.checked()
         except RequestError as error:
-            raise _bad(name + error.message.removeprefix(FIELD), name) from None
+            raise invalid(name + error.message.removeprefix(FIELD), name) from None
     return None
 
 
@@ -112,7 +112,7 @@ def _requested(body: FormFields) -> dict[str, StructuredOutputsParams]:
             **msgspec.structs.asdict(given) | {"calls": given.calls or ""}
         )
     if body.grammar_lazy:
-        raise _bad(
+        raise invalid(
             "grammar_lazy is true, but grammars always apply from the first token; leave it out.",
             "grammar_lazy",
         )
@@ -132,7 +132,7 @@ def _requested(body: FormFields) -> dict[str, StructuredOutputsParams]:
             nested = _requested(_decoded(raw, FormFields, name))
             requested |= {f"{name}.{field}": form for field, form in nested.items()}
     if len(requested) > 1:
-        raise _bad(
+        raise invalid(
             f"{' and '.join(requested)} were sent; only one output format is allowed, so send one of them.",
             FIELD,
         )
@@ -150,12 +150,12 @@ def _of_grammar(raw: RawField) -> StructuredOutputsParams | None:
 def _of_format(given: ResponseFormat, name: str = "response_format") -> StructuredOutputsParams | None:
     kind = ALIASES.get(given.type, given.type)
     if kind not in FORMATS:
-        raise _bad(f"{name}.type is {shown(given.type)}; it must be one of {', '.join(FORMATS)}.", name)
+        raise invalid(f"{name}.type is {shown(given.type)}; it must be one of {', '.join(FORMATS)}.", name)
     sent = [field for field in FIELDS if _was_sent(getattr(given, field))]
     unexpected = [field for field in sent if field not in FORMATS[kind]]
     if unexpected or (kind != "structural_tag" and len(sent) > 1):
         allowed = " or ".join(FORMATS[kind]) or "nothing"
-        raise _bad(
+        raise invalid(
             f"{name} has {' and '.join(sent)} with the type {given.type}; allowed with it: {allowed}.",
             name,
         )
@@ -167,7 +167,7 @@ def _of_format(given: ResponseFormat, name: str = "response_format") -> Structur
     if not sent:
         if kind == "json_object":
             return StructuredOutputsParams(json_object=True)
-        raise _bad(f"{name}.{FORMATS[kind][0]} is missing; it is required.", name)
+        raise invalid(f"{name}.{FORMATS[kind][0]} is missing; it is required.", name)
     field = f"{name}.{sent[0]}"
     raw: RawField = getattr(given, sent[0])
     if kind in {"regex", "grammar"}:
@@ -205,7 +205,7 @@ def _decoded(raw: RawField, kind: Any, name: str) -> Any:
     except msgspec.ValidationError as error:
         raise _invalid_value(error, name) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad(f"{name} is not valid JSON: {error}.", name.split(".", maxsplit=1)[0]) from None
+        raise invalid(f"{name} is not valid JSON: {error}.", name.split(".", maxsplit=1)[0]) from None
 
 
 def _convert(value: dict[str, Any], kind: type[JsonSchemaFormat], name: str) -> JsonSchemaFormat:
@@ -216,8 +216,4 @@ def _convert(value: dict[str, Any], kind: type[JsonSchemaFormat], name: str) -> 
 
 
 def _invalid_value(error: msgspec.ValidationError, name: str) -> RequestError:
-    return _bad(f"{name} is invalid: {str(error).replace('`', '')}.", name.split(".", maxsplit=1)[0])
-
-
-def _bad(message: str, param: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID, message, param)
+    return invalid(f"{name} is invalid: {str(error).replace('`', '')}.", name.split(".", maxsplit=1)[0])

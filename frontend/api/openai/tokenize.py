@@ -13,7 +13,7 @@ from quintet.frontend.api.openai.types import DetokenizeBody, TokenizeBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.codec import ID_BYTES, unpack_i32
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.messages import ChatPrompt, TextPrompt
 from quintet.wire.params import check_token_ids
 
@@ -34,7 +34,7 @@ async def tokenize(service: Service, http_request: HttpRequest) -> None:
     elif body.messages is not None:
         prompt = parse_conversation(body, config).prompt
     else:
-        raise parse.invalid("prompt and messages are both missing; send one of them.", "prompt")
+        raise invalid("prompt and messages are both missing; send one of them.", "prompt")
     answer = await service.queries.tokenize(prompt, bool(body.return_token_strs))
     await http_request.respond_json(
         {

@@ -14,6 +14,7 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.offered_tools import sent_tools, shown_tools
 from quintet.frontend.api.openai.types import ChatBody, FunctionTool, Tool
 from quintet.wire.config import ForcedCalls, ParsersConfig
+from quintet.wire.errors import invalid
 from quintet.wire.params import shown
 from quintet.wire.structured import StructuredOutputsParams
 
@@ -53,19 +54,19 @@ def check_tool_choice(body: ChatBody) -> None:
     if choice is None or choice == "none":
         return
     if isinstance(choice, str) and choice not in {"auto", "required"}:
-        raise parse.invalid(
+        raise invalid(
             f"tool_choice is {shown(choice)}; it must be 'none', 'auto', 'required' or an object naming a function.",
             "tool_choice",
         )
     if not parse.json_of(body.tools):
-        raise parse.invalid("tool_choice is set but tools is not; send the tools as well.", "tool_choice")
+        raise invalid("tool_choice is set but tools is not; send the tools as well.", "tool_choice")
 
 
 def _keep_allowed(body: ChatBody, encoded: msgspec.Raw) -> str:
     """Remove the tools that are not allowed; return the choice among the others."""
     allowed = parse.decode_part(encoded, _allowed_decoder, "tool_choice.allowed_tools")
     if allowed.mode not in ("auto", "required"):
-        raise parse.invalid(
+        raise invalid(
             f"tool_choice.allowed_tools.mode is {shown(allowed.mode)}; it must be 'auto' or 'required'.",
             "tool_choice",
         )
@@ -73,7 +74,7 @@ def _keep_allowed(body: ChatBody, encoded: msgspec.Raw) -> str:
     wanted = {_named(each) for each in allowed.tools}
     missing = sorted(wanted.difference(known))
     if missing or not wanted:
-        raise parse.invalid(
+        raise invalid(
             f"tool_choice.allowed_tools names {shown(missing[0]) if missing else 'none'}; it must name at least one of the "
             f"tools ({', '.join(name for name in known if name)}), and no others.",
             "tool_choice",
@@ -100,13 +101,13 @@ def required_functions(body: ChatBody) -> list[FunctionTool]:
         known = [function.name for function in functions]
         functions = [function for function in functions if function.name == name][:1]
         if not functions:
-            raise parse.invalid(
+            raise invalid(
                 f"tool_choice names {shown(name)}; it must name one of the tools ({', '.join(known)}).",
                 "tool_choice",
             )
     for function in functions:
         if _NAME.fullmatch(function.name) is None:
-            raise parse.invalid(
+            raise invalid(
                 f"tools has a function named {shown(function.name)}; a call can be required only if the name consists of "
                 "letters, digits, _, ., :, / and -.",
                 "tools",
@@ -122,7 +123,7 @@ def _named(choice: Mapping[str, msgspec.Raw]) -> str:
         tool = msgspec.json.decode(choice[kind], type=dict[str, msgspec.Raw]) if kind in choice else choice
         return msgspec.json.decode(tool["name"], type=str)
     except (KeyError, msgspec.MsgspecError):
-        raise parse.invalid(
+        raise invalid(
             'tool_choice is an object; it must be {"type": "function", "function": {"name": …}}.',
             "tool_choice",
         ) from None

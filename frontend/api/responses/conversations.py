@@ -28,7 +28,7 @@ from quintet.frontend.api.responses.types import (
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.response_store import CONVERSATION, Record, ResponseStore
 from quintet.frontend.service import Service
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.params import shown
 
 ID_BYTES = 24
@@ -44,7 +44,7 @@ async def conversations(service: Service, http_request: HttpRequest) -> None:
     check_metadata(body.metadata or {})
     items = encode_json(_named(body.items or []))
     if not service.responses.is_enabled:
-        raise parse.invalid("This server stores no conversations (--response-store-entries 0).")
+        raise invalid("This server stores no conversations (--response-store-entries 0).")
     head = {
         "id": f"conv_{secrets.token_hex(ID_BYTES)}",
         "object": "conversation",

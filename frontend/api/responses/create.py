@@ -56,7 +56,7 @@ from quintet.frontend.resume.stream_state import FROM_START, PartialResponse, re
 from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.messages import ChatPrompt
 from quintet.wire.params import SamplingParams, shown
 from quintet.wire.request import OutputParsing, RequestSpec, ResumeToken
@@ -137,14 +137,14 @@ async def _read(service: Service, http_request: HttpRequest, body: ResponsesBody
         reason = (
             "store is false" if store.is_enabled else "this server stores none (--response-store-entries 0)"
         )
-        raise parse.invalid(
+        raise invalid(
             f"background is true, but the response would not be stored: {reason}. Leave background out.",
             "background",
         )
     try:
         named = conversation_of(body)
         if named and not is_stored:
-            raise parse.invalid(
+            raise invalid(
                 "conversation was sent, but the response is not stored; leave out store: false, or send the items "
                 "as input.",
                 "conversation",
@@ -186,17 +186,17 @@ async def _read(service: Service, http_request: HttpRequest, body: ResponsesBody
 def _check_partial(partial: PartialResponse, body: ResponsesBody) -> None:
     """Reject a response that cannot be continued. Raises `RequestError`."""
     if RESPONSE_ID.fullmatch(partial.name) is None:
-        raise parse.invalid(
+        raise invalid(
             f"name is {shown(partial.name)}; it must be the response id of the header X-Quintet-Relay.",
             "name",
         )
     if body.background:
-        raise parse.invalid(
+        raise invalid(
             "request is a background response; read its events by the response id.",
             "background",
         )
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
-        raise parse.invalid(
+        raise invalid(
             "request asks for log-probabilities, which cannot be continued; send it again to its path.",
             "top_logprobs",
         )

@@ -23,6 +23,7 @@ from quintet.frontend.api.openai.offered_tools import (
 )
 from quintet.frontend.api.responses.output import text_of_state
 from quintet.frontend.api.responses.types import ContentPart, InputItem
+from quintet.wire.errors import invalid
 from quintet.wire.message_text import omitted_media, text_only_result
 from quintet.wire.params import shown
 
@@ -143,7 +144,7 @@ def _messages_of(
             text = _definitions(item, where)
             return [{"role": "system", "content": f"Tools available:\n{text}"}] if text else []
     if item.type in (*TEXT_PARTS, *UNSUPPORTED_PARTS):
-        raise parse.invalid(
+        raise invalid(
             f"{where} is a part of type {shown(item.type)}; send it in the content of a message.", "input"
         )
     _log.info("%s, an item of type %s, was skipped: it is of another server's tool", where, shown(item.type))
@@ -160,7 +161,7 @@ def _message(item: InputItem, where: str, names: dict[str, str], *, is_beside_re
         text = _text(item.content, f"{where}.content", is_result=True)
         return _result(item, text, where, names)
     if role not in ROLES:
-        raise parse.invalid(f"{where}.role is {shown(role)}; it must be one of {', '.join(ROLES)}.", "input")
+        raise invalid(f"{where}.role is {shown(role)}; it must be one of {', '.join(ROLES)}.", "input")
     is_answer = role == "assistant"
     is_empty = item.content is None and is_answer
     content = "" if is_empty else _text(item.content, f"{where}.content", is_result=is_beside_result)
@@ -218,7 +219,7 @@ def _predefined_arguments(item: InputItem, where: str) -> dict[str, Any]:
     encoded = parse.json_of(field)
     sent: Any = msgspec.json.decode(encoded) if encoded else None
     if not isinstance(sent, dict):
-        raise parse.invalid(f"{where}.{name} must be an object.", "input")
+        raise invalid(f"{where}.{name} must be an object.", "input")
     if name == "operation":
         return sent
     action = {name: value for name, value in sent.items() if value not in (None, {}) and name != "type"}
@@ -252,7 +253,7 @@ def _part(sent: Any, where: str) -> ContentPart:
 
 def _text(content: str | Sequence[ContentPart] | None, where: str, *, is_result: bool = False) -> str:
     if content is None:
-        raise parse.invalid(f"{where} is missing; it is required.", "input")
+        raise invalid(f"{where} is missing; it is required.", "input")
     if isinstance(content, str):
         return content
     return "\n".join(
@@ -289,5 +290,5 @@ def _command_text(part: ContentPart) -> str:
 
 def _given(value: parse.PartT | None, name: str) -> parse.PartT:
     if value is None:
-        raise parse.invalid(f"{name} is missing; it is required.", "input")
+        raise invalid(f"{name} is missing; it is required.", "input")
     return value

@@ -31,6 +31,7 @@ from quintet.frontend.api.responses.types import (
     TextFormat,
     TextOptions,
 )
+from quintet.wire.errors import invalid
 from quintet.wire.params import SamplingParams, shown
 
 LOGPROBS, REASONING_STATE = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -102,7 +103,7 @@ def items_of(body: ResponsesBody) -> list[InputItem]:
     if isinstance(given, str):
         return [InputItem(type="message", role="user", content=given)]
     if not given and not continues:
-        raise parse.invalid("input is []; it must be a text, or hold at least one item.", "input")
+        raise invalid("input is []; it must be a text, or hold at least one item.", "input")
     return given
 
 
@@ -172,7 +173,7 @@ def _choice(
         if choice.name is None and choice.function is not None:
             choice.name = choice.function.name
         if choice.name is None:
-            raise parse.invalid("tool_choice.name is missing; it is required.", "tool_choice")
+            raise invalid("tool_choice.name is missing; it is required.", "tool_choice")
         named = next((tool.name for tool in tools if _is_named(tool, choice)), choice.name)
         return list(tools), _forced(named)
     if choice.type != "allowed_tools":
@@ -185,14 +186,14 @@ def _choice(
             )
         return list(tools), _forced(of_type[0]) if of_type else None
     if choice.mode not in ("auto", "required"):
-        raise parse.invalid(
+        raise invalid(
             f"tool_choice.mode is {shown(choice.mode)}; it must be 'auto' or 'required'.", "tool_choice"
         )
     wanted = [each for each in choice.tools or () if each.type in ("function", "custom")]
     missing = [each for each in wanted if not any(_is_named(tool, each) for tool in tools)]
     if missing or not choice.tools:
         sent = shown(str(missing[0].name)) if missing else "none"
-        raise parse.invalid(
+        raise invalid(
             f"tool_choice.tools names {sent}; it must name at least one tool of the request, and no others.",
             "tool_choice",
         )
@@ -216,7 +217,7 @@ def _format(sent_format: TextFormat | None) -> ResponseFormat | None:
     if sent_format.type == "json_object":
         return ResponseFormat(type=sent_format.type, schema=sent_format.schema)
     if sent_format.type != "json_schema":
-        raise parse.invalid(
+        raise invalid(
             f"text.format.type is {shown(sent_format.type)}; it must be one of text, json_object, json_schema.",
             "text.format",
         )
@@ -236,21 +237,19 @@ def _check_values(body: ResponsesBody) -> None:
         ("text.verbosity", None if body.text is None else body.text.verbosity, ("low", "medium", "high")),
     ):
         if value is not None and value not in allowed:
-            raise parse.invalid(f"{name} is {shown(value)}; it must be one of {', '.join(allowed)}.", name)
+            raise invalid(f"{name} is {shown(value)}; it must be one of {', '.join(allowed)}.", name)
     for included in body.include or ():
         if included not in INCLUDABLE:
-            raise parse.invalid(
-                f"include has {shown(included)}; it may have {', '.join(INCLUDABLE)}.", "include"
-            )
+            raise invalid(f"include has {shown(included)}; it may have {', '.join(INCLUDABLE)}.", "include")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
-        raise parse.invalid(
+        raise invalid(
             f"top_logprobs is {shown(body.top_logprobs)}; it must be 0 to {MAX_TOP_LOGPROBS}.", "top_logprobs"
         )
     check_metadata(body.metadata or {})
     for name in LABELS:
         label = getattr(body, name)
         if label is not None and len(label) > MAX_LABEL_CHARS:
-            raise parse.invalid(
+            raise invalid(
                 f"{name} has {len(label)} characters; it must have at most {MAX_LABEL_CHARS}.", name
             )
 
@@ -260,7 +259,7 @@ def check_metadata(metadata: dict[str, str]) -> None:
     if len(metadata) > MAX_METADATA or any(
         len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS for key, value in metadata.items()
     ):
-        raise parse.invalid(
+        raise invalid(
             f"metadata is too large; at most {MAX_METADATA} pairs are allowed, with keys of up to {MAX_KEY_CHARS} and values of "
             f"up to {MAX_VALUE_CHARS} characters.",
             "metadata",
@@ -272,7 +271,7 @@ def conversation_of(body: ResponsesBody) -> str:
     if not parse.json_of(body.conversation):
         return ""
     if body.previous_response_id is not None:
-        raise parse.invalid(
+        raise invalid(
             "conversation and previous_response_id were both sent; send one of them.", "conversation"
         )
     given = parse.decode_part(body.conversation, _conversation_decoder, "conversation")
@@ -281,7 +280,7 @@ def conversation_of(body: ResponsesBody) -> str:
 
 def _reject_unsupported(body: ResponsesBody) -> None:
     if body.response_format is not None and body.response_format.type != "text":
-        raise parse.invalid(
+        raise invalid(
             "response_format is a field of chat completions; send text.format instead.", "response_format"
         )
     for name, what, advice in (

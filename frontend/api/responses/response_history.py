@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from quintet.frontend.api.answer import AnswerWriter
-from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.items import is_reference
@@ -18,7 +17,7 @@ from quintet.frontend.api.responses.output import COMPLETED, INCOMPLETE, Respons
 from quintet.frontend.api.responses.types import ContentPart, InputItem
 from quintet.frontend.response_store import CONVERSATION, ConversationTurn, Record, ResponseStore
 from quintet.frontend.service import Service
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.params import shown
 
 ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{48})_[a-z0-9]{1,12}")
@@ -154,19 +153,19 @@ async def conversation(store: ResponseStore, previous: str | None) -> list[Input
         return []
     records = await store.do(lambda file: file.conversation(previous)) if store.is_enabled else []
     if not records or records[-1].status == CONVERSATION:
-        raise parse.invalid(
+        raise invalid(
             f"previous_response_id is {shown(previous)}, which is not stored; send all items of the "
             "conversation as input.",
             "previous_response_id",
         )
     if records[0].previous is not None:
-        raise parse.invalid(
+        raise invalid(
             f"previous_response_id is {shown(previous)}, which follows {records[0].previous}, which is no longer stored; "
             "send all items of the conversation as input.",
             "previous_response_id",
         )
     if records[-1].is_open:
-        raise parse.invalid(
+        raise invalid(
             f"previous_response_id is {shown(previous)}, which has not ended; wait for its end.",
             "previous_response_id",
         )
@@ -176,7 +175,7 @@ async def conversation(store: ResponseStore, previous: str | None) -> list[Input
         return former
     before = await _before_turn(store, named, records[0])
     if before is None:
-        raise parse.invalid(
+        raise invalid(
             f"previous_response_id is {shown(previous)}, a turn of the conversation {named} that is no longer in it; "
             "send conversation, or all items as input.",
             "previous_response_id",
@@ -229,7 +228,7 @@ async def resolved(
             record = await store.do(lambda file, wanted=response_id: file.find(wanted))  # type: ignore[misc]
             known |= {each.id: each for each in (items_of(record) if record is not None else [])}
         if item.id not in known:
-            raise parse.invalid(
+            raise invalid(
                 f"input[{index}] refers to {shown(item.id)}, which is not stored; send the item itself.",
                 "input",
             )

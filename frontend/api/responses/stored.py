@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from quintet.frontend.api import sse
-from quintet.frontend.api.openai import parse
 from quintet.frontend.api.responses.background import cancel, stop
 from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.response_history import (
@@ -26,7 +25,7 @@ from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.frontend.http.stream_timers import Reader
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Events, Record
 from quintet.frontend.service import Service
-from quintet.wire.errors import RequestError
+from quintet.wire.errors import RequestError, invalid
 from quintet.wire.params import MAX_COUNT, shown
 
 _log = logging.getLogger("quintet")
@@ -53,7 +52,7 @@ async def cancel_response(service: Service, http_request: HttpRequest) -> None:
     """POST /v1/responses/{id}/cancel."""
     record = await find(service, http_request.path_params["id"])
     if not record.background:
-        raise parse.invalid(
+        raise invalid(
             "Only a response created with background: true can be cancelled; close the connection of others.",
             "response_id",
         )
@@ -77,13 +76,13 @@ def page_of(http_request: HttpRequest, items: list[dict[str, Any]]) -> dict[str,
     query = parse_qs(http_request.query)
     order, after = query.get("order", ["desc"])[0], query.get("after", [""])[0]
     if order not in ("asc", "desc"):
-        raise parse.invalid(f"order is {shown(order)}; it must be 'asc' or 'desc'.", "order")
+        raise invalid(f"order is {shown(order)}; it must be 'asc' or 'desc'.", "order")
     if order == "desc":
         items.reverse()
     if after:
         ids = [item["id"] for item in items]
         if after not in ids:
-            raise parse.invalid(f"after is {shown(after)}; it must be the id of one of the items.", "after")
+            raise invalid(f"after is {shown(after)}; it must be the id of one of the items.", "after")
         items = items[ids.index(after) + 1 :]
     page = items[: _number(http_request, "limit", MAX_ITEMS, least=1) or DEFAULT_ITEMS]
     return {
@@ -100,7 +99,7 @@ def _number(http_request: HttpRequest, name: str, most: int, least: int = 0) -> 
     if not given:
         return None
     if not given.isdecimal() or len(given) > 10 or not least <= int(given) <= most:
-        raise parse.invalid(f"{name} is {shown(given)}; it must be a number from {least} to {most}.", name)
+        raise invalid(f"{name} is {shown(given)}; it must be a number from {least} to {most}.", name)
     return int(given)
 
 

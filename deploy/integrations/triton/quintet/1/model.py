@@ -19,7 +19,7 @@ import yaml
 
 from quintet.deploy.python_api.inputs import params_by_name
 from quintet.deploy.python_api.offline import AsyncLLM
-from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.params import OutputKind
 
 _LATER = frozenset({ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE})
@@ -92,10 +92,9 @@ def _read(sampling: str) -> dict[str, object]:
     try:
         settings = json.loads(sampling)
     except ValueError as error:
-        raise RequestError(ErrorCode.INVALID, f"sampling is not valid JSON: {error}", "sampling") from None
+        raise invalid(f"sampling is not valid JSON: {error}", "sampling") from None
     if not isinstance(settings, dict):
-        raise RequestError(
-            ErrorCode.INVALID,
+        raise invalid(
             f'sampling is {sampling}; send a JSON object like {{"max_tokens": 64}}.',
             "sampling",
         )
