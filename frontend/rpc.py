@@ -112,16 +112,12 @@ class Rpc:
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """Decode token ids, special tokens included. Raises `RequestError`."""
-        query = DetokenizeQuery(self._take_id(), self._me.index, pack_i32(token_ids))
-        answer = await self._ask(Role.DETOKENIZER, query, query.query_id, Detokenized, self._timeout_s)
-        if answer.error is not None:
-            raise RequestError(answer.error.code, answer.error.message, answer.error.param)
-        return answer.text
+        return (await self.read_output(token_ids)).text
 
     async def read_output(
-        self, token_ids: Sequence[int], opened: Open, *, is_cut: bool = False
+        self, token_ids: Sequence[int], opened: Open | None = None, *, is_cut: bool = False
     ) -> Detokenized:
-        """Decode a request's whole output and run its parsers on it. Raises `RequestError`.
+        """Decode a request's whole output and run its parsers on it; without ``opened`` only decode. Raises `RequestError`.
 
         ``is_cut``: a limit ended the output, not the model.
         """
