@@ -261,7 +261,11 @@ def test_a_stop_string_without_reasoning_may_begin_the_output(
     ],
 )
 def test_a_continued_message_begins_the_output_of_the_parser(
-    showing: PieceTable, tokenizer: Tokenizer, parsing: OutputParsing, output: str, expected: list[TextSpan]
+    showing: PieceTable,
+    tokenizer: Tokenizer,
+    parsing: OutputParsing,
+    output: str,
+    expected: list[tuple[int, int, str]],
 ) -> None:
     opened = opening(prompt=tokenizer.encode("Well").ids, parsing=parsing)
     texts = run(steps_of(showing), tokenizer.encode(output).ids, opened)

@@ -82,8 +82,9 @@ def test_hosts_have_equally_much_memory_with_a_draft_model_on_the_first(folder: 
     key.write_bytes(b"k" * 32)
     own, theirs = 2 * 2 * 2 * 16 * 2 * 16, 2 * 2 * 16 * 2 * 16
     for layout in ("tensor_parallel_size", "pipeline_parallel_size"):
-        for hosts, of_hosts in ((1, {}), (2, {"nnodes": 2, "group_key": str(key)})):
-            options: dict[str, Any] = {layout: 2, "kv_cache_memory": "1MiB", **of_hosts}
+        for hosts in (1, 2):
+            options: dict[str, Any] = {layout: 2, "kv_cache_memory": "1MiB", "nnodes": hosts}
+            options["group_key"] = str(key) if hosts > 1 else None
             config = config_of(folder, speculative_config=flag(draft), **options)
             num_blocks = config.model.kv.num_blocks(config.cache.memory_bytes)
             assert num_blocks == (1 << 20) // (own + hosts * theirs)

@@ -107,10 +107,11 @@ def check_outputs(
 ) -> None:
     """Compare outputs with and without drafts, and greedy drafts with the reference's."""
     flag, reference = made(name, tmp_path)
-    layout = {"context": context, "stages": stages, "hosts": hosts}
     with (
         mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32),
-        in_ranks(tmp_path, size, speculative_config=flag, **layout) as loaded,
+        in_ranks(
+            tmp_path, size, context=context, stages=stages, hosts=hosts, speculative_config=flag
+        ) as loaded,
     ):
         worker: Any = loaded.worker
         plain = run(changed(loaded.config, speculative=None), worker, PARAMS[params])
