@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).resolve().parents[4] / "csrc" / "cpu"
 """Sources in a checkout; absent from an installed package."""
 
-_ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_SIZE, _INT = ctypes.c_int64, ctypes.c_int
 
 
 @cache

@@ -28,7 +28,6 @@ from quintet.wire.errors import ConfigError
 
 PACKED = "pack-quantized"
 INTEGERS = ("int-quantized", "naive-quantized")
-FLOAT8 = ("float-quantized", "naive-quantized")
 NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
 KNOWN = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", NVFP4, MXFP4, MXFP8)
 _GROUP_OF = {NVFP4: 16, MXFP4: 32, MXFP8: 32}
