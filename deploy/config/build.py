@@ -132,8 +132,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     memory = _rank_memory(options, kind, device, facts, item_bytes, weight_bytes, draft)
     cache, fitted = _cache_config(options, kind, device, facts, kv, memory, notes)
     notes += filter(None, (network.check(options) if http else None,))
-    model, more_notes = _model_config(options, facts, dtype, kv, fitted)
-    notes += more_notes
+    model = _model_config(options, facts, dtype, kv, fitted, notes)
     stage_bytes = memory.weight_bytes // options.pipeline_parallel_size if reads_weights else 0
     config = EngineConfig(
         run_dir=str(run_dir),
@@ -301,9 +300,9 @@ def _cache_config(
 
 
 def _model_config(
-    options: Options, facts: ModelFacts, dtype: Dtype, kv: KvSpec, max_model_len: int
-) -> tuple[ModelConfig, list[str]]:
-    """Return the model section, and notes for the startup log."""
+    options: Options, facts: ModelFacts, dtype: Dtype, kv: KvSpec, max_model_len: int, notes: list[str]
+) -> ModelConfig:
+    """Return the model section. Appends to ``notes``."""
     tokenizer = facts.path
     if options.tokenizer is not None:
         tokenizer = locate_model(
@@ -319,9 +318,9 @@ def _model_config(
     parsers, ending_note = with_ending(parsers, options.reasoning_config)
     folder = tokenizer_folder(tokenizer)
     endings = end_token_ids(facts.eos_token_ids, folder, templates)
-    facts, notes = rules.fit_facts(dataclasses.replace(facts, eos_token_ids=endings), max_model_len)
-    notes += filter(None, (note, ending_note))
-    model = ModelConfig(
+    facts, more_notes = rules.fit_facts(dataclasses.replace(facts, eos_token_ids=endings), max_model_len)
+    notes += [*more_notes, *filter(None, (note, ending_note))]
+    return ModelConfig(
         path=str(facts.path),
         tokenizer_path=str(folder),
         served_names=options.served_model_name or [options.model or embedded.NAME],
@@ -340,7 +339,6 @@ def _model_config(
         chat_template_content_format=options.chat_template_content_format,
         parsers=parsers,
     )
-    return model, notes
 
 
 def _kv_memory(
