@@ -48,7 +48,7 @@ async def respond_rendered(
     params: SamplingParams,
     field: str,
 ) -> None:
-    """Answer with the rendered request of a conversation, whose output limit is only an upper bound.
+    """Answer with the rendered request of a conversation. Its output limit is only an upper bound.
 
     ``field``: the body's conversation field. ``params.max_tokens`` is reduced to the rest of the context.
     """

@@ -95,9 +95,8 @@ def in_ranks(
     requested = (folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space)
     config = change(config_of(*requested, experts=experts, **switches))
     if hosts > 1:
-        executor = msgspec.structs.replace(
-            config.executor, hosts=HostsConfig(count=hosts, address="", key_file="")
-        )
+        given = HostsConfig(count=hosts, address="", key_file="")
+        executor = msgspec.structs.replace(config.executor, hosts=given)
         config = msgspec.structs.replace(config, executor=executor)
     counts = [
         range(stages * (size > 1)),

@@ -27,7 +27,7 @@ from quintet.wire.request import KvTransfer
 
 
 def with_peers(config: EngineConfig, folder: Path) -> EngineConfig:
-    """Return the configuration with peers, whose key is in ``folder``."""
+    """Return the configuration with peers. Their key is in ``folder``."""
     size = 64 * config.model.kv.bytes_per_block
     key = folder / "kv-peer.key"
     key.write_bytes(b"k" * 32)
