@@ -79,7 +79,7 @@ def test_every_draft_of_the_served_model_itself_is_accepted(name: str, params: s
     loaded = with_draft(tmp_path, tmp_path)
     for variant, config in variants_of(loaded.config).items():
         verified, accepted = num_drafts(run(config, loaded.worker, PARAMS[params]))
-        assert verified == accepted > 100, variant
+        assert verified == accepted > 50, variant
 
 
 @pytest.mark.drawn(3)
