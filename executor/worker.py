@@ -174,7 +174,7 @@ class Worker:
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the plan's deltas, then its swaps and block copies; then compute its rows and draw tokens."""
         if self._speculation is not None:
-            self._speculation.end_requests(plan.freed)
+            self._speculation.end_requests(plan)
         self.tables.apply(plan)
         if plan.checksum:
             check_tables(plan, self.tables)

@@ -30,6 +30,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from quintet.executor.kv_memory import KvMemory
@@ -161,7 +162,11 @@ class DraftModel:
         if plan.copies:
             self._kv.copy(plan.copies)
 
-    def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
+    def observe(self, num_tokens: int) -> torch.Tensor:
+        """See `Drafter.observe`. There are none."""
+        return torch.empty(0)
+
+    def note_computed(self, *_: object) -> None:
         """See `Drafter.note_computed`."""
 
     def num_missing(self, slots: Int, num_tokens: Int) -> Int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from quintet.executor.ragged import Int
 from quintet.executor.slots import SlotTables
@@ -47,7 +48,7 @@ class Drafter(Protocol):
 
     @property
     def reads_steps(self) -> bool:
-        """True if the drafter needs `note_computed`."""
+        """True if the drafter needs `observe` and `note_computed`."""
 
     def end(self, slot: int, num_tokens: int) -> None:
         """Note that the request of a slot ended or was preempted, with so many known tokens. The tables still hold them."""
@@ -55,10 +56,15 @@ class Drafter(Protocol):
     def note(self, plan: StepPlan) -> None:
         """Note the deltas and rows of each plan, before `propose` for its rows. The slot tables hold the deltas."""
 
-    def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
-        """Note the rows of a step that the served model has computed, with or without drafts. Columns are int64[R].
+    def observe(self, num_tokens: int) -> torch.Tensor:
+        """Return a copy of the hidden states ``[num_tokens, width]`` that the served model has just computed."""
 
-        num_valid: computed tokens of each row, without rejected drafts.
+    def note_computed(
+        self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: torch.Tensor
+    ) -> None:
+        """Note rows that the served model has computed in a step, or in several in a row. Columns are int64[R].
+
+        num_valid: computed tokens of each row, without rejected drafts. hidden: of all tokens, see `observe`.
         """
 
     def num_missing(self, slots: Int, num_tokens: Int) -> Int | None:
@@ -95,7 +101,11 @@ class NgramDrafter:
         for new in plan.new_rows:
             self._indexes.drop(new.slot)
 
-    def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
+    def observe(self, num_tokens: int) -> torch.Tensor:
+        """See `Drafter.observe`. There are none."""
+        return torch.empty(0)
+
+    def note_computed(self, *_: object) -> None:
         """See `Drafter.note_computed`."""
 
     def num_missing(self, slots: Int, num_tokens: Int) -> None:
@@ -174,7 +184,11 @@ class SuffixDrafter:
             self._indexes.drop(new.slot)
             self._requests[new.slot] = _Request(new.draft_scope, len(new.token_ids) // 4, new.stop_ids)
 
-    def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
+    def observe(self, num_tokens: int) -> torch.Tensor:
+        """See `Drafter.observe`. There are none."""
+        return torch.empty(0)
+
+    def note_computed(self, *_: object) -> None:
         """See `Drafter.note_computed`."""
 
     def num_missing(self, slots: Int, num_tokens: Int) -> None:

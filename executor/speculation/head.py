@@ -141,13 +141,19 @@ class HeadDrafter:
             )
             self._block_features[torch.from_numpy(targets)] = self._block_features[torch.from_numpy(sources)]
 
-    def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
+    def observe(self, num_tokens: int) -> torch.Tensor:
+        """See `Drafter.observe`."""
+        return torch.cat([hidden[:num_tokens] for hidden in self._target.aux_hidden], dim=1)
+
+    def note_computed(
+        self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: torch.Tensor
+    ) -> None:
         """See `Drafter.note_computed`. Keep the features of the rows' tokens; compute long rows."""
         rows, positions = ranges(starts, num_valid)
         offsets = np.cumsum(counts) - counts
-        tokens = torch.from_numpy(offsets[rows] + positions - starts[rows])
-        joined = torch.cat([hidden.index_select(0, tokens) for hidden in self._target.aux_hidden], dim=1)
-        features = self._head.fused(joined)
+        if len(positions) < len(hidden):
+            hidden = hidden[torch.from_numpy(offsets[rows] + positions - starts[rows])]
+        features = self._head.fused(hidden)
         ends = starts + num_valid
         # New requests, and those that continue after blocks of another. A row that starts in a copied block changes it.
         begins = starts > self._num_known[slots]

@@ -71,9 +71,15 @@ class MedusaDrafter:
         """See `Drafter.note`."""
         self._num_known[[row.slot for row in plan.new_rows]] = _UNKNOWN
 
-    def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int) -> None:
-        """See `Drafter.note_computed`. Keep the features of each row's newest token."""
+    def observe(self, num_tokens: int) -> torch.Tensor:
+        """See `Drafter.observe`."""
         (hidden,) = self._target.aux_hidden
+        return hidden[:num_tokens].clone()
+
+    def note_computed(
+        self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: torch.Tensor
+    ) -> None:
+        """See `Drafter.note_computed`. Keep the features of each row's newest token."""
         newest = torch.from_numpy(np.cumsum(counts) - counts + num_valid - 1)
         self._features[torch.from_numpy(slots)] = self._model.fused(hidden.index_select(0, newest))
         self._num_known[slots] = starts + num_valid

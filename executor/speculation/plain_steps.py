@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from quintet.wire.step import StepPlan, StepResult
@@ -21,22 +22,32 @@ class PlainSteps:
 
     __slots__ = (
         "_counts",
+        "_max_steps",
         "_no_drafts",
         "_samples",
         "_slot_column",
-        "_starts",
+        "hidden",
         "num_steps",
         "seconds",
         "slots",
+        "starts",
     )
 
-    def __init__(self, plan: StepPlan, slots: NDArray[np.int32], starts: NDArray[np.int32]) -> None:
-        """plan: of decode rows without drafts, one token each. starts: int32[R], of the first of these steps."""
+    def __init__(
+        self, plan: StepPlan, slots: NDArray[np.int32], starts: NDArray[np.int32], max_tokens: int
+    ) -> None:
+        """plan: of decode rows without drafts, one token each. starts: int32[R], of the first of these steps.
+
+        max_tokens: of all steps, since their hidden states are kept; also the limit of one step.
+        """
         self._slot_column, self._counts, self._samples = plan.slots, plan.counts, plan.samples
         self._no_drafts = bytes(len(plan.samples))
-        self._starts, self.slots = starts, slots
+        self.starts, self.slots = starts, slots
         self.num_steps, self.seconds = 0, 0.0
         """Number and total time of the computed steps."""
+        self.hidden: list[torch.Tensor] = []
+        """Hidden states ``[rows, width]`` of each step, if the drafter reads them."""
+        self._max_steps = min(MAX_STEPS, max_tokens // len(slots))
 
     def has_next(self, plan: StepPlan) -> bool:
         """Return whether the plan has the same rows, and each computes the newest token of its request."""
@@ -45,12 +56,12 @@ class PlainSteps:
             and plan.counts == self._counts
             and plan.samples == self._samples
             and 0 not in plan.drafts
-            and self.num_steps < MAX_STEPS
+            and self.num_steps < self._max_steps
         )
 
     def next(self, plan: StepPlan) -> StepPlan:
         """Return the plan with the executor's starts."""
-        return msgspec.structs.replace(plan, starts=(self._starts + self.num_steps).tobytes(), drafts=b"")
+        return msgspec.structs.replace(plan, starts=(self.starts + self.num_steps).tobytes(), drafts=b"")
 
     def end(self, result: StepResult, seconds: float) -> None:
         """Note the result and the time of a step."""

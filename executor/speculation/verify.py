@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int
@@ -102,18 +103,16 @@ class Speculation:
         """See `Drafter.reads_steps`."""
         return self._drafter.reads_steps
 
-    def end_requests(self, freed: bytes) -> None:
+    def end_requests(self, plan: StepPlan) -> None:
         """Note the freed slots of a plan, before the slot tables change."""
-        if freed:
+        if plan.freed or plan.new_rows or plan.copies or plan.swaps_in:
             self._end_plain()
-        for slot in np.frombuffer(freed, np.int32).tolist():
+        for slot in np.frombuffer(plan.freed, np.int32).tolist():
             self._drafter.end(slot, int(self._num_tokens[slot]))
             self._lengths.end(slot)
 
     def note(self, plan: StepPlan) -> None:
         """Note a plan before `begin`, also one without drafts. The slot tables hold its deltas."""
-        if plan.new_rows:
-            self._end_plain()
         for new in plan.new_rows:
             self._num_tokens[new.slot] = len(new.token_ids) // 4
             self._stop_ids[new.slot] = frozenset(new.stop_ids)
@@ -133,6 +132,7 @@ class Speculation:
 
     def end_without_drafts(self, plan: StepPlan) -> None:
         """Note a computed plan for which `begin` was not called."""
+        self._end_plain()
         slots, starts, counts = (
             np.frombuffer(column, np.int32) for column in (plan.slots, plan.starts, plan.counts)
         )
@@ -170,9 +170,7 @@ class Speculation:
         ended_s = self._clock()
         seconds, self._ended_s = ended_s - max(step.began_s, self._ended_s), ended_s
         if step.plain is not None:
-            step.plain.end(result, seconds)
-            if step.plain is not self._plain:
-                self._num_tokens[step.plain.slots] += 1
+            self._end_plain_step(step.plain, step.plan, result, seconds)
             return
         slots, samples = np.frombuffer(step.plan.slots, np.int32), np.frombuffer(step.plan.samples, np.uint8)
         counts = np.frombuffer(step.plan.counts, np.int32)
@@ -200,9 +198,19 @@ class Speculation:
         )
         self._lengths.note_step(slots[sampling].astype(np.int64), len(sampling), cost, step.asked)
         self._note_computed(slots, step.starts, counts, known - step.starts)
-        if cost.num_tokens == len(slots) and not step.drafts and not self._drafter.reads_steps:
+        if cost.num_tokens == len(slots) and not step.drafts:
             self._end_plain()
-            self._plain = PlainSteps(step.plan, slots, (step.starts + 1).astype(np.int32))
+            self._plain = PlainSteps(step.plan, slots, (step.starts + 1).astype(np.int32), self._max_tokens)
+
+    def _end_plain_step(self, plain: PlainSteps, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        plain.end(result, seconds)
+        if plain is self._plain:
+            if self._drafter.reads_steps:
+                plain.hidden.append(self._drafter.observe(len(plain.slots)))
+            return
+        self._num_tokens[plain.slots] += 1  # a later step has ended them
+        ones = np.ones(len(plain.slots), np.int64)
+        self._note_computed(plain.slots, np.frombuffer(plan.starts, np.int32), ones, ones)
 
     def _end_plain(self) -> None:
         """Update tables and statistics after steps of the same rows without drafts."""
@@ -213,11 +221,30 @@ class Speculation:
         self._num_tokens[plain.slots] += num_steps
         cost = StepCost(num_rows, plain.seconds / num_steps, 0.0, 0, 0, num_steps)
         self._lengths.note_step(plain.slots.astype(np.int64), num_rows, cost)
+        if plain.hidden:
+            counts = np.full(num_rows, num_steps)
+            hidden = torch.stack(plain.hidden, dim=1).flatten(0, 1)
+            self._drafter.note_computed(
+                plain.slots.astype(np.int64), plain.starts.astype(np.int64), counts, counts, hidden
+            )
 
-    def _note_computed(self, *columns: NDArray[np.integer]) -> None:
-        """Pass slots, starts, counts and valid tokens of a step's rows to a drafter that reads them."""
-        if self._drafter.reads_steps:
-            self._drafter.note_computed(*(column.astype(np.int64) for column in columns))
+    def _note_computed(
+        self,
+        slots: NDArray[np.integer],
+        starts: NDArray[np.integer],
+        counts: NDArray[np.integer],
+        num_valid: NDArray[np.integer],
+    ) -> None:
+        """Pass the rows of a step to a drafter that reads them."""
+        if not self._drafter.reads_steps:
+            return
+        self._drafter.note_computed(
+            slots.astype(np.int64),
+            starts.astype(np.int64),
+            counts.astype(np.int64),
+            num_valid.astype(np.int64),
+            self._drafter.observe(int(counts.sum())),
+        )
 
     def _propose(
         self, plan: StepPlan, slots: NDArray[np.int32], starts: Int, most: NDArray[np.uint8]

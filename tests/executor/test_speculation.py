@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,9 @@ class Simulation:
     def note(self, plan: StepPlan) -> None:
         pass
 
+    def observe(self, num_tokens: int) -> torch.Tensor:
+        raise NotImplementedError
+
     def note_computed(self, *_: object) -> None:
         pass
 
@@ -72,12 +76,10 @@ class Simulation:
 
     def admit(self, slot: int) -> None:
         """Compute a prompt."""
-        if self.lengths[slot]:
-            self.speculation.end_requests(pack_i32([slot]))
-        self.lengths[slot] = NUM_PROMPT
+        freed = [slot] if self.lengths[slot] else []
         tokens = [token_at(position) for position in range(NUM_PROMPT)]
         row = NewRow(slot, 1, slot, pack_i32(tokens), NUM_PROMPT, SamplingParams(), 0)
-        self._step([slot], [0], [NUM_PROMPT], [0], [row])
+        self._step([slot], [0], [NUM_PROMPT], [0], [row], freed)
 
     def decode(self, *slots: int, lag: int = 0) -> None:
         """Compute a decode step. lag: accepted drafts of each row that the core does not know yet."""
@@ -85,10 +87,24 @@ class Simulation:
         self._step(list(slots), starts, [1] * len(slots), [1 + MOST] * len(slots), [])
 
     def _step(
-        self, slots: list[int], starts: list[int], counts: list[int], drafts: list[int], new: list[Any]
+        self,
+        slots: list[int],
+        starts: list[int],
+        counts: list[int],
+        drafts: list[int],
+        new: list[Any],
+        freed: Sequence[int] = (),
     ) -> None:
         columns = (pack_i32(slots), pack_i32(starts), pack_i32(counts))
-        plan = StepPlan(1, 0, b"", new, b"", b"", *columns, pack_u8([1] * len(slots)), drafts=pack_u8(drafts))
+        plan = StepPlan(
+            *(1, 0, pack_i32(freed), new, b"", b""),
+            *columns,
+            pack_u8([1] * len(slots)),
+            drafts=pack_u8(drafts),
+        )
+        self.speculation.end_requests(plan)
+        for row in new:
+            self.lengths[row.slot] = NUM_PROMPT
         self.speculation.note(plan)
         result = self.speculation.compute(plan, self._compute)
         assert len(result.num_tokens) == len(result.num_drafts) == len(slots)

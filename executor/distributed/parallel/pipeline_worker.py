@@ -212,7 +212,7 @@ class PipelineWorker:
         while self.waits_for(plan):
             self._finish(self._pending[0])
         if self._speculation is not None:
-            self._speculation.end_requests(plan.freed)
+            self._speculation.end_requests(plan)
         self.tables.apply(plan)
         if plan.checksum:
             check_tables(plan, self.tables)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import CoreAndWorker, changed, small_kv
 
@@ -76,6 +77,9 @@ class Oracle:
 
     def note(self, plan: StepPlan) -> None:
         pass
+
+    def observe(self, num_tokens: int) -> torch.Tensor:
+        raise NotImplementedError
 
     def note_computed(self, *_: object) -> None:
         pass

@@ -178,7 +178,7 @@ class Mixed(Oracle):
     def __init__(self, worker: Worker, sequences: list[list[int]], drafter: Drafter) -> None:
         super().__init__(worker, sequences)
         self.end, self.note = drafter.end, drafter.note  # type: ignore[method-assign]
-        self.note_computed = drafter.note_computed  # type: ignore[method-assign, assignment]
+        self.observe, self.note_computed = drafter.observe, drafter.note_computed  # type: ignore[method-assign, assignment]
         self._drafter, self.reads_steps = drafter, drafter.reads_steps
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
