@@ -83,12 +83,12 @@ response = litellm.responses(
 )
 assert 0 < response.usage.output_tokens <= 24  # sampled, so it may end earlier
 for wrong, error in (
-    ({"max_tokens": 10**9}, litellm.ContextWindowExceededError),
+    ({"messages": [{"role": "user", "content": "a b c " * 5000}]}, litellm.ContextWindowExceededError),
     ({"temperature": -1}, litellm.BadRequestError),
     ({"model": "hosted_vllm/none"}, litellm.NotFoundError),
 ):
     try:
-        litellm.completion(messages=messages, **openai | wrong)
+        litellm.completion(**{"messages": messages} | openai | wrong)
     except error:
         continue
     raise AssertionError(wrong)
