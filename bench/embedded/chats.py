@@ -1,4 +1,4 @@
-"""Chats with a served model: prompts from templates and topics, and the model's answers as token ids.
+"""Chats with a served model as token ids: prompts from templates and topics or from the model itself, and the model's answers.
 
 A draft head is trained on its target model's own answers. Prompts and answers depend on seed and model only, since the engine's
 outputs do not depend on batches. An interrupted run continues after its last saved part.
@@ -6,6 +6,7 @@ outputs do not depend on batches. An interrupted run continues after its last sa
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ TEMPERATURE = 0.7
 """Temperature of every second answer; the others are greedy."""
 PART = 512
 """Number of answers between two saves."""
+PROMPT_TOKENS = 64
+"""Maximum tokens of a prompt that the model writes."""
 
 CONTEXT, BATCH_TOKENS = 256, 4096
 """Tokens of a training window, and of a batch."""
@@ -156,22 +159,46 @@ class Chat:
     is_greedy: bool
 
 
-def answered(model: str, file: Path, count: int, max_tokens: int, seed: int) -> list[Chat]:
-    """Return ``count`` chats with the model. Load saved ones from ``file``, and save new ones there."""
+def answered(model: str, file: Path, count: int, own: int, max_tokens: int, seed: int) -> list[Chat]:
+    """Return chats with the model. Load saved ones from ``file``, and save new ones there.
+
+    count: of chats with prompts from templates. own: of further chats, with prompts that the model writes.
+    """
     asked = prompts(seed)[:count]
-    chats = load(file)[:count] if file.exists() else []
-    if len(chats) == len(asked):
-        return chats
+    chats, total = load(file) if file.exists() else [], len(asked) + own
+    if len(chats) >= total:
+        return chats[:total]
     with (
         LLM(model, max_num_seqs=128, kv_cache_memory="2GB", max_model_len=2048) as llm,
-        tqdm(total=len(asked), initial=len(chats), unit="answer", mininterval=1) as bar,
+        tqdm(total=total, initial=len(chats), unit="answer", mininterval=1) as bar,
     ):
-        while len(chats) < len(asked):
-            new = asked[len(chats) : len(chats) + PART]
-            chats += answers(llm, new, len(chats), max_tokens)
+        while (first := len(chats)) < total:
+            new = asked[first : first + PART] or own_prompts(llm, first)[: total - first]
+            assert new, f"none of {PART} prompts that the model wrote has ended"
+            chats += answers(llm, new, first, max_tokens)
             save(file, chats)
             bar.update(len(new))
     return chats
+
+
+def own_prompts(llm: LLM, first: int) -> list[Prompt]:
+    """Return up to `PART` messages that the model writes as if it were the user (Xu et al., "Magpie", 2024).
+
+    It continues the chat template before a user's text. ``first`` is the number of the first chat.
+    """
+    texts = [[{"role": "user", "content": text}] for text in ("a", "b")]
+    rendered = llm.chat(texts, SamplingParams(max_tokens=1), use_tqdm=False)
+    pairs = zip(*(output.prompt_token_ids for output in rendered), strict=False)
+    start = [token for token, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    params = [
+        SamplingParams(temperature=1.0, top_p=0.95, seed=first + number, max_tokens=PROMPT_TOKENS)
+        for number in range(PART)
+    ]
+    written = llm.generate([{"prompt_token_ids": start}] * PART, params, use_tqdm=False)
+    ended = [
+        output.outputs[0].text.strip() for output in written if output.outputs[0].finish_reason == "stop"
+    ]
+    return [Prompt(text, is_held_out(text)) for text in dict.fromkeys(ended) if text]
 
 
 def answers(llm: LLM, asked: list[Prompt], first: int, max_tokens: int) -> Iterator[Chat]:

@@ -223,7 +223,12 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--chats", type=Path, help="file of answers, perhaps of another run (default: in --output)"
     )
-    parser.add_argument("--answers", type=int, default=3000, help="chats to learn from")
+    parser.add_argument(
+        "--answers", type=int, default=3000, help="chats to learn from, with prompts of templates"
+    )
+    parser.add_argument(
+        "--own", type=int, default=0, help="further chats, with prompts that the model writes"
+    )
     parser.add_argument("--answer-tokens", type=int, default=256, help="maximum tokens of an answer")
     parser.add_argument(
         "--draft-vocab",
@@ -249,7 +254,7 @@ def main() -> None:
     training: Path = options.output / "training"
     training.mkdir(parents=True, exist_ok=True)
     file = options.chats or training / "answers.npz"
-    chats = answered(options.model, file, options.answers, options.answer_tokens, options.seed)
+    chats = answered(options.model, file, options.answers, options.own, options.answer_tokens, options.seed)
     model = AutoModelForCausalLM.from_pretrained(folder_of(options.model, training / "target"))
     if options.kind == "mtp":
         check_is_plain(model.config)
