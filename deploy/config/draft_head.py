@@ -27,7 +27,7 @@ from quintet.deploy.config.model.weights import (
 from quintet.deploy.config.speculation import FLAG, speculative_config, speculative_method
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.model_config import eagle, medusa, mtp
-from quintet.executor.model_config.draft_heads import DRAFT_HEADS, NUM_FEATURES, HeadSpec
+from quintet.executor.model_config.draft_heads import DRAFT_HEADS, HeadSpec
 from quintet.executor.model_config.eagle import EagleSpec
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.medusa import MedusaSpec
@@ -85,11 +85,14 @@ class HeadFacts:
 
     @property
     def block_bytes(self) -> int:
-        """Memory for each block of the served model's KV memory: keys and values, and each layer's features of its last token."""
+        """Memory for each block of the served model's KV memory.
+
+        It has keys and values, features of all tokens, and those of later layers for the token after it.
+        """
         if not self.kv.groups:
             return 0
-        num_features = self.head.num_layers * self.head.spec.hidden_size
-        return self.kv.bytes_per_block + num_features * DTYPE_BYTES[self.dtype]
+        num_features = self.kv.block_size + self.head.num_layers - 1
+        return self.kv.bytes_per_block + num_features * self.head.spec.hidden_size * DTYPE_BYTES[self.dtype]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -134,11 +137,11 @@ def read_head(
         quantization: Quantization = "none" if head.stored else head.quantization
         num_outputs = spec.vocab_size * spec.hidden_size
         weight_bytes += weight_bytes_of(num_outputs, item_bytes, quantization, None, None, 0)
-    kv, num_features = KvSpec([], 0, 0, block_size), 1
+    kv = KvSpec([], 0, 0, block_size)
     if spec.kv_needs:
-        kv, num_features = draft_kv(options, target, spec.kv_needs, block_size, item_bytes), NUM_FEATURES
-        num_features += head.num_layers - 1
-    weight_bytes += options.max_num_seqs * num_features * spec.hidden_size * item_bytes
+        kv = draft_kv(options, target, spec.kv_needs, block_size, item_bytes)
+    else:
+        weight_bytes += options.max_num_seqs * spec.hidden_size * item_bytes  # features of the newest tokens
     return HeadFacts(head, dtype, weight_bytes, kv, group)
 
 

@@ -1,15 +1,9 @@
-"""Models that only propose drafts, from hidden states of the served model: their registry, and limits of their memory."""
+"""Models that only propose drafts, from hidden states of the served model: their registry."""
 
 from __future__ import annotations
 
 from quintet.executor.model_config import eagle, medusa, mtp
 from quintet.executor.model_config.family import Family
-from quintet.wire.config import MAX_DRAFTS
-
-MAX_PENDING = 14
-"""Maximum newest tokens of a request without keys and values of the head, after a step."""
-NUM_FEATURES = MAX_PENDING + MAX_DRAFTS + 2
-"""Kept features of a request: vectors as wide as the head's hidden states."""
 
 DRAFT_HEADS = {
     eagle.ARCHITECTURE: Family(eagle.read_eagle, "EAGLE draft heads", "quintet.executor.models.mtp:MtpHead"),

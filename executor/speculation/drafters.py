@@ -57,7 +57,7 @@ class Drafter(Protocol):
         """Note the deltas and rows of each plan, before `propose` for its rows. The slot tables hold the deltas."""
 
     def observe(self, num_tokens: int) -> torch.Tensor:
-        """Return a copy of the hidden states ``[num_tokens, width]`` that the served model has just computed."""
+        """Return the hidden states ``[num_tokens, width]`` of the served model's last step. Its next one changes them."""
 
     def note_computed(
         self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: torch.Tensor

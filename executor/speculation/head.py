@@ -7,8 +7,8 @@ The head computes token ``t[i]`` from its embedding and features of the token be
     first step of the head      … (t8, f7) (t9, f8)        draws d10, with hidden state h9
     second step                 (d10, h9)                  draws d11, and so on
 
-Features of the newest tokens are kept per slot; keys and values of their tokens are computed when drafts are needed, when there
-are many, or at the end of a block. The first token has features of zeros.
+Features are kept like keys and values, in the blocks of their tokens. The head computes tokens only when drafts are needed, so
+requests without drafts cost it nothing. The first token has features of zeros.
 
 Of several layers, each draws one more draft. Features of a layer are the hidden states of the layer before it, also of the
 prompt. So each layer computes all tokens, and the drafts before its own; the last layer draws the remaining drafts:
@@ -16,9 +16,9 @@ prompt. So each layer computes all tokens, and the drafts before its own; the la
     first layer         … (t8, f7)  (t9, f8)               draws d10, with hidden states … h8 h9
     second layer        … (t8, h7)  (t9, h8)  (d10, h9)    draws d11
 
-A block id names the same tokens in the KV memories of both models. The newest features of each block are kept, for requests that
-start after them. A copy of a block copies all. A block that was restored from host memory, disk or another server has no keys and
-values of the head: a request gets no drafts if one of its full blocks lacks them.
+A block id names the same tokens in the KV memories of both models. Whole blocks may be shared by several requests; the first that
+needs drafts computes them, without the others. A copy of a block copies all. A block that was restored from host memory, disk or
+another server has no features: a request gets no drafts if the head has to compute its tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.model_config.draft_heads import MAX_PENDING, NUM_FEATURES
 from quintet.executor.models.eagle import EagleHead
 from quintet.executor.models.mtp import MtpHead
 from quintet.executor.ragged import Int, ranges
@@ -87,26 +86,20 @@ class HeadDrafter:
         self._max_tokens, width = layers[0].input.shape
         num_slots, num_layers = len(self._token_ids), len(layers)
         cpu, dtype = torch.device("cpu"), layers[0].input.dtype
-        self._features = lazy_zeros((num_slots, NUM_FEATURES, width), dtype, cpu)
-        """Features of the newest tokens of each slot, at their position modulo `NUM_FEATURES`."""
-        self._last_hidden = lazy_zeros((num_slots, num_layers - 1, width), dtype, cpu)
-        """Hidden states of each slot's last computed token after each layer but the last: features of the next token there."""
-        self._block_features = lazy_zeros((num_blocks, num_layers, width), dtype, cpu)
-        """Of each block, features of its newest token, and `_last_hidden` of its last computed token."""
+        self._features = lazy_zeros((num_blocks * self._block_size, width), dtype, cpu)
+        """Features of the tokens of all blocks."""
         self._featured: Int = np.zeros(num_blocks, np.int64)
-        """Number of tokens in each block up to that token; 0: none."""
-        self._block_tokens: Int = np.zeros(num_blocks, np.int64)
+        """Leading tokens of each block with features."""
+        self._computed: Int = np.zeros(num_blocks, np.int64)
         """Leading tokens of each block with keys and values of the head."""
+        self._block_hidden = lazy_zeros((num_blocks, num_layers - 1, width), dtype, cpu)
+        """Hidden states of the last of them after each layer but the last: features of the next token there."""
         self._num_computed: Int = np.zeros(num_slots, np.int64)
-        """Leading tokens of each slot with keys and values of the head, except after a gap."""
-        self._has_gap: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
-        """True where keys and values of a cached prefix are missing."""
+        """Leading tokens of each slot with keys and values of the head. Other requests may have computed more of whole blocks."""
         self._num_known: Int = np.zeros(num_slots, np.int64)
         """Leading tokens of each slot that the served model has computed."""
-        self._first_featured: Int = np.zeros(num_slots, np.int64)
-        """First token of each slot with kept features, if it is among the newest; -1: that before the first token."""
-        self._keeps_tails = tables.kv.has_states
-        """A request may continue in the partly filled block of an ended one."""
+        self._has_gap: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        """True where features of tokens to compute are missing."""
         self._token_map: Tokens | None = (
             None if head.token_map is None else head.token_map.numpy().astype(np.int32)
         )
@@ -121,62 +114,48 @@ class HeadDrafter:
         return self._time.fit()
 
     def end(self, slot: int, num_tokens: int) -> None:
-        """See `Drafter.end`. Compute the newest tokens for a request that continues after them."""
-        begin, known = int(self._num_computed[slot]), int(self._num_known[slot])
-        if self._keeps_tails and begin < known and not self._has_gap[slot]:
-            before = np.arange(begin - 1, known - 1)
-            self._compute(slot, begin, self._features_of(np.full(len(before), slot), before))
+        """See `Drafter.end`."""
 
     def note(self, plan: StepPlan) -> None:
         """See `Drafter.note`."""
         self._num_known[[row.slot for row in plan.new_rows]] = _UNKNOWN
         restored = np.frombuffer(plan.swaps_in, np.int32)[::2]
-        self._block_tokens[restored] = self._featured[restored] = 0
+        self._computed[restored] = self._featured[restored] = 0
         if plan.copies:
             self._layers[0].program.kv.copy(plan.copies)
             sources, targets = np.frombuffer(plan.copies, np.int32).reshape(-1, 2).T.astype(np.int64)
-            self._block_tokens[targets], self._featured[targets] = (
-                self._block_tokens[sources],
-                self._featured[sources],
-            )
-            self._block_features[torch.from_numpy(targets)] = self._block_features[torch.from_numpy(sources)]
+            by_block = self._features.unflatten(0, (-1, self._block_size))
+            for column in (self._computed, self._featured):
+                column[targets] = column[sources]
+            for tensor in (by_block, self._block_hidden):
+                tensor[torch.from_numpy(targets)] = tensor[torch.from_numpy(sources)]
 
     def observe(self, num_tokens: int) -> torch.Tensor:
         """See `Drafter.observe`."""
-        return torch.cat([hidden[:num_tokens] for hidden in self._target.aux_hidden], dim=1)
+        first, *others = (hidden[:num_tokens] for hidden in self._target.aux_hidden)
+        return torch.cat((first, *others), dim=1) if others else first
 
     def note_computed(
         self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: torch.Tensor
     ) -> None:
-        """See `Drafter.note_computed`. Keep the features of the rows' tokens; compute long rows."""
+        """See `Drafter.note_computed`. Keep the features of the rows' tokens."""
         rows, positions = ranges(starts, num_valid)
-        offsets = np.cumsum(counts) - counts
         if len(positions) < len(hidden):
+            offsets = np.cumsum(counts) - counts
             hidden = hidden[torch.from_numpy(offsets[rows] + positions - starts[rows])]
-        features = self._head.fused(hidden)
-        ends = starts + num_valid
-        # New requests, and those that continue after blocks of another. A row that starts in a copied block changes it.
-        begins = starts > self._num_known[slots]
-        in_copy = begins & (starts % self._block_size > 0)
-        for row in np.flatnonzero(in_copy).tolist():
+        # New requests, and those that continue after blocks of another. A row that starts in a copied block changes it; other
+        # rows may begin after blocks of this step.
+        begins = np.flatnonzero(starts > self._num_known[slots])
+        in_copy = starts[begins] % self._block_size > 0
+        for row in begins[in_copy].tolist():
             self._begin(int(slots[row]), int(starts[row]))
-        begins &= ~in_copy
-        computed = np.where(begins, starts, self._num_computed[slots])
-        self._reset_blocks(slots[rows], positions, positions >= computed[rows])
-        self._keep_block_features(slots[rows], positions, features, positions == ends[rows] - 1)
-        firsts = np.cumsum(num_valid) - num_valid
-        must_compute = self._must_compute(computed, ends)
-        # In this order: later rows may share blocks of earlier ones.
-        for row in np.flatnonzero(begins | must_compute).tolist():
-            slot, start, end = int(slots[row]), int(starts[row]), int(ends[row])
-            if begins[row]:
-                self._begin(slot, start)
-            if not self._has_gap[slot] and self._must_compute(self._num_computed[slot], end):
-                self._compute_row(slot, start, features[firsts[row] : firsts[row] + num_valid[row]])
-        newest = positions >= ends[rows] - NUM_FEATURES
-        places = torch.from_numpy(slots[rows][newest]), torch.from_numpy(positions[newest] % NUM_FEATURES)
-        self._features[places] = features[torch.from_numpy(newest)]
-        self._num_known[slots] = ends
+        begins = begins[~in_copy]
+        self._num_computed[slots[begins]] = starts[begins]
+        self._note_blocks(slots, starts, starts + num_valid)
+        self._features.index_copy_(0, self._places(slots[rows], positions), self._head.fused(hidden))
+        for row in begins.tolist():
+            self._begin(int(slots[row]), int(starts[row]))
+        self._num_known[slots] = starts + num_valid
 
     def num_missing(self, slots: Int, num_tokens: Int) -> Int:
         """See `Drafter.num_missing`."""
@@ -184,17 +163,22 @@ class HeadDrafter:
         return missing
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
-        """See `Drafter.propose`."""
+        """See `Drafter.propose`. Long texts are computed over several steps; their requests then get no drafts."""
         slots, ends = rows.slots, rows.num_tokens
-        begins = self._num_computed[slots]
         is_known = (self._num_known[slots] == ends - 1) & ~self._has_gap[slots]
         counts = np.where(is_known, rows.counts, 0)
-        missing = np.where(is_known, ends - begins, 0)
+        whole = (ends - 1) // self._block_size * self._block_size
+        room = self._max_tokens
+        for row in np.flatnonzero(is_known & (self._num_computed[slots] < whole)).tolist():
+            room -= self._compute(int(slots[row]), int(whole[row]), room)
+        begins = self._num_computed[slots]
+        counts[begins < whole] = 0
+        missing = np.where(counts > 0, ends - begins, 0)
         counts[np.cumsum(missing + len(self._layers) - 1) > self._max_tokens] = 0
         used = counts > 0
         slots, ends, begins, drafts = slots[used], ends[used], begins[used], counts[used]
         which, positions = ranges(begins, ends - begins)
-        hidden = self._advance(slots, begins, ends, drafts, self._features_of(slots[which], positions - 1))
+        hidden = self._advance(slots, begins, ends, drafts, self._features_before(slots[which], positions))
         for depth in range(len(self._layers), int(drafts.max(initial=0))):
             row = drafts > depth
             hidden = hidden[torch.from_numpy(row[drafts > depth - 1])]
@@ -205,77 +189,61 @@ class HeadDrafter:
 
     def _begin(self, slot: int, start: int) -> None:
         """Begin after a prefix of ``start`` tokens in other requests' blocks, or in copies of them."""
-        self._num_computed[slot] = self._num_known[slot] = start
-        self._has_gap[slot], self._first_featured[slot] = False, start - 1
-        self._last_hidden[slot] = 0.0
+        self._num_known[slot], self._num_computed[slot], self._has_gap[slot] = start, 0, False
         if not start:
             return
-        num_whole, rest = divmod(start, self._block_size)
-        blocks = self._block_table[slot, : num_whole + (rest > 0)]
-        last, in_last = int(blocks[-1]), rest or self._block_size
-        self._has_gap[slot] = (self._block_tokens[blocks[:num_whole]] < self._block_size).any()
-        if self._block_tokens[last] > in_last:
-            self._block_tokens[last] = in_last
-            self._block_features[last, 1:] = 0.0  # of a later token; drafts may be worse
-        if self._featured[last] == self._block_tokens[last] == in_last:
-            self._features[slot, (start - 1) % NUM_FEATURES] = self._block_features[last, 0]
-        elif not self._take_features(slot, start, start - in_last + int(self._block_tokens[last])):
-            self._has_gap[slot], self._first_featured[slot] = True, start
-        newest = int(self._num_computed[slot]) - 1
-        if newest >= 0:
-            self._last_hidden[slot] = self._block_features[int(blocks[newest // self._block_size]), 1:]
-
-    def _take_features(self, slot: int, start: int, begin: int) -> bool:
-        """Copy the features of the tokens from ``begin`` - 1 to ``start`` - 1 from a slot with the same prefix, if any."""
-        known, tokens = self._num_known, self._token_ids
-        first = np.maximum(self._first_featured, known - NUM_FEATURES)
-        for other in np.flatnonzero((known >= start) & (first < begin)).tolist():
-            if other != slot and np.array_equal(tokens[other, :start], tokens[slot, :start]):
-                self._features[slot], self._first_featured[slot] = self._features[other], int(first[other])
-                self._num_computed[slot] = begin
-                return True
-        return False
-
-    def _must_compute(self, computed: Int | int, ends: Int | int) -> NDArray[np.bool_]:
-        """Return whether tokens must be computed now: there are many, or they end a block that others may share."""
         size = self._block_size
-        return np.asarray((ends - computed > MAX_PENDING) | (ends // size * size > computed))
+        blocks = self._block_table[slot, : (start - 1) // size + 1]
+        lengths = np.full(len(blocks), size)
+        lengths[-1] -= -start % size
+        if self._computed[blocks[-1]] > lengths[-1]:
+            self._computed[blocks[-1]] = lengths[-1]
+            self._block_hidden[int(blocks[-1])] = 0.0  # of a later token; drafts may be worse
+        computed = self._num_computed[slot] = self._num_shared(slot, start)
+        first = max(0, computed - 1) // size
+        self._has_gap[slot] = (self._featured[blocks[first:]] < lengths[first:]).any()
 
-    def _reset_blocks(self, slots: Int, positions: Int, is_new: NDArray[np.bool_]) -> None:
-        """Forget the former content of blocks at the first token that the served model has computed."""
-        is_first = is_new & (positions % self._block_size == 0)
-        blocks = self._block_table[slots[is_first], positions[is_first] // self._block_size]
-        self._block_tokens[blocks] = 0
+    def _num_shared(self, slot: int, end: int) -> int:
+        """Return how many of the tokens before ``end`` have keys and values, whichever request computed them."""
+        size = self._block_size
+        computed = np.append(self._computed[self._block_table[slot, : (end - 1) // size + 1]], 0)
+        num_whole = int(np.argmin(computed == size))
+        return min(num_whole * size + int(computed[num_whole]), end)
 
-    def _keep_block_features(
-        self, slots: Int, positions: Int, features: torch.Tensor, is_newest: NDArray[np.bool_]
-    ) -> None:
-        is_kept = is_newest | ((positions + 1) % self._block_size == 0)
-        slots, positions = slots[is_kept], positions[is_kept]
-        blocks = self._block_table[slots, positions // self._block_size].astype(np.int64)
-        self._block_features[torch.from_numpy(blocks), 0] = features[torch.from_numpy(is_kept)]
-        self._featured[blocks] = positions % self._block_size + 1
+    def _note_blocks(self, slots: Int, starts: Int, ends: Int) -> None:
+        """Note that the served model has computed the tokens ``[starts, ends)`` of each row: they have features.
 
-    def _features_of(self, slots: Int, positions: Int) -> torch.Tensor:
-        """Return kept features ``[tokens, width]``; those before the first token are zeros."""
-        found = self._features[torch.from_numpy(slots), torch.from_numpy(positions % NUM_FEATURES)]
-        found[torch.from_numpy(positions < 0)] = 0.0
+        Their blocks may have keys and values of former tokens.
+        """
+        size, first = self._block_size, starts // self._block_size
+        rows, positions = ranges(first, (ends - 1) // size + 1 - first)
+        blocks, begins = self._block_table[slots[rows], positions], positions * size
+        is_continued = self._featured[blocks] >= starts[rows] - begins
+        self._featured[blocks] = np.where(is_continued, np.minimum(ends[rows] - begins, size), 0)
+        self._computed[blocks] = np.clip(self._num_computed[slots[rows]] - begins, 0, size)
+
+    def _places(self, slots: Int, positions: Int) -> torch.Tensor:
+        """Return the indices of tokens in `_features`."""
+        size = self._block_size
+        blocks = self._block_table[slots, positions // size].astype(np.int64)
+        return torch.from_numpy(blocks * size + positions % size)
+
+    def _features_before(self, slots: Int, positions: Int) -> torch.Tensor:
+        """Return the features ``[tokens, width]`` of the token before each of these; zeros before the first token."""
+        found = self._features[self._places(slots, np.maximum(positions - 1, 0))]
+        found[torch.from_numpy(positions == 0)] = 0.0
         return found
 
-    def _compute_row(self, slot: int, start: int, features: torch.Tensor) -> None:
-        """Compute the missing tokens of a row without drawing. features: of its tokens from ``start`` on."""
-        begin = int(self._num_computed[slot])
-        before = np.arange(begin - 1, start)
-        kept = self._features_of(np.full(len(before), slot), before)
-        self._compute(slot, begin, torch.cat((kept, features[:-1])))
-
-    def _compute(self, slot: int, begin: int, features: torch.Tensor) -> None:
-        """Compute the tokens from ``begin`` on. features: of the token before each of them."""
-        end = begin + len(features)
-        for first in range(begin, end, self._max_tokens):
-            last = min(first + self._max_tokens, end)
-            one = np.array([slot]), np.array([first]), np.array([last]), np.array([0])
-            self._advance(*one, features[first - begin : last - begin])
+    def _compute(self, slot: int, end: int, most: int) -> int:
+        """Compute up to ``most`` missing tokens before ``end`` without drawing; return their number."""
+        begin = self._num_shared(slot, end)
+        end = min(end, begin + most)
+        self._num_computed[slot] = end
+        if begin < end:
+            positions = np.arange(begin, end)
+            one = np.array([slot]), np.array([begin]), np.array([end]), np.array([0])
+            self._advance(*one, self._features_before(np.full(end - begin, slot), positions))
+        return end - begin
 
     def _advance(
         self, slots: Int, begins: Int, ends: Int, drafts: Int, features: torch.Tensor
@@ -292,13 +260,18 @@ class HeadDrafter:
             draws = drafts > number
             counts = ends - begins + number * draws
             if number:
-                features = self._shifted(
-                    self._last_hidden[torch.from_numpy(slots), number - 1], *outputs[-1], counts
-                )
+                features = self._shifted(self._hidden_before(slots, begins, number), *outputs[-1], counts)
             hidden = self._step(number, slots, begins, counts, draws, features)
             outputs.append((hidden, np.cumsum(counts) - counts))
         self._note_layers(slots, begins, ends, outputs[:-1])
         return hidden[torch.from_numpy((np.cumsum(counts) - 1)[draws])]
+
+    def _hidden_before(self, slots: Int, begins: Int, number: int) -> torch.Tensor:
+        """Return features for a layer after the first: of the token before each row, zeros before the first token."""
+        blocks = self._block_table[slots, np.maximum(begins - 1, 0) // self._block_size]
+        found = self._block_hidden[torch.from_numpy(blocks), number - 1]
+        found[torch.from_numpy(begins == 0)] = 0.0
+        return found
 
     @staticmethod
     def _shifted(before: torch.Tensor, hidden: torch.Tensor, firsts: Int, counts: Int) -> torch.Tensor:
@@ -320,13 +293,10 @@ class HeadDrafter:
         blocks = self._block_table[slots[rows], positions].astype(np.int64)
         block_ends = np.minimum(ends[rows], (positions + 1) * size)
         self._num_computed[slots] = ends
-        self._block_tokens[blocks] = block_ends - positions * size
+        self._computed[blocks] = block_ends - positions * size
         for number, (hidden, firsts) in enumerate(outputs):
             of_blocks = torch.from_numpy(firsts[rows] + block_ends - begins[rows] - 1)
-            self._block_features[torch.from_numpy(blocks), number + 1] = hidden[of_blocks]
-            self._last_hidden[torch.from_numpy(slots), number] = hidden[
-                torch.from_numpy(firsts + ends - begins - 1)
-            ]
+            self._block_hidden[torch.from_numpy(blocks), number] = hidden[of_blocks]
 
     def _step(
         self,
@@ -346,11 +316,13 @@ class HeadDrafter:
         rows = Rows(plan_of_rows(slots, starts, counts, draws))
         if not draws.any():
             layer.runner.forward(rows, self._tables)
-            return layer.program.hidden[: len(features)]
-        has_same_ids = self._token_map is None
-        drawn = compute_and_draw(layer.runner, rows, self._tables, self._sampler, has_same_ids=has_same_ids)
-        if self._token_map is not None:
-            places = slots[draws], (starts + counts)[draws]
-            self._token_ids[places] = self._token_map[np.frombuffer(drawn, np.int32)]
+        else:
+            has_same_ids = self._token_map is None
+            drawn = compute_and_draw(
+                layer.runner, rows, self._tables, self._sampler, has_same_ids=has_same_ids
+            )
+            if self._token_map is not None:
+                places = slots[draws], (starts + counts)[draws]
+                self._token_ids[places] = self._token_map[np.frombuffer(drawn, np.int32)]
         self._time.note(int(counts.sum()), time.perf_counter() - began_s)
         return layer.program.hidden[: len(features)]

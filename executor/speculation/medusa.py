@@ -74,7 +74,7 @@ class MedusaDrafter:
     def observe(self, num_tokens: int) -> torch.Tensor:
         """See `Drafter.observe`."""
         (hidden,) = self._target.aux_hidden
-        return hidden[:num_tokens].clone()
+        return hidden[:num_tokens]
 
     def note_computed(
         self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: torch.Tensor

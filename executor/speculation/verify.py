@@ -206,7 +206,7 @@ class Speculation:
         plain.end(result, seconds)
         if plain is self._plain:
             if self._drafter.reads_steps:
-                plain.hidden.append(self._drafter.observe(len(plain.slots)))
+                plain.hidden.append(self._drafter.observe(len(plain.slots)).clone())
             return
         self._num_tokens[plain.slots] += 1  # a later step has ended them
         ones = np.ones(len(plain.slots), np.int64)

@@ -211,7 +211,7 @@ def test_head_reads_hidden_states_of_its_layers(folder: Path) -> None:
     found = speculative_of(config).draft
     assert found is not None and speculative_of(config).method == "eagle3"
     assert (found.aux_layers, found.model.vocab_size, found.model.dtype) == ([0, 2], 40, "float32")
-    kv, features = 2 * 2 * 16 * 4 * 16, 64 * 4
+    kv, features = 2 * 2 * 16 * 4 * 16, 16 * 64 * 4
     assert found.model.kv.bytes_per_block == kv and config.model.kv.draft_bytes == kv + features
 
 

@@ -12,7 +12,6 @@ from tests.deploy.config.model_folder import CONFIG, write_model, write_weights
 from tests.deploy.resolve.test_resolve_draft_model import WINDOWS, config_of, flag, speculative_of
 
 from quintet.deploy.cli.main import main
-from quintet.executor.model_config.draft_heads import NUM_FEATURES
 from quintet.wire.config import DraftModelConfig
 from quintet.wire.errors import ConfigError
 
@@ -184,4 +183,4 @@ def test_plan_counts_a_prediction_layer_once(folder: Path, capsys: pytest.Captur
     count = 100 * 64 + 128 * 64
     assert [(each["num_parameters"], each["weight_bytes"]) for each in plans] == 2 * [(count, 2 * count)]
     assert plans[0]["draft"] is None
-    assert plans[1]["draft"]["weight_bytes"] == 2 * (2 * 128 * 64 + NUM_FEATURES * 64)
+    assert plans[1]["draft"]["weight_bytes"] == 2 * 2 * 128 * 64
