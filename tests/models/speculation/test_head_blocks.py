@@ -76,14 +76,16 @@ def test_choices_continue_after_copied_blocks(length: int, bench: HeadBench) -> 
 
 
 @compiled
-def test_blocks_of_a_request_without_drafts_are_complete(bench: HeadBench) -> None:
+def test_blocks_of_a_request_without_drafts_are_computed_later(bench: HeadBench) -> None:
     driver = bench.start(changed(bench.config))
     (prompt,) = prompts_of((20,))
-    assert bench.worker._speculation is not None
-    lengths = bench.worker._speculation._lengths
+    speculation = bench.worker._speculation
+    assert speculation is not None
+    lengths = speculation._lengths
     is_due, lengths.is_due = lengths.is_due, lambda **_: False  # type: ignore[method-assign]
     driver.admit(1, prompt, msgspec.structs.replace(GREEDY, max_tokens=13))
     driver.run()
+    assert speculation._drafter.step_time == (0.0, 0.0), "the head has computed something"
     lengths.is_due = is_due  # type: ignore[method-assign]
     driver.admit(2, [*prompt, *driver.outputs[1], 5, 6, 7], GREEDY)
     driver.run()
