@@ -254,6 +254,7 @@ def main() -> None:
     methods = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp")
     parser.add_argument("--method", default="ngram", choices=methods, help="source of drafts")
     parser.add_argument("--draft-model", help="draft model or head")
+    parser.add_argument("--draft-quantization", help="of its weights, such as w8a8")
     parser.add_argument("--drafts", type=int, default=8, help="maximum drafts of a request in a step")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="concurrent requests")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements of each row")
@@ -264,6 +265,8 @@ def main() -> None:
     settings: dict[str, object] = {"method": options.method, "num_speculative_tokens": options.drafts}
     if options.draft_model:
         settings["model"] = options.draft_model
+    if options.draft_quantization:
+        settings["quantization"] = options.draft_quantization
     config = json.dumps(settings)
     length = options.max_model_len
     flags = ["--kv-cache-memory", "1GB", "--max-model-len", str(length)]
@@ -288,6 +291,7 @@ def main() -> None:
         "model": Path(options.model).name,
         "method": options.method,
         "draft_model": options.draft_model and Path(options.draft_model).name,
+        "draft_quantization": options.draft_quantization,
         "drafts": options.drafts,
         "rows": rows,
     }

@@ -18,13 +18,12 @@ from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.model.weights import (
     WeightFacts,
-    choose_quantization,
     facts_of,
     loaded_quantization,
     read_weight_facts,
     weight_bytes_of,
 )
-from quintet.deploy.config.speculation import FLAG, speculative_config, speculative_method
+from quintet.deploy.config.speculation import FLAG, draft_quantization, speculative_config, speculative_method
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.model_config import eagle, medusa, mtp
 from quintet.executor.model_config.draft_heads import DRAFT_HEADS, HeadSpec
@@ -134,7 +133,7 @@ def read_head(
     weight_bytes = weight_bytes_of(num_parameters, item_bytes, head.quantization, head.stored, weights, 0)
     if options.tensor_parallel_size * options.pipeline_parallel_size > 1 and isinstance(spec, MtpSpec):
         # Rank 0 of the served model has at most a part of the output layer; the head needs all of it.
-        quantization: Quantization = "none" if head.stored else head.quantization
+        quantization = "none" if head.stored else loaded_quantization(options.quantization)
         num_outputs = spec.vocab_size * spec.hidden_size
         weight_bytes += weight_bytes_of(num_outputs, item_bytes, quantization, None, None, 0)
     kv = KvSpec([], 0, 0, block_size)
@@ -178,9 +177,7 @@ def _named_head(name: str, options: Options, target: ModelFacts) -> Head:
     _check_fit(name, spec, served, str(target.path))
     if not isinstance(spec, EagleSpec) and weights is not None:
         weights = _read_tensors(spec, weights)
-    return Head(
-        name, folder, architecture, json.dumps(hf_config), spec, weights, loaded_quantization(options)
-    )
+    return Head(name, folder, architecture, json.dumps(hf_config), spec, weights, draft_quantization(options))
 
 
 def _mtp_head(options: Options, target: ModelFacts) -> Head:
@@ -207,7 +204,7 @@ def _mtp_head(options: Options, target: ModelFacts) -> Head:
             )
     hf_config |= {mtp.NUM_LAYERS: num_layers}
     spec = mtp.read_mtp(HfConfig(hf_config, str(path)))
-    quantization = choose_quantization(options, "cpu", target)
+    quantization = draft_quantization(options) if target.stored is None else target.stored.name
     text = json.dumps(hf_config)
     read = None if weights is None else _read_tensors(spec, weights)
     return Head("mtp", target.path, mtp.ARCHITECTURE, text, spec, read, quantization, target.stored)

@@ -13,12 +13,17 @@ from quintet.deploy.config.model.hf_config import ModelFacts, read_facts
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.deploy.config.model.weights import (
-    loaded_quantization,
     num_parameters_of,
     read_served_facts,
     weight_bytes_of,
 )
-from quintet.deploy.config.speculation import FLAG, draft_model_name, needs_draft_model, speculative_method
+from quintet.deploy.config.speculation import (
+    FLAG,
+    draft_model_name,
+    draft_quantization,
+    needs_draft_model,
+    speculative_method,
+)
 from quintet.wire.config import DTYPE_BYTES, DraftModelConfig, Dtype, ModelConfig, Quantization
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import ALIGNMENT, KvGroup, KvSpec
@@ -114,7 +119,7 @@ def _read_model(
         )
     weights = read_served_facts(facts) if reads_weights else None
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
-    quantization = loaded_quantization(options) if facts.stored is None else facts.stored.name
+    quantization = draft_quantization(options) if facts.stored is None else facts.stored.name
     num_parameters = num_parameters_of(facts, weights) or 0
     weight_bytes = weight_bytes_of(num_parameters, DTYPE_BYTES[dtype], quantization, facts.stored, weights, 0)
     states = _state_layout(facts, block_size, DTYPE_BYTES[dtype])

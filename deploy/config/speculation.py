@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 
 from quintet.deploy.config.flags import Options
-from quintet.wire.config import MAX_DRAFTS, DraftModelConfig, SpeculativeConfig
+from quintet.deploy.config.model.weights import loaded_quantization
+from quintet.wire.config import MAX_DRAFTS, DraftModelConfig, Quantization, SpeculativeConfig
 from quintet.wire.errors import ConfigError
 
 FLAG = "--speculative-config"
@@ -71,7 +72,6 @@ NO_EFFECT = frozenset(
         "max_model_len",
         "moe_backend",
         "num_speculative_tokens_per_batch_size",
-        "quantization",
         "tensor_parallel_size",
         "use_local_argmax_reduction",
     }
@@ -92,6 +92,7 @@ class _SpeculativeJson(msgspec.Struct, forbid_unknown_fields=True):
     num_speculative_tokens: int | None = None
     method: str | None = None
     model: str | None = None
+    quantization: str | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_tree_depth: int | None = None
@@ -129,6 +130,15 @@ def draft_model_name(options: Options) -> str | None:
     """Return the name or path of the draft model, or None without one. Raises `ConfigError`."""
     parsed = _parsed(options)
     return None if parsed is None else parsed.model
+
+
+def draft_quantization(options: Options) -> Quantization:
+    """Return the quantization at load of a draft model or head without one of its own: the key's, else the flag's.
+
+    Raises `ConfigError`.
+    """
+    parsed = _parsed(options)
+    return loaded_quantization((parsed and parsed.quantization) or options.quantization)
 
 
 def speculative_method(options: Options) -> str | None:
@@ -191,7 +201,10 @@ def notes_on_keys(options: Options) -> list[str]:
     """Return a note on the keys without effect. Raises `ConfigError`."""
     if _parsed(options) is None:
         return []
-    ignored = sorted(_keys(options.speculative_config or "{}").keys() & NO_EFFECT)
+    given = _keys(options.speculative_config or "{}")
+    ignored = sorted(given.keys() & NO_EFFECT)
+    if loaded_quantization(str(given.get("quantization", "int8"))) == "none":
+        ignored.append("quantization")
     return [f"{FLAG}: keys without effect: {', '.join(ignored)}"] if ignored else []
 
 

@@ -113,9 +113,9 @@ def choose_quantization(options: Options, device: str, facts: ModelFacts) -> Qua
     return requested
 
 
-def loaded_quantization(options: Options) -> Quantization:
-    """Return the format to which ``--quantization`` converts unquantized weights at load; ``none`` without one."""
-    return options.quantization if options.quantization in _WEIGHT_BITS else "none"
+def loaded_quantization(name: str) -> Quantization:
+    """Return the quantization of this name if it converts unquantized weights at load, else ``none``."""
+    return next((each for each in _WEIGHT_BITS if each == name), "none")
 
 
 def check_activations(options: Options, device: str, quantization: Quantization) -> None:

@@ -45,12 +45,15 @@ def test_keys_are_read(text: str | None, expected: tuple[int, int, int] | None) 
 def test_keys_without_effect_are_noted() -> None:
     text = (
         '{"method": "eagle3", "model": "x", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1, '
-        '"disable_padded_drafter_batch": true, "quantization": null}'
+        '"disable_padded_drafter_batch": true, "quantization": "awq", "kv_cache_dtype": null}'
     )
     config, options = config_of(text), msgspec.structs.replace(Options(), speculative_config=text)
     assert config is not None and config.method == "eagle3"
     [note] = notes_on_keys(options)
-    assert note.endswith("keys without effect: disable_padded_drafter_batch, draft_tensor_parallel_size")
+    names = "disable_padded_drafter_batch, draft_tensor_parallel_size, quantization"
+    assert note.endswith(f"keys without effect: {names}")
+    options = msgspec.structs.replace(options, speculative_config=text.replace("awq", "int8"))
+    assert not notes_on_keys(options)[0].endswith("quantization")
 
 
 @pytest.mark.parametrize(

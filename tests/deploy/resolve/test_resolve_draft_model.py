@@ -116,11 +116,17 @@ def test_draft_model_uses_the_blocks_of_full_attention(folder: Path) -> None:
     assert [(group.kind, group.layers) for group in found.model.kv.groups] == [("full", [0, 1])]
 
 
-def test_quantization_applies_to_both_models(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [({}, "int4"), ({"quantization": "w8a8"}, "w8a8"), ({"quantization": "awq"}, "none")],
+)
+def test_quantization_applies_to_both_models_unless_a_key_changes_it(
+    keys: dict[str, str], expected: str, folder: Path
+) -> None:
     draft = write_model(folder / "draft")
-    config = config_of(folder, speculative_config=flag(draft), quantization="int4")
+    config = config_of(folder, speculative_config=flag(draft, **keys), quantization="int4")
     found = speculative_of(config).draft
-    assert found is not None and found.quantization == "int4"
+    assert found is not None and (found.quantization, config.executor.quantization) == (expected, "int4")
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])

@@ -32,7 +32,7 @@ def test_layer_reads_the_last_hidden_states(tmp_path: Path) -> None:
     assert found is not None and speculative_of(config).method == "mtp"
     assert (found.aux_layers, found.model.vocab_size, found.model.dtype) == ([2], 100, "float32")
     assert found.model.path == config.model.path
-    kv, features = 2 * 2 * 16 * 4 * 16, 64 * 4
+    kv, features = 2 * 2 * 16 * 4 * 16, 16 * 64 * 4
     assert found.model.kv.bytes_per_block == kv and config.model.kv.draft_bytes == kv + features
 
 
@@ -42,7 +42,7 @@ def test_several_layers_have_keys_values_and_features_each(tmp_path: Path) -> No
     found = speculative_of(config).draft
     kv, features = 2 * 2 * 16 * 4 * 16, 64 * 4
     assert found is not None and found.model.kv.bytes_per_block == 3 * kv
-    assert config.model.kv.draft_bytes == 3 * (kv + features)
+    assert config.model.kv.draft_bytes == 3 * kv + (16 + 2) * features
 
 
 def test_only_layers_that_are_used_and_found_are_read(tmp_path: Path) -> None:

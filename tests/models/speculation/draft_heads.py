@@ -230,10 +230,10 @@ def medusa_drafts(head: Head, target: Any, tokens: list[int], count: int) -> lis
     return drafts
 
 
-def with_head(config: EngineConfig, folder: Path, head: Head) -> EngineConfig:
-    """Save a head, and return the configuration with it, as the server resolves it."""
+def with_head(config: EngineConfig, folder: Path, head: Head, **more: str) -> EngineConfig:
+    """Save a head, and return the configuration with it, as the server resolves it. more: keys of the flag."""
     head.save(folder)
-    keys = {"method": head.method, "model": str(folder), "num_speculative_tokens": 5}
+    keys = {"method": head.method, "model": str(folder), "num_speculative_tokens": 5} | more
     options = Options(model=config.model.path, device="cpu", speculative_config=json.dumps(keys))
     target = read_facts(Path(config.model.path), generation_config="none", with_weights=True)
     facts = read_head(str(folder), options, target, config.model.dtype, config.model.kv.block_size, 0)

@@ -89,7 +89,8 @@ def test_outputs_are_those_without_drafts(
 ) -> None:
     served = serve(FAMILIES["qwen3"](), max_model_len=96)
     plain = run(changed(served.config), served.core.worker, PARAMS[name])
-    config = with_head(served.config, tmp_path_factory.mktemp("head"), HEADS[head]())
+    quantized = {} if head == "eagle" else {"quantization": "int8"}
+    config = with_head(served.config, tmp_path_factory.mktemp("head"), HEADS[head](), **quantized)
     worker = drafting_worker(config)
     for variant, each in {
         "together": config,
