@@ -24,6 +24,21 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     return torch.from_numpy(memory[begin : begin + size_bytes]).view(dtype).view(shape)
 
 
+Bits = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
+"""Values of a tensor as integers of the same size, since numpy has no bfloat16. Its small operations cost less than torch's."""
+
+
+def bits_of(tensor: torch.Tensor) -> Bits:
+    """Return the values of a tensor of 16 or 32 bits on the CPU; they share memory."""
+    found: Bits = tensor.view(torch.int32 if tensor.itemsize == 4 else torch.int16).numpy()
+    return found
+
+
+def from_bits(values: Bits, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of these values; they share memory."""
+    return torch.from_numpy(values).view(dtype)
+
+
 def to_device(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], device: torch.device) -> torch.Tensor:
     """Return the array as a tensor on ``device``; on a CPU it shares the array's memory."""
     tensor = torch.from_numpy(array)

@@ -30,10 +30,10 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from quintet.executor.kv_memory import KvMemory
+from quintet.executor.memory import Bits
 from quintet.executor.model_config.state_specs import STATES_PER_REQUEST
 from quintet.executor.ragged import Int, ranges
 from quintet.executor.runner import Runner
@@ -162,9 +162,9 @@ class DraftModel:
         if plan.copies:
             self._kv.copy(plan.copies)
 
-    def observe(self, num_tokens: int) -> torch.Tensor:
+    def observe(self, num_tokens: int) -> Bits:
         """See `Drafter.observe`. There are none."""
-        return torch.empty(0)
+        return np.empty(0, np.int16)
 
     def note_computed(self, *_: object) -> None:
         """See `Drafter.note_computed`."""

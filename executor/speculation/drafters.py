@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 
+from quintet.executor.memory import Bits
 from quintet.executor.ragged import Int
 from quintet.executor.slots import SlotTables
 from quintet.executor.speculation.gram_index import Tokens, compiled_functions, doubling
@@ -56,12 +56,10 @@ class Drafter(Protocol):
     def note(self, plan: StepPlan) -> None:
         """Note the deltas and rows of each plan, before `propose` for its rows. The slot tables hold the deltas."""
 
-    def observe(self, num_tokens: int) -> torch.Tensor:
+    def observe(self, num_tokens: int) -> Bits:
         """Return the hidden states ``[num_tokens, width]`` of the served model's last step. Its next one changes them."""
 
-    def note_computed(
-        self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: torch.Tensor
-    ) -> None:
+    def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: Bits) -> None:
         """Note rows that the served model has computed in a step, or in several in a row. Columns are int64[R].
 
         num_valid: computed tokens of each row, without rejected drafts. hidden: of all tokens, see `observe`.
@@ -101,9 +99,9 @@ class NgramDrafter:
         for new in plan.new_rows:
             self._indexes.drop(new.slot)
 
-    def observe(self, num_tokens: int) -> torch.Tensor:
+    def observe(self, num_tokens: int) -> Bits:
         """See `Drafter.observe`. There are none."""
-        return torch.empty(0)
+        return np.empty(0, np.int16)
 
     def note_computed(self, *_: object) -> None:
         """See `Drafter.note_computed`."""
@@ -184,9 +182,9 @@ class SuffixDrafter:
             self._indexes.drop(new.slot)
             self._requests[new.slot] = _Request(new.draft_scope, len(new.token_ids) // 4, new.stop_ids)
 
-    def observe(self, num_tokens: int) -> torch.Tensor:
+    def observe(self, num_tokens: int) -> Bits:
         """See `Drafter.observe`. There are none."""
-        return torch.empty(0)
+        return np.empty(0, np.int16)
 
     def note_computed(self, *_: object) -> None:
         """See `Drafter.note_computed`."""

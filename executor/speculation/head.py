@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
-from quintet.executor.memory import lazy_zeros
+from quintet.executor.memory import Bits, bits_of, from_bits, lazy_zeros
 from quintet.executor.models.eagle import EagleHead
 from quintet.executor.models.mtp import MtpHead
 from quintet.executor.ragged import Int, ranges
@@ -85,14 +85,18 @@ class HeadDrafter:
         self._block_table, self._block_size = self._tables.block_table[0], config.model.kv.block_size
         self._max_tokens, width = layers[0].input.shape
         num_slots, num_layers = len(self._token_ids), len(layers)
-        cpu, dtype = torch.device("cpu"), layers[0].input.dtype
-        self._features = lazy_zeros((num_blocks * self._block_size, width), dtype, cpu)
+        cpu, self._dtype = torch.device("cpu"), layers[0].input.dtype
+        self._inputs = [bits_of(layer.input) for layer in layers]
+        self._outputs = [bits_of(layer.program.hidden) for layer in layers]
+        """Hidden states ``[max_tokens, width]`` of a step's tokens after each layer."""
+        features = lazy_zeros((num_blocks * self._block_size, width), self._dtype, cpu)
+        self._features = bits_of(features)
         """Features of the tokens of all blocks."""
         self._featured: Int = np.zeros(num_blocks, np.int64)
         """Leading tokens of each block with features."""
         self._computed: Int = np.zeros(num_blocks, np.int64)
         """Leading tokens of each block with keys and values of the head."""
-        self._block_hidden = lazy_zeros((num_blocks, num_layers - 1, width), dtype, cpu)
+        self._block_hidden = bits_of(lazy_zeros((num_blocks, num_layers - 1, width), self._dtype, cpu))
         """Hidden states of the last of them after each layer but the last: features of the next token there."""
         self._num_computed: Int = np.zeros(num_slots, np.int64)
         """Leading tokens of each slot with keys and values of the head. Other requests may have computed more of whole blocks."""
@@ -118,31 +122,29 @@ class HeadDrafter:
 
     def note(self, plan: StepPlan) -> None:
         """See `Drafter.note`."""
-        self._num_known[[row.slot for row in plan.new_rows]] = _UNKNOWN
-        restored = np.frombuffer(plan.swaps_in, np.int32)[::2]
-        self._computed[restored] = self._featured[restored] = 0
+        if plan.new_rows:
+            self._num_known[[row.slot for row in plan.new_rows]] = _UNKNOWN
+        if plan.swaps_in:
+            restored = np.frombuffer(plan.swaps_in, np.int32)[::2]
+            self._computed[restored] = self._featured[restored] = 0
         if plan.copies:
             self._layers[0].program.kv.copy(plan.copies)
-            sources, targets = np.frombuffer(plan.copies, np.int32).reshape(-1, 2).T.astype(np.int64)
-            by_block = self._features.unflatten(0, (-1, self._block_size))
-            for column in (self._computed, self._featured):
+            sources, targets = np.frombuffer(plan.copies, np.int32).reshape(-1, 2).T
+            by_block = self._features.reshape(len(self._computed), -1)
+            for column in (self._computed, self._featured, by_block, self._block_hidden):
                 column[targets] = column[sources]
-            for tensor in (by_block, self._block_hidden):
-                tensor[torch.from_numpy(targets)] = tensor[torch.from_numpy(sources)]
 
-    def observe(self, num_tokens: int) -> torch.Tensor:
+    def observe(self, num_tokens: int) -> Bits:
         """See `Drafter.observe`."""
-        first, *others = (hidden[:num_tokens] for hidden in self._target.aux_hidden)
-        return torch.cat((first, *others), dim=1) if others else first
+        first, *others = (bits_of(hidden)[:num_tokens] for hidden in self._target.aux_hidden)
+        return np.concatenate((first, *others), axis=1) if others else first
 
-    def note_computed(
-        self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: torch.Tensor
-    ) -> None:
+    def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: Bits) -> None:
         """See `Drafter.note_computed`. Keep the features of the rows' tokens."""
         rows, positions = ranges(starts, num_valid)
         if len(positions) < len(hidden):
             offsets = np.cumsum(counts) - counts
-            hidden = hidden[torch.from_numpy(offsets[rows] + positions - starts[rows])]
+            hidden = hidden[offsets[rows] + positions - starts[rows]]
         # New requests, and those that continue after blocks of another. A row that starts in a copied block changes it; other
         # rows may begin after blocks of this step.
         begins = np.flatnonzero(starts > self._num_known[slots])
@@ -152,7 +154,8 @@ class HeadDrafter:
         begins = begins[~in_copy]
         self._num_computed[slots[begins]] = starts[begins]
         self._note_blocks(slots, starts, starts + num_valid)
-        self._features.index_copy_(0, self._places(slots[rows], positions), self._head.fused(hidden))
+        features = self._head.fused(from_bits(hidden, self._dtype))
+        self._features[self._places(slots[rows], positions)] = bits_of(features)
         for row in begins.tolist():
             self._begin(int(slots[row]), int(starts[row]))
         self._num_known[slots] = starts + num_valid
@@ -169,8 +172,8 @@ class HeadDrafter:
         counts = np.where(is_known, rows.counts, 0)
         whole = (ends - 1) // self._block_size * self._block_size
         room = self._max_tokens
-        for row in np.flatnonzero(is_known & (self._num_computed[slots] < whole)).tolist():
-            room -= self._compute(int(slots[row]), int(whole[row]), room)
+        for number in np.flatnonzero(is_known & (self._num_computed[slots] < whole)).tolist():
+            room -= self._compute(int(slots[number]), int(whole[number]), room)
         begins = self._num_computed[slots]
         counts[begins < whole] = 0
         missing = np.where(counts > 0, ends - begins, 0)
@@ -181,7 +184,7 @@ class HeadDrafter:
         hidden = self._advance(slots, begins, ends, drafts, self._features_before(slots[which], positions))
         for depth in range(len(self._layers), int(drafts.max(initial=0))):
             row = drafts > depth
-            hidden = hidden[torch.from_numpy(row[drafts > depth - 1])]
+            hidden = hidden[row[drafts > depth - 1]]
             starts, ones = ends[row] + (depth - 1), np.ones(int(row.sum()), np.int64)
             hidden = self._step(-1, slots[row], starts, ones, ones > 0, hidden)
         columns = zip(rows.slots.tolist(), rows.num_tokens.tolist(), counts.tolist(), strict=True)
@@ -198,7 +201,7 @@ class HeadDrafter:
         lengths[-1] -= -start % size
         if self._computed[blocks[-1]] > lengths[-1]:
             self._computed[blocks[-1]] = lengths[-1]
-            self._block_hidden[int(blocks[-1])] = 0.0  # of a later token; drafts may be worse
+            self._block_hidden[blocks[-1]] = 0  # of a later token; drafts may be worse
         computed = self._num_computed[slot] = self._num_shared(slot, start)
         first = max(0, computed - 1) // size
         self._has_gap[slot] = (self._featured[blocks[first:]] < lengths[first:]).any()
@@ -222,16 +225,16 @@ class HeadDrafter:
         self._featured[blocks] = np.where(is_continued, np.minimum(ends[rows] - begins, size), 0)
         self._computed[blocks] = np.clip(self._num_computed[slots[rows]] - begins, 0, size)
 
-    def _places(self, slots: Int, positions: Int) -> torch.Tensor:
+    def _places(self, slots: Int, positions: Int) -> Int:
         """Return the indices of tokens in `_features`."""
-        size = self._block_size
-        blocks = self._block_table[slots, positions // size].astype(np.int64)
-        return torch.from_numpy(blocks * size + positions % size)
+        blocks, offsets = np.divmod(positions, self._block_size)
+        places: Int = self._block_table[slots, blocks].astype(np.int64) * self._block_size + offsets
+        return places
 
-    def _features_before(self, slots: Int, positions: Int) -> torch.Tensor:
+    def _features_before(self, slots: Int, positions: Int) -> Bits:
         """Return the features ``[tokens, width]`` of the token before each of these; zeros before the first token."""
         found = self._features[self._places(slots, np.maximum(positions - 1, 0))]
-        found[torch.from_numpy(positions == 0)] = 0.0
+        found[positions == 0] = 0
         return found
 
     def _compute(self, slot: int, end: int, most: int) -> int:
@@ -245,9 +248,7 @@ class HeadDrafter:
             self._advance(*one, self._features_before(np.full(end - begin, slot), positions))
         return end - begin
 
-    def _advance(
-        self, slots: Int, begins: Int, ends: Int, drafts: Int, features: torch.Tensor
-    ) -> torch.Tensor:
+    def _advance(self, slots: Int, begins: Int, ends: Int, drafts: Int, features: Bits) -> Bits:
         """Compute the tokens ``[begins, ends)`` of each row with all layers, which draw up to ``drafts`` drafts.
 
         features: of the token before each of them, ``[tokens, width]``. Returns the last layer's hidden states of the newest
@@ -255,7 +256,7 @@ class HeadDrafter:
         """
         if not len(slots):
             return features
-        outputs: list[tuple[torch.Tensor, Int]] = []
+        outputs: list[tuple[Bits, Int]] = []
         for number in range(len(self._layers)):
             draws = drafts > number
             counts = ends - begins + number * draws
@@ -264,39 +265,36 @@ class HeadDrafter:
             hidden = self._step(number, slots, begins, counts, draws, features)
             outputs.append((hidden, np.cumsum(counts) - counts))
         self._note_layers(slots, begins, ends, outputs[:-1])
-        return hidden[torch.from_numpy((np.cumsum(counts) - 1)[draws])]
+        return hidden[(np.cumsum(counts) - 1)[draws]]
 
-    def _hidden_before(self, slots: Int, begins: Int, number: int) -> torch.Tensor:
+    def _hidden_before(self, slots: Int, begins: Int, number: int) -> Bits:
         """Return features for a layer after the first: of the token before each row, zeros before the first token."""
         blocks = self._block_table[slots, np.maximum(begins - 1, 0) // self._block_size]
-        found = self._block_hidden[torch.from_numpy(blocks), number - 1]
-        found[torch.from_numpy(begins == 0)] = 0.0
+        found: Bits = self._block_hidden[blocks, number - 1]
+        found[begins == 0] = 0
         return found
 
     @staticmethod
-    def _shifted(before: torch.Tensor, hidden: torch.Tensor, firsts: Int, counts: Int) -> torch.Tensor:
+    def _shifted(before: Bits, hidden: Bits, firsts: Int, counts: Int) -> Bits:
         """Return features of each row's tokens: ``before`` of the token before the row, then ``hidden`` from ``firsts`` on."""
         rows, offsets = ranges(np.zeros_like(counts), counts)
-        features = hidden[torch.from_numpy(firsts[rows] + np.maximum(offsets - 1, 0))]
-        features[torch.from_numpy(offsets == 0)] = before
+        features: Bits = hidden[firsts[rows] + np.maximum(offsets - 1, 0)]
+        features[offsets == 0] = before
         return features
 
-    def _note_layers(
-        self, slots: Int, begins: Int, ends: Int, outputs: Sequence[tuple[torch.Tensor, Int]]
-    ) -> None:
+    def _note_layers(self, slots: Int, begins: Int, ends: Int, outputs: Sequence[tuple[Bits, Int]]) -> None:
         """Note that the tokens ``[begins, ends)`` of each row have keys and values.
 
         outputs: hidden states after each layer but the last, and the index of each row's first token in them.
         """
         size, first = self._block_size, begins // self._block_size
         rows, positions = ranges(first, (ends - 1) // size + 1 - first)
-        blocks = self._block_table[slots[rows], positions].astype(np.int64)
+        blocks = self._block_table[slots[rows], positions]
         block_ends = np.minimum(ends[rows], (positions + 1) * size)
         self._num_computed[slots] = ends
         self._computed[blocks] = block_ends - positions * size
         for number, (hidden, firsts) in enumerate(outputs):
-            of_blocks = torch.from_numpy(firsts[rows] + block_ends - begins[rows] - 1)
-            self._block_hidden[torch.from_numpy(blocks), number] = hidden[of_blocks]
+            self._block_hidden[blocks, number] = hidden[firsts[rows] + block_ends - begins[rows] - 1]
 
     def _step(
         self,
@@ -305,14 +303,14 @@ class HeadDrafter:
         starts: Int,
         counts: Int,
         draws: NDArray[np.bool_],
-        features: torch.Tensor,
-    ) -> torch.Tensor:
+        features: Bits,
+    ) -> Bits:
         """Compute ``counts`` tokens of each row with a layer. Where ``draws``, write the next token into the token table.
 
         features: ``[tokens, width]``. Returns the hidden states of all tokens, which the layer's next step overwrites.
         """
         began_s, layer = time.perf_counter(), self._layers[number]
-        layer.input[: len(features)] = features
+        self._inputs[number][: len(features)] = features
         rows = Rows(plan_of_rows(slots, starts, counts, draws))
         if not draws.any():
             layer.runner.forward(rows, self._tables)
@@ -325,4 +323,4 @@ class HeadDrafter:
                 places = slots[draws], (starts + counts)[draws]
                 self._token_ids[places] = self._token_map[np.frombuffer(drawn, np.int32)]
         self._time.note(int(counts.sum()), time.perf_counter() - began_s)
-        return layer.program.hidden[: len(features)]
+        return self._outputs[number][: len(features)]

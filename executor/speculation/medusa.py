@@ -18,6 +18,7 @@ import torch
 
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.memory import Bits, bits_of, from_bits
 from quintet.executor.models.medusa import MedusaHeads
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.sampler import Sampler
@@ -69,19 +70,18 @@ class MedusaDrafter:
 
     def note(self, plan: StepPlan) -> None:
         """See `Drafter.note`."""
-        self._num_known[[row.slot for row in plan.new_rows]] = _UNKNOWN
+        if plan.new_rows:
+            self._num_known[[row.slot for row in plan.new_rows]] = _UNKNOWN
 
-    def observe(self, num_tokens: int) -> torch.Tensor:
+    def observe(self, num_tokens: int) -> Bits:
         """See `Drafter.observe`."""
         (hidden,) = self._target.aux_hidden
-        return hidden[:num_tokens]
+        return bits_of(hidden)[:num_tokens]
 
-    def note_computed(
-        self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: torch.Tensor
-    ) -> None:
+    def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: Bits) -> None:
         """See `Drafter.note_computed`. Keep the features of each row's newest token."""
-        newest = torch.from_numpy(np.cumsum(counts) - counts + num_valid - 1)
-        self._features[torch.from_numpy(slots)] = self._model.fused(hidden.index_select(0, newest))
+        newest = from_bits(hidden[np.cumsum(counts) - counts + num_valid - 1], self._features.dtype)
+        self._features[torch.from_numpy(slots)] = self._model.fused(newest)
         self._num_known[slots] = starts + num_valid
 
     def num_missing(self, slots: Int, num_tokens: Int) -> Int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from quintet.executor.memory import Bits
 from quintet.wire.step import StepPlan, StepResult
 
 MAX_STEPS = 64
@@ -45,7 +45,7 @@ class PlainSteps:
         self.starts, self.slots = starts, slots
         self.num_steps, self.seconds = 0, 0.0
         """Number and total time of the computed steps."""
-        self.hidden: list[torch.Tensor] = []
+        self.hidden: list[Bits] = []
         """Hidden states ``[rows, width]`` of each step, if the drafter reads them."""
         self._max_steps = min(MAX_STEPS, max_tokens // len(slots))
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int
@@ -206,7 +205,7 @@ class Speculation:
         plain.end(result, seconds)
         if plain is self._plain:
             if self._drafter.reads_steps:
-                plain.hidden.append(self._drafter.observe(len(plain.slots)).clone())
+                plain.hidden.append(self._drafter.observe(len(plain.slots)).copy())
             return
         self._num_tokens[plain.slots] += 1  # a later step has ended them
         ones = np.ones(len(plain.slots), np.int64)
@@ -223,7 +222,7 @@ class Speculation:
         self._lengths.note_step(plain.slots.astype(np.int64), num_rows, cost)
         if plain.hidden:
             counts = np.full(num_rows, num_steps)
-            hidden = torch.stack(plain.hidden, dim=1).flatten(0, 1)
+            hidden = np.stack(plain.hidden, axis=1).reshape(num_rows * num_steps, -1)
             self._drafter.note_computed(
                 plain.slots.astype(np.int64), plain.starts.astype(np.int64), counts, counts, hidden
             )
