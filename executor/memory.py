@@ -25,7 +25,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 Bits = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
-"""Values of a tensor as integers of the same size, since numpy has no bfloat16. Its small operations cost less than torch's."""
+"""Values of a tensor as integers of the same size. Numpy has no bfloat16, but its small operations cost less than torch's."""
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:

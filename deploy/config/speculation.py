@@ -78,6 +78,9 @@ NO_EFFECT = frozenset(
 )
 """Keys of vLLM that change its speed or memory, not outputs. They have no effect here."""
 
+QUANTIZATIONS = ("none", "int8", "int4", "w8a8")
+"""Values of the key ``quantization`` with effect. The others of vLLM name formats of checkpoints, which are read anyway."""
+
 SUFFIX_RANGES: dict[str, tuple[float, float]] = {
     "suffix_decoding_max_tree_depth": (2, 256),
     "suffix_decoding_max_cached_requests": (0, 1 << 24),
@@ -138,7 +141,8 @@ def draft_quantization(options: Options) -> Quantization:
     Raises `ConfigError`.
     """
     parsed = _parsed(options)
-    return loaded_quantization((parsed and parsed.quantization) or options.quantization)
+    key = None if parsed is None else parsed.quantization
+    return loaded_quantization(key if key is not None and key in QUANTIZATIONS else options.quantization)
 
 
 def speculative_method(options: Options) -> str | None:
@@ -203,7 +207,9 @@ def notes_on_keys(options: Options) -> list[str]:
         return []
     given = _keys(options.speculative_config or "{}")
     ignored = sorted(given.keys() & NO_EFFECT)
-    if loaded_quantization(str(given.get("quantization", "int8"))) == "none":
+    if "quantization" in given and not (
+        needs_draft_model(options) and given["quantization"] in QUANTIZATIONS
+    ):
         ignored.append("quantization")
     return [f"{FLAG}: keys without effect: {', '.join(ignored)}"] if ignored else []
 

@@ -16,9 +16,9 @@ prompt. So each layer computes all tokens, and the drafts before its own; the la
     first layer         … (t8, f7)  (t9, f8)               draws d10, with hidden states … h8 h9
     second layer        … (t8, h7)  (t9, h8)  (d10, h9)    draws d11
 
-A block id names the same tokens in the KV memories of both models. Whole blocks may be shared by several requests; the first that
-needs drafts computes them, without the others. A copy of a block copies all. A block that was restored from host memory, disk or
-another server has no features: a request gets no drafts if the head has to compute its tokens.
+A block id names the same tokens in the KV memories of both models. Requests may share whole blocks: the first one that needs
+drafts computes them, and the others use them. The copy of a block has its features, keys and values too. A block from host
+memory, disk or another server has no features: a request gets no drafts if the head has to compute tokens of it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ from quintet.wire.step import StepPlan
 
 DraftHead = EagleHead | MtpHead
 _UNKNOWN = -1
+
+MAX_TOGETHER = 32
+"""Maximum missing tokens of a request, besides the newest one, that are computed together with those of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,7 @@ class HeadDrafter:
         self._num_computed[slots[begins]] = starts[begins]
         self._note_blocks(slots, starts, starts + num_valid)
         features = self._head.fused(from_bits(hidden, self._dtype))
+        assert features.dtype is self._dtype, features.dtype
         self._features[self._places(slots[rows], positions)] = bits_of(features)
         for row in begins.tolist():
             self._begin(int(slots[row]), int(starts[row]))
@@ -162,20 +166,24 @@ class HeadDrafter:
 
     def num_missing(self, slots: Int, num_tokens: Int) -> Int:
         """See `Drafter.num_missing`."""
-        missing: Int = np.maximum(num_tokens - 1 - self._num_computed[slots], 0)
+        ends, has_drafts = num_tokens - 1, self._gets_drafts(slots, num_tokens)
+        for row in np.flatnonzero(has_drafts & self._has_whole_block(slots, ends)).tolist():
+            self._num_computed[slots[row]] = self._num_shared(int(slots[row]), int(ends[row]))
+        missing: Int = np.where(has_drafts, np.maximum(ends - self._num_computed[slots], 0), 0)
         return missing
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
-        """See `Drafter.propose`. Long texts are computed over several steps; their requests then get no drafts."""
+        """See `Drafter.propose`. A long text is computed over several steps; its request gets no drafts until the last one."""
         slots, ends = rows.slots, rows.num_tokens
-        is_known = (self._num_known[slots] == ends - 1) & ~self._has_gap[slots]
-        counts = np.where(is_known, rows.counts, 0)
-        whole = (ends - 1) // self._block_size * self._block_size
-        room = self._max_tokens
-        for number in np.flatnonzero(is_known & (self._num_computed[slots] < whole)).tolist():
-            room -= self._compute(int(slots[number]), int(whole[number]), room)
+        gets_drafts = self._gets_drafts(slots, ends)
+        counts, room = np.where(gets_drafts, rows.counts, 0), self._max_tokens
+        is_long = self._has_whole_block(slots, ends - 1) | (
+            ends - 1 - self._num_computed[slots] > MAX_TOGETHER
+        )
+        for number in np.flatnonzero(gets_drafts & is_long).tolist():
+            room -= self._compute(int(slots[number]), int(ends[number]) - 1, room)
         begins = self._num_computed[slots]
-        counts[begins < whole] = 0
+        counts[is_long & (begins < ends - 1)] = 0
         missing = np.where(counts > 0, ends - begins, 0)
         counts[np.cumsum(missing + len(self._layers) - 1) > self._max_tokens] = 0
         used = counts > 0
@@ -189,6 +197,15 @@ class HeadDrafter:
             hidden = self._step(-1, slots[row], starts, ones, ones > 0, hidden)
         columns = zip(rows.slots.tolist(), rows.num_tokens.tolist(), counts.tolist(), strict=True)
         return [self._token_ids[slot, end : end + count].copy() for slot, end, count in columns]
+
+    def _gets_drafts(self, slots: Int, num_tokens: Int) -> NDArray[np.bool_]:
+        """Return whether all features are known that drafts of these slots need."""
+        return (self._num_known[slots] == num_tokens - 1) & ~self._has_gap[slots]
+
+    def _has_whole_block(self, slots: Int, ends: Int) -> NDArray[np.bool_]:
+        """Return whether a whole block before ``ends`` has missing tokens; others may share it."""
+        is_whole: NDArray[np.bool_] = ends // self._block_size * self._block_size > self._num_computed[slots]
+        return is_whole
 
     def _begin(self, slot: int, start: int) -> None:
         """Begin after a prefix of ``start`` tokens in other requests' blocks, or in copies of them."""

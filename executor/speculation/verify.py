@@ -273,7 +273,12 @@ class Speculation:
             if len(tokens):
                 self._token_ids[slots[row], begin : begin + len(tokens)] = tokens
                 drafts.append((row, tokens))
-        self._lengths.note_found(asked.slots, np.array([len(each) > 0 for each in proposals]))
+        has_drafts, searched = np.array([len(each) > 0 for each in proposals]), asked.slots
+        if not has_drafts.all():
+            missing = self._drafter.num_missing(searched, begins)
+            if missing is not None:  # some need further steps
+                searched, has_drafts = searched[missing == 0], has_drafts[missing == 0]
+        self._lengths.note_found(searched, has_drafts)
         return asked, drafts
 
     def _choose(self, plan: StepPlan, rows: DraftRows, num_forced: Int) -> DraftCounts:

@@ -54,6 +54,9 @@ def test_keys_without_effect_are_noted() -> None:
     assert note.endswith(f"keys without effect: {names}")
     options = msgspec.structs.replace(options, speculative_config=text.replace("awq", "int8"))
     assert not notes_on_keys(options)[0].endswith("quantization")
+    text = '{"method": "ngram", "num_speculative_tokens": 2, "quantization": "int8"}'
+    [note] = notes_on_keys(msgspec.structs.replace(options, speculative_config=text))
+    assert note.endswith("keys without effect: quantization")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,9 +22,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, seed=0)
 class HeadBench:
     """A served model with a random head, and the proposals of each run."""
 
-    def __init__(self, served: Any, folder: Any, **cache: Any) -> None:
+    def __init__(self, served: Any, folder: Any, limits: Mapping[str, int], **cache: Any) -> None:
+        """limits: changes of the scheduler's configuration."""
         self._served, self.head = served, eagle3_head()
-        config = with_head(served.config, folder, self.head)
+        config = with_head(changed(served.config, **limits), folder, self.head)
         self.config: EngineConfig = msgspec.structs.replace(
             config, cache=msgspec.structs.replace(config.cache, **cache)
         )
@@ -50,7 +51,7 @@ class HeadBench:
 def bench(tmp_path_factory: pytest.TempPathFactory, serve: Callable[..., Any]) -> HeadBench:
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
     swap_bytes = 40 * served.config.model.kv.bytes_per_block
-    return HeadBench(served, tmp_path_factory.mktemp("head"), swap_bytes=swap_bytes)
+    return HeadBench(served, tmp_path_factory.mktemp("head"), {}, swap_bytes=swap_bytes)
 
 
 compiled = pytest.mark.parametrize("serve", [16], ids=["compiled"], indirect=True)
@@ -91,6 +92,21 @@ def test_blocks_of_a_request_without_drafts_are_computed_later(bench: HeadBench)
     driver.run()
     assert driver.cached[2] == 32
     bench.check(6)
+
+
+@compiled
+def test_blocks_larger_than_a_step_of_the_head_are_computed_over_several(
+    tmp_path_factory: pytest.TempPathFactory, serve: Callable[..., Any]
+) -> None:
+    served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)
+    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 4}
+    bench = HeadBench(served, tmp_path_factory.mktemp("head"), limits)
+    assert served.config.model.kv.block_size > 8
+    driver = bench.start(bench.config)
+    for request_id, prompt in enumerate(prompts_of((45, 14)), 1):
+        driver.admit(request_id, prompt, GREEDY)
+    driver.run()
+    bench.check(8)
 
 
 @compiled
