@@ -83,6 +83,8 @@ class HeadDrafter:
     ) -> None:
         """layers: of the head. target: of the served model, as ``tables`` and ``sampler``."""
         self._head, self._layers, self._target = head, layers, target
+        self._aux_hidden: tuple[Sequence[torch.Tensor], list[Bits]] = (), []
+        """Hidden states of the served model that the head reads."""
         self._sampler, self._tables = sampler, tables.of_group(config.group, config.model.kv)
         self._token_ids: Tokens = tables.token_ids.numpy()
         self._block_table, self._block_size = self._tables.block_table[0], config.model.kv.block_size
@@ -139,7 +141,10 @@ class HeadDrafter:
 
     def observe(self, num_tokens: int) -> Bits:
         """See `Drafter.observe`."""
-        first, *others = (bits_of(hidden)[:num_tokens] for hidden in self._target.aux_hidden)
+        tensors = self._target.aux_hidden
+        if tensors is not self._aux_hidden[0]:  # with pipeline stages, in each step
+            self._aux_hidden = tensors, [bits_of(each) for each in tensors]
+        first, *others = (each[:num_tokens] for each in self._aux_hidden[1])
         return np.concatenate((first, *others), axis=1) if others else first
 
     def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: Bits) -> None:
