@@ -11,6 +11,7 @@ has computed them; else the head's own hidden states.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 
 import torch
@@ -110,9 +111,12 @@ def _known(norm: Norm | None) -> Norm:
 
 
 def observed_forward(
-    model: CausalModel, ops: ForwardPass[ValueT], aux_layers: Collection[int]
+    model: CausalModel, ops: ForwardPass[ValueT], aux_layers: Collection[int], *, are_joined: bool = False
 ) -> tuple[ValueT, list[ValueT]]:
-    """Return the last hidden states of a served model, and copies of those after each number of layers in ``aux_layers``."""
+    """Return the last hidden states of a served model, and copies of those after each number of layers in ``aux_layers``.
+
+    are_joined: return one copy, ``[tokens, layers * hidden]``.
+    """
     observed: list[ValueT] = []
 
     def observe(number: int, x: ValueT) -> None:
@@ -124,4 +128,5 @@ def observed_forward(
     if not aux_layers:
         return model.forward(ops), observed
     assert isinstance(model, Decoder), "the configuration allows draft heads of decoders only"
-    return model.forward(ops, observe), observed
+    hidden = model.forward(ops, observe)
+    return hidden, [functools.reduce(ops.join, observed)] if are_joined else observed

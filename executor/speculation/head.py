@@ -205,7 +205,8 @@ class HeadDrafter:
 
     def _gets_drafts(self, slots: Int, num_tokens: Int) -> NDArray[np.bool_]:
         """Return whether all features are known that drafts of these slots need."""
-        return (self._num_known[slots] == num_tokens - 1) & ~self._has_gap[slots]
+        found: NDArray[np.bool_] = (self._num_known[slots] == num_tokens - 1) & ~self._has_gap[slots]
+        return found
 
     def _has_whole_block(self, slots: Int, ends: Int) -> NDArray[np.bool_]:
         """Return whether a whole block before ``ends`` has missing tokens; others may share it."""
@@ -287,7 +288,8 @@ class HeadDrafter:
             hidden = self._step(number, slots, begins, counts, draws, features)
             outputs.append((hidden, np.cumsum(counts) - counts))
         self._note_layers(slots, begins, ends, outputs[:-1])
-        return hidden[(np.cumsum(counts) - 1)[draws]]
+        newest: Bits = hidden[(np.cumsum(counts) - 1)[draws]]
+        return newest
 
     def _hidden_before(self, slots: Int, begins: Int, number: int) -> Bits:
         """Return features for a layer after the first: of the token before each row, zeros before the first token."""

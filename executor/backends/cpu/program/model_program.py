@@ -6,7 +6,6 @@ operations. The program knows no plan and no slot table; its input is a `quintet
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 
@@ -53,9 +52,7 @@ class ModelProgram:
         self.max_tokens = max(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
         self.rotations = Rotations(model.ropes, dtype, config.model.max_model_len + 1, ranks)
         builder = GraphBuilder(library, dtype, kv, self.max_tokens, self.max_outputs, ranks)
-        hidden, observed = observed_forward(model, builder, aux_layers)
-        if observed and share.is_first and share.is_last:
-            observed = [functools.reduce(builder.join, observed)]
+        hidden, observed = observed_forward(model, builder, aux_layers, are_joined=share.stages == 1)
         builder.keep(hidden, *observed)
         logits = None
         if share.is_last:
@@ -75,10 +72,7 @@ class ModelProgram:
         self.hidden = hidden.tensor
         """``[max_tokens, hidden]``: hidden states for the next stage."""
         self.aux_hidden: Sequence[torch.Tensor] = [value.tensor for value in observed]
-        """``[max_tokens, hidden]`` after each number of ``aux_layers``, joined if the stage is the only one.
-
-        In the first of several, those of all stages.
-        """
+        """``[max_tokens, hidden]`` after each of ``aux_layers``: joined in an only stage; in the first of several, of all."""
         self.logits = None if logits is None else logits.tensor
         assert self.logits is None or self.logits.dtype is self.logits_dtype, self.logits.dtype
         """``[max_outputs, vocab]``; None if another stage computes them."""
