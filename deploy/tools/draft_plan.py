@@ -22,6 +22,7 @@ class DraftPlan(msgspec.Struct, frozen=True):
     quantization: str
     weight_bytes: int
     kv_bytes_per_token: int
+    """Keys and values, and features of a head."""
     max_model_len: int
     state_bytes: int
     """Maximum memory of its recurrent states, in addition to KV memory; 0 without such layers."""
@@ -33,15 +34,16 @@ def draft_plan(config: EngineConfig) -> DraftPlan | None:
     draft = None if speculative is None else speculative.draft
     if draft is None:
         return None
-    kv, model, served = draft.model.kv, draft.model, config.model.kv
+    model, served = draft.model, config.model.kv
     state_bytes = 0
     if draft.states is not None:
         num_blocks = served.num_blocks(config.cache.memory_bytes)
         num_requests = num_draft_model_states(config.scheduler, served, num_blocks)
         state_bytes = num_requests * STATES_PER_REQUEST * draft.states.bytes_per_block
+    block_bytes = served.draft_bytes * config.executor.tensor_parallel_size
     return DraftPlan(
         *(model.served_names[0], model.architecture, model.dtype, draft.quantization, draft.weight_bytes),
-        *(kv.bytes_per_token, model.max_model_len, state_bytes),
+        *(block_bytes // served.block_size, model.max_model_len, state_bytes),
     )
 
 

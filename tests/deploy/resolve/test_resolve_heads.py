@@ -184,3 +184,4 @@ def test_plan_counts_a_prediction_layer_once(folder: Path, capsys: pytest.Captur
     assert [(each["num_parameters"], each["weight_bytes"]) for each in plans] == 2 * [(count, 2 * count)]
     assert plans[0]["draft"] is None
     assert plans[1]["draft"]["weight_bytes"] == 2 * 2 * 128 * 64
+    assert plans[1]["draft"]["kv_bytes_per_token"] == 2 * (2 * 2 * 16 + 64)
