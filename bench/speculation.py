@@ -254,7 +254,7 @@ def main() -> None:
     methods = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp")
     parser.add_argument("--method", default="ngram", choices=methods, help="source of drafts")
     parser.add_argument("--draft-model", help="draft model or head")
-    parser.add_argument("--draft-quantization", help="of its weights, such as w8a8")
+    parser.add_argument("--draft-quantization", help="format of its weights, such as w8a8")
     parser.add_argument("--drafts", type=int, default=8, help="maximum drafts of a request in a step")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="concurrent requests")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements of each row")

@@ -117,7 +117,7 @@ REWRITES = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A user's message. Topics of held-out messages are in no other message."""
+    """A user's message. Topics of held-out messages from templates are in no other message from templates."""
 
     text: str
     is_held_out: bool

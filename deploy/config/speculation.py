@@ -210,7 +210,7 @@ def notes_on_keys(options: Options) -> list[str]:
     if "quantization" in given and not (
         needs_draft_model(options) and given["quantization"] in QUANTIZATIONS
     ):
-        ignored.append("quantization")
+        ignored.append(f"quantization (with a draft model or head, {', '.join(QUANTIZATIONS)} have one)")
     return [f"{FLAG}: keys without effect: {', '.join(ignored)}"] if ignored else []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quintet.executor.memory import Bits
 from quintet.executor.slots import SlotTables
 from quintet.executor.speculation.drafters import DraftRows
 from quintet.executor.speculation.gram_index import Tokens
@@ -55,7 +56,7 @@ class Simulation:
     def note(self, plan: StepPlan) -> None:
         pass
 
-    def observe(self, num_tokens: int) -> torch.Tensor:
+    def observe(self, num_tokens: int) -> Bits:
         raise NotImplementedError
 
     def note_computed(self, *_: object) -> None:

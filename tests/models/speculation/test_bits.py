@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import CoreAndWorker, changed, small_kv
 
 from quintet.core.token_messages import StepMessages
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
+from quintet.executor.memory import Bits
 from quintet.executor.ragged import Int
 from quintet.executor.speculation.drafters import DraftRows
 from quintet.executor.speculation.gram_index import Tokens
@@ -78,7 +78,7 @@ class Oracle:
     def note(self, plan: StepPlan) -> None:
         pass
 
-    def observe(self, num_tokens: int) -> torch.Tensor:
+    def observe(self, num_tokens: int) -> Bits:
         raise NotImplementedError
 
     def note_computed(self, *_: object) -> None:
