@@ -126,6 +126,13 @@ class SlotTables:
         tables.kv, tables.block_table = kv, self.block_table[group : group + 1]
         return tables
 
+    def on_host(self) -> SlotTables:
+        """Return the tables with a token table of their own, empty and on the host. The others are shared."""
+        tables = copy.copy(self)
+        tables.device = torch.device("cpu")
+        tables.token_ids = lazy_zeros(self.token_ids.shape, torch.int32, tables.device)
+        return tables
+
     def continue_states(self, slot: int) -> bytes:
         """Make a slot's next tokens continue from its latest states; return the block entries in plan format."""
         entries = []

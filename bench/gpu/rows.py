@@ -142,6 +142,15 @@ ROWS = (
         limit_s=180,
     ),
     Row(
+        "drafts",
+        "speculative decoding with --batch-invariant: the bits of outputs with drafts are those without, with graphs and eagerly",
+        "all equal",
+        (*PYTEST, "tests/gpu/test_drafts.py"),
+        TESTS,
+        takes_s=40,
+        limit_s=180,
+    ),
+    Row(
         "memory",
         "out of memory in a step: the step is split, the tokens are the same, no process ends",
         "all pass",

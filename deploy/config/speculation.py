@@ -10,6 +10,7 @@ from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.weights import loaded_quantization
 from quintet.wire.config import MAX_DRAFTS, DraftModelConfig, Quantization, SpeculativeConfig
 from quintet.wire.errors import ConfigError
+from quintet.wire.kv_spec import KvSpec
 
 FLAG = "--speculative-config"
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -32,6 +33,9 @@ METHOD_KEYS = {
     "mtp": (),
 }
 """Keys of each method besides ``num_speculative_tokens``."""
+
+GPU_METHODS = ("ngram", "suffix")
+"""Methods without a model of their own."""
 
 MTP_ALIASES = (
     "deepseek_mtp",
@@ -214,6 +218,19 @@ def notes_on_keys(options: Options) -> list[str]:
     return [f"{FLAG}: keys without effect: {', '.join(ignored)}"] if ignored else []
 
 
+def notes_on_device(options: Options, device: Literal["cpu", "cuda"], kv: KvSpec) -> list[str]:
+    """Return a note if bits may depend on drafts. Raises `ConfigError` for a model without drafts on this device."""
+    if options.speculative_config is None or device == "cpu":
+        return []
+    if kv.has_states:
+        raise ConfigError(
+            f"{FLAG} is not supported on a GPU for models with recurrent states: drop it, or use --device cpu"
+        )
+    if options.batch_invariant:
+        return []
+    return [f"{FLAG}: without --batch-invariant, outputs may depend on drafts, as they depend on the batch"]
+
+
 def _method(parsed: _SpeculativeJson) -> str:
     method = parsed.method or _usual_method(parsed.model)
     return "mtp" if method in MTP_ALIASES else method
@@ -242,12 +259,18 @@ def _lookup_range(parsed: _SpeculativeJson) -> tuple[int, int]:
 
 
 def check_support(options: Options, kind: Literal["torch", "mock"], device: Literal["cpu", "cuda"]) -> None:
-    """Reject devices and layouts without speculative decoding."""
-    if options.speculative_config is None:
+    """Reject devices and methods without speculative decoding."""
+    method = speculative_method(options)
+    if method is None:
         return
-    if kind == "mock" or device == "cuda":
+    if kind == "mock":
+        raise ConfigError(f"{FLAG} is not supported with --executor mock: drop it")
+    if device == "cuda" and method not in GPU_METHODS:
         raise ConfigError(
-            f"{FLAG} is only supported on the CPU (--device cpu), not on {'a mock' if kind == 'mock' else 'CUDA'}: drop it"
+            f"{FLAG}: the method {method} is only supported on the CPU (--device cpu); on a GPU, use one of"
+            f" {', '.join(GPU_METHODS)}, or drop {FLAG}"
         )
+    if device == "cuda" and options.allow_torch_kernels:
+        raise ConfigError(f"{FLAG} is not supported with --allow-torch-kernels on a GPU: drop one of them")
     if options.model_impl == "transformers":
         raise ConfigError(f"{FLAG} is not supported with --model-impl transformers: drop one of them")

@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quintet.executor.memory import to_device
 from quintet.executor.runner import LogitsSource
@@ -60,11 +61,16 @@ class Sampler:
         ops: SamplingOps,
         shaping: Sequence[Callable[[int, int], LogitsProcessor]] = SHAPING,
         grammars: Grammars | None = None,
+        drafts: NDArray[np.int32] | None = None,
     ) -> None:
-        """shaping: `SHAPING`, or a device's implementations in the same order. grammars: None without structured outputs."""
+        """shaping: `SHAPING`, or a device's implementations in the same order. grammars: None without structured outputs.
+
+        drafts: a token table on the host with the draft tokens; None if ``tables`` are on the host.
+        """
         self._tables = tables
         self._host_token_ids = tables.token_ids.numpy() if tables.device.type == "cpu" else None
         """The token table as a numpy view on a CPU: for few numbers, several times faster than torch."""
+        self._drafts = self._host_token_ids if drafts is None else drafts
         self._ops = ops
         self._vocab_size = vocab_size
         self.settings = settings_table(max_num_seqs)
@@ -142,7 +148,7 @@ class Sampler:
         which = np.flatnonzero(self._features[slots] & self._has_grammar)
         if not len(which):
             return None
-        return self._grammars.begin(slots, rows.draw_positions, which, self._host_token_ids)
+        return self._grammars.begin(slots, rows.draw_positions, which, self._drafts)
 
     def draw(
         self, rows: Rows, logits: torch.Tensor, masks: Masks | None = None, *, is_draft: bool = False

@@ -224,9 +224,12 @@ class DraftLengths:
         self._budget.note_step(slots, plain_s, seconds, saved_s, cost_s)
 
     def is_due(self, *, has_forced: bool = False) -> bool:
-        """Return whether to choose drafts in this step; call it once a step. has_forced: a grammar may force tokens."""
+        """Return whether to choose drafts in the next step. has_forced: a grammar may force tokens."""
+        return self._budget.is_open and (has_forced or self._num_steps >= self._next_choice)
+
+    def begin_step(self) -> None:
+        """Count a step, before `choose`."""
         self._num_steps += 1
-        return self._budget.is_open and (has_forced or self._num_steps > self._next_choice)
 
     def choose(
         self,

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.memory import Bits
+from quintet.executor.ragged import Int
 from quintet.wire.step import StepPlan, StepResult
 
 MAX_STEPS = 64
@@ -27,22 +28,27 @@ class PlainSteps:
         "_samples",
         "_slot_column",
         "hidden",
+        "num_begun",
         "num_steps",
         "seconds",
         "slots",
         "starts",
+        "uses",
     )
 
     def __init__(
-        self, plan: StepPlan, slots: NDArray[np.int32], starts: NDArray[np.int32], max_tokens: int
+        self, plan: StepPlan, slots: NDArray[np.int32], starts: NDArray[np.int32], uses: Int, max_tokens: int
     ) -> None:
         """plan: of decode rows without drafts, one token each. starts: int32[R], of the first of these steps.
 
-        max_tokens: of all steps, since their hidden states are kept; also the limit of one step.
+        uses: see `quintet.executor.speculation.unknown_draws.UnknownDraws.uses`. max_tokens: of all steps, since their hidden
+        states are kept; also the limit of one step.
         """
         self._slot_column, self._counts, self._samples = plan.slots, plan.counts, plan.samples
         self._no_drafts = bytes(len(plan.samples))
-        self.starts, self.slots = starts, slots
+        self.starts, self.slots, self.uses = starts, slots, uses
+        self.num_begun = 0
+        """Number of steps that began."""
         self.num_steps, self.seconds = 0, 0.0
         """Number and total time of the computed steps."""
         self.hidden: list[Bits] = []
@@ -56,12 +62,14 @@ class PlainSteps:
             and plan.counts == self._counts
             and plan.samples == self._samples
             and 0 not in plan.drafts
-            and self.num_steps < self._max_steps
+            and self.num_begun < self._max_steps
         )
 
     def next(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with the executor's starts."""
-        return msgspec.structs.replace(plan, starts=(self.starts + self.num_steps).tobytes(), drafts=b"")
+        """Begin a step: return the plan with the executor's starts."""
+        starts = self.starts + self.num_begun
+        self.num_begun += 1
+        return msgspec.structs.replace(plan, starts=starts.tobytes(), drafts=b"")
 
     def end(self, result: StepResult, seconds: float) -> None:
         """Note the result and the time of a step."""

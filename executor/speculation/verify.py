@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import Grammars
-from quintet.executor.slots import SlotTables
+from quintet.executor.slots import Rows, SlotTables
+from quintet.executor.speculation.acceptance import accept
 from quintet.executor.speculation.draft_states import DraftStates
 from quintet.executor.speculation.drafters import Drafter, DraftRows
 from quintet.executor.speculation.gram_index import Tokens
@@ -31,7 +32,8 @@ from quintet.executor.speculation.grammar_drafts import GrammarDrafts
 from quintet.executor.speculation.lengths import DraftCosts, DraftCounts, DraftLengths, StepCost
 from quintet.executor.speculation.output_cache import OutputCache
 from quintet.executor.speculation.plain_steps import PlainSteps
-from quintet.wire.step import StepPlan, StepResult, TokenLogprobs
+from quintet.executor.speculation.unknown_draws import UnknownDraws
+from quintet.wire.step import StepPlan, StepResult
 
 NO_STARTS: Int = np.empty(0, np.int64)
 
@@ -59,6 +61,8 @@ class DraftedStep:
     """Time spent on choosing and proposing drafts."""
     began_s: float
     """Start of the computation."""
+    uses: Int
+    """Requests of the slots (`UnknownDraws.uses`); a step may end after its slot has another one."""
     plain: PlainSteps | None = None
     """Steps that this one continues, if it has no drafts and the same rows; ``starts`` is empty then."""
 
@@ -75,11 +79,18 @@ class Speculation:
         max_tokens: int,
         states: DraftStates | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        copies_tokens: bool = False,
     ) -> None:
-        """max_rows, max_tokens: the largest step, drafts included. states: of a model with recurrent states."""
+        """max_rows, max_tokens: the largest step, drafts included. states: of a model with recurrent states.
+
+        copies_tokens: ``tables`` have a token table of their own, to which tokens are copied here; else the sampler writes it.
+        """
         self._clock = clock
         self._token_ids: Tokens = tables.token_ids.numpy()
         self._max_rows, self._max_tokens, self._states = max_rows, max_tokens, states
+        self._copies_tokens = copies_tokens
+        self._unknown = UnknownDraws(len(self._token_ids))
         self._drafter = drafter
         self._grammar_drafts = GrammarDrafts(grammars)
         self._num_tokens: Int = np.zeros(len(self._token_ids), np.int64)
@@ -116,7 +127,30 @@ class Speculation:
             self._num_tokens[new.slot] = len(new.token_ids) // 4
             self._stop_ids[new.slot] = frozenset(new.stop_ids)
             self._lengths.begin(new.slot)
+            self._unknown.new_request(new.slot)
+            if self._copies_tokens:
+                self._token_ids[new.slot, : len(new.token_ids) // 4] = np.frombuffer(new.token_ids, np.int32)
         self._drafter.note(plan)
+
+    def reset(self) -> None:
+        """Forget the steps in flight: their results are dropped, and all slots are free."""
+        self._plain = None
+        self._unknown.reset()
+
+    def waits_for(self, plan: StepPlan) -> bool:
+        """Return whether a step in flight must end before this plan begins: its tokens or their number are needed."""
+        most = max(plan.drafts, default=0)
+        if not most:
+            return False
+        slots, plain = np.frombuffer(plan.slots, np.int32), self._plain
+        num_plain = 0 if plain is None else plain.num_begun - plain.num_steps
+        if not num_plain and not self._unknown.of(slots).any():
+            return False
+        return self._unknown.have_drafts(slots) or (most > 1 and self._is_due())
+
+    def _is_due(self) -> bool:
+        """Return whether to choose drafts in the next step."""
+        return self._lengths.is_due(has_forced=self._grammar_drafts.is_used)
 
     def compute(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
         """Return the result of a plan, with drafts where it allows them. ``compute`` computes and draws rows."""
@@ -125,7 +159,11 @@ class Speculation:
             self.end_without_drafts(plan)
             return result
         step = self.begin(plan)
-        result = compute(step.plan)
+        try:
+            result = compute(step.plan)
+        except Exception:
+            self.cancel(step)
+            raise
         self.end(step, result)
         return result
 
@@ -138,36 +176,51 @@ class Speculation:
         self._note_computed(slots, starts, counts, counts)
 
     def begin(self, plan: StepPlan) -> DraftedStep:
-        """Add drafts to a plan. The tokens of all earlier steps with these slots are known."""
-        began_s = self._clock()
-        is_due = self._lengths.is_due(has_forced=self._grammar_drafts.is_used)
-        plain = self._plain
+        """Add drafts to a plan for which `waits_for` is False."""
+        began_s, is_due, plain = self._clock(), self._is_due(), self._plain
+        self._lengths.begin_step()
         if plain is not None and not is_due and plain.has_next(plan):
-            return DraftedStep(plain.next(plan), NO_STARTS, [], None, 0.0, began_s, plain)
+            return DraftedStep(plain.next(plan), NO_STARTS, [], None, 0.0, began_s, plain.uses, plain)
         self._end_plain()
         slots, most = np.frombuffer(plan.slots, np.int32), np.frombuffer(plan.drafts, np.uint8)
-        starts = np.where(most > 0, self._num_tokens[slots] - 1, np.frombuffer(plan.starts, np.int32))
+        unknown = self._unknown.of(slots)
+        newest = self._num_tokens[slots] + unknown - 1
+        starts = np.where(most > 0, newest, np.frombuffer(plan.starts, np.int32))
         columns = {"starts": starts.astype(np.int32).tobytes()}
         asked, drafts = None, list[tuple[int, Tokens]]()
-        if is_due:
+        samples = np.frombuffer(plan.samples, np.uint8)
+        if is_due and not unknown.any():
             asked, drafts = self._propose(plan, slots, starts, most)
         if drafts:
-            counts, samples = (
-                np.frombuffer(plan.counts, np.int32).copy(),
-                np.frombuffer(plan.samples, np.uint8).copy(),
-            )
+            counts, samples = np.frombuffer(plan.counts, np.int32).copy(), samples.copy()
             for row, proposed in drafts:
                 counts[row] += len(proposed)
                 samples[row] += len(proposed)
             columns |= {"counts": counts.tobytes(), "samples": samples.tobytes()}
+            self._unknown.add_drafts(slots[samples > 1])
+        self._unknown.add(slots[samples > 0])
         drafted = msgspec.structs.replace(plan, **columns, drafts=b"")
         proposed_s = self._clock()
-        return DraftedStep(drafted, starts, drafts, asked, proposed_s - began_s, proposed_s)
+        uses = self._unknown.uses(slots)
+        return DraftedStep(drafted, starts, drafts, asked, proposed_s - began_s, proposed_s, uses)
+
+    def cancel(self, step: DraftedStep) -> None:
+        """Forget the newest step that began: it failed, and is computed again in parts."""
+        if step.plain is not None:
+            step.plain.num_begun -= 1
+            return
+        slots, samples = (
+            np.frombuffer(step.plan.slots, np.int32),
+            np.frombuffer(step.plan.samples, np.uint8),
+        )
+        self._unknown.remove(slots[samples > 0])
 
     def end(self, step: DraftedStep, result: StepResult) -> None:
         """Verify the drafts of a computed step: remove rejected tokens from its result."""
         ended_s = self._clock()
         seconds, self._ended_s = ended_s - max(step.began_s, self._ended_s), ended_s
+        if self._copies_tokens:
+            self._copy_tokens(step, result)
         if step.plain is not None:
             self._end_plain_step(step.plain, step.plan, result, seconds)
             return
@@ -175,9 +228,12 @@ class Speculation:
         counts = np.frombuffer(step.plan.counts, np.int32)
         num_tokens, verified = samples, list[tuple[int, int, int]]()
         if step.drafts:
-            num_tokens = self._accept(result, samples, step.drafts)
+            num_tokens = accept(result, samples, step.drafts)
+            is_current = self._unknown.is_current(slots, step.uses).tolist()
             verified = [
-                (int(slots[row]), len(drafts), int(num_tokens[row]) - 1) for row, drafts in step.drafts
+                (int(slots[row]), len(drafts), int(num_tokens[row]) - 1)
+                for row, drafts in step.drafts
+                if is_current[row]
             ]
             for slot, num_drafts, num_accepted in verified:
                 self._lengths.note(slot, num_accepted, num_drafts, self._grammar_drafts.num_forced(slot))
@@ -187,7 +243,9 @@ class Speculation:
         result.num_tokens = num_tokens[sampling].tobytes()
         result.num_drafts = (samples[sampling] - 1).astype(np.uint8).tobytes()
         known = step.starts + counts - samples + num_tokens
-        self._num_tokens[slots[sampling]] = known[sampling] + 1
+        current = sampling[self._unknown.is_current(slots[sampling], step.uses[sampling])]
+        self._num_tokens[slots[current]] = known[current] + 1
+        self._unknown.remove(slots[current])
         cost = StepCost(
             num_tokens=int(counts.sum()) if step.plan.counts == samples.astype(np.int32).tobytes() else 0,
             seconds=seconds,
@@ -197,9 +255,18 @@ class Speculation:
         )
         self._lengths.note_step(slots[sampling].astype(np.int64), len(sampling), cost, step.asked)
         self._note_computed(slots, step.starts, counts, known - step.starts)
-        if cost.num_tokens == len(slots) and not step.drafts:
+        has_same_requests = len(current) == len(slots) and not self._unknown.of(slots).any()
+        if cost.num_tokens == len(slots) and not step.drafts and has_same_requests:
             self._end_plain()
-            self._plain = PlainSteps(step.plan, slots, (step.starts + 1).astype(np.int32), self._max_tokens)
+            starts = (step.starts + 1).astype(np.int32)
+            self._plain = PlainSteps(step.plan, slots, starts, step.uses, self._max_tokens)
+
+    def _copy_tokens(self, step: DraftedStep, result: StepResult) -> None:
+        """Copy the drawn tokens of a step to the token table, those after rejected drafts included."""
+        rows, tokens = Rows(step.plan), np.frombuffer(result.token_ids, np.int32)
+        is_current = self._unknown.is_current(rows.slots, step.uses)[rows.sampling]
+        owners = rows.slots[rows.sampling][is_current]
+        self._token_ids[owners, rows.draw_positions[is_current]] = tokens[is_current]
 
     def _end_plain_step(self, plain: PlainSteps, plan: StepPlan, result: StepResult, seconds: float) -> None:
         plain.end(result, seconds)
@@ -207,14 +274,20 @@ class Speculation:
             if self._drafter.reads_steps:
                 plain.hidden.append(self._drafter.observe(len(plain.slots)).copy())
             return
-        self._num_tokens[plain.slots] += 1  # a later step has ended them
+        slots = plain.slots[self._unknown.is_current(plain.slots, plain.uses)]  # a later step has closed them
+        self._num_tokens[slots] += 1
+        self._unknown.remove(slots)
         ones = np.ones(len(plain.slots), np.int64)
         self._note_computed(plain.slots, np.frombuffer(plan.starts, np.int32), ones, ones)
 
     def _end_plain(self) -> None:
         """Update tables and statistics after steps of the same rows without drafts."""
         plain, self._plain = self._plain, None
-        if plain is None or not plain.num_steps:
+        if plain is None:
+            return
+        if plain.num_begun > plain.num_steps:
+            self._unknown.add(plain.slots, plain.num_begun - plain.num_steps)
+        if not plain.num_steps:
             return
         num_rows, num_steps = len(plain.slots), plain.num_steps
         self._num_tokens[plain.slots] += num_steps
@@ -303,28 +376,3 @@ class Speculation:
         stop_ids = [self._stop_ids[slot] for slot in slots[rows].tolist()]
         runs = [token not in stops for token, stops in zip(newest, stop_ids, strict=True)]
         return rows[np.array(runs, np.bool_)]
-
-    @staticmethod
-    def _accept(
-        result: StepResult, samples: NDArray[np.uint8], drafts: list[tuple[int, Tokens]]
-    ) -> NDArray[np.uint8]:
-        """Remove rejected tokens from the result. Return the number of tokens of each row, at least 1 where it draws."""
-        num_tokens = samples.copy()
-        tokens = np.frombuffer(result.token_ids, np.int32)
-        first_draws = np.cumsum(samples.astype(np.int64)) - samples
-        is_kept = np.ones(len(tokens), np.bool_)
-        for row, proposed in drafts:
-            first, end = int(first_draws[row]), int(first_draws[row]) + len(proposed)
-            differs = np.flatnonzero(tokens[first:end] != proposed)
-            num_accepted = int(differs[0]) if len(differs) else len(proposed)
-            is_kept[first + num_accepted + 1 : end + 1] = False
-            num_tokens[row] = 1 + num_accepted
-        result.token_ids = tokens[is_kept].tobytes()
-        num_left = num_tokens.tolist()
-        kept: list[TokenLogprobs] = []
-        for entry in result.logprobs:
-            num_left[entry.row] -= 1
-            if num_left[entry.row] >= 0:
-                kept.append(entry)
-        result.logprobs = kept
-        return num_tokens

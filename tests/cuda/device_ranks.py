@@ -57,7 +57,7 @@ def leading_worker(config: EngineConfig, *, captured: bool = True) -> Iterator[D
     finally:
         is_over.set()
         nothing = slice(0, 0)
-        last = PackedPlan(0, 0, 0, 0, HEADER_WORDS, nothing, nothing, nothing)
+        last = PackedPlan(0, 0, 0, 0, HEADER_WORDS, nothing, nothing, nothing, nothing)
         assert first.ranks is not None
         RankBroadcaster(first.ranks).step(np.zeros(HEADER_WORDS, np.int32), last, None)
         for thread in threads:

@@ -20,9 +20,9 @@ def test_kv_is_sized_while_the_largest_step_holds_its_memory(
     done: list[str] = []
     step, sized = DeviceRunner.run_largest_step, boot.num_kv_blocks
 
-    def record_step(self: DeviceRunner, num_tokens: int, num_rows: int) -> None:
+    def record_step(self: DeviceRunner) -> None:
         done.append("largest step")
-        step(self, num_tokens, num_rows)
+        step(self)
 
     def record_size(*arguments: Any) -> int:
         done.append("KV is sized")
@@ -46,9 +46,9 @@ def test_arguments_are_checked_until_boot_has_computed_the_largest_step(
     checked: list[bool] = []
     step = DeviceRunner.run_largest_step
 
-    def record_step(self: DeviceRunner, num_tokens: int, num_rows: int) -> None:
+    def record_step(self: DeviceRunner) -> None:
         checked.append(self.device.checks_arguments)
-        step(self, num_tokens, num_rows)
+        step(self)
 
     monkeypatch.setattr(DeviceRunner, "run_largest_step", record_step)
     monkeypatch.setattr(boot.DeviceLinears, "measure", lambda *arguments, **more: None)

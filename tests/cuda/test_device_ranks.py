@@ -27,6 +27,7 @@ from tests.models.test_embeds import mixed
 from tests.models.test_engine import CoreAndWorker, changed
 
 from quintet.executor.backends.cuda.device import Kernel, Size
+from quintet.executor.backends.cuda.graphs import GraphSize
 from quintet.executor.backends.cuda.ops.peers import (
     EXCHANGE,
     NO_TIMEOUT_NS,
@@ -166,13 +167,13 @@ def test_broadcast_of_rank_0_reaches_all_ranks(tmp_path: Path) -> None:
     with (tmp_path / "memory").open("w+b") as memory:
         first, second = (open_device_ranks(config, memory.fileno(), rank) for rank in range(2))
         words = np.arange(400_000, dtype=np.int32)
-        packed = PackedPlan(3, 9, 4, 2, len(words), slice(10, 14), slice(14, 14), slice(14, 20))
+        packed = PackedPlan(3, 9, 4, 2, len(words), slice(10, 14), slice(14, 14), slice(14, 20), slice(0, 0))
         embeds = StepEmbeds(torch.tensor([1, 4]), torch.randn(2, 8).bfloat16())
 
         def send_all() -> None:
             second_is_there.wait()
             broadcaster = RankBroadcaster(first)
-            broadcaster.step(words, packed, embeds, 4)
+            broadcaster.step(words, packed, embeds, GraphSize(4, 1))
             broadcaster.logits(np.array([5, 6], np.int64))
 
         second_is_there = threading.Event()
@@ -183,7 +184,7 @@ def test_broadcast_of_rank_0_reaches_all_ranks(tmp_path: Path) -> None:
         receiver = RankReceiver(second)
         step, logits = receiver.next(), receiver.next()
         telling.join()
-    assert isinstance(step, StepOrder) and step.packed == packed and step.graph_rows == 4
+    assert isinstance(step, StepOrder) and step.packed == packed and step.graph_size == GraphSize(4, 1)
     assert step.words == words.tobytes()
     given = step.step_embeds(torch.bfloat16, torch.device("cpu"))
     assert given is not None and torch.equal(given.tokens, embeds.tokens)
@@ -217,9 +218,11 @@ def test_graph_that_one_rank_cannot_capture_is_dropped_by_all(
             driver.admit(i, each.prompt, GREEDY)
         driver.run()
         graphs = worker.steps.graphs
-        assert graphs is not None and [size for size in (1, 2, 4) if graphs.of_size(size)] == [4]
-        with pytest.raises(RankDesyncError, match="a graph of 2 rows, but this rank has no graph"):
-            worker.steps.graph_of_size(2, worker.steps.staging)
+        assert graphs is not None and [size for size in (1, 2, 4) if graphs.of_size(GraphSize(size, 1))] == [
+            4
+        ]
+        with pytest.raises(RankDesyncError, match="a graph of 2 tokens, but this rank has no graph"):
+            worker.steps.graph_of_size(GraphSize(2, 1), worker.steps.staging)
     assert [driver.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
     reasons = [
         record.getMessage()

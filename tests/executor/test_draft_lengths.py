@@ -42,7 +42,9 @@ def chosen(
     num_forced: int = 0,
 ) -> list[int]:
     """Return the numbers of drafts of a step; empty if there is no choice in it."""
-    if not lengths.is_due():
+    is_due = lengths.is_due()
+    lengths.begin_step()
+    if not is_due:
         return []
     costs = DraftCosts(step_time, np.full(num_slots, num_missing) if any(step_time) else None)
     forced = np.full(num_slots, num_forced)
@@ -190,7 +192,7 @@ def test_drafts_that_are_rarely_found_are_not_worth_a_slow_search() -> None:
         lengths.note_found(np.array([0]), np.array([False]))
     assert chosen(lengths, 1)[0] > 1, "a search that takes no time always pays"
     for _ in range(100):
-        lengths.is_due()
+        lengths.begin_step()
         choice = lengths.choose(np.array([0]), np.array([MOST]), 1, DraftCosts())
         lengths.note_step(np.array([0]), 1, StepCost(1, 0.011, 0.001, 0, 0), choice)
     lengths.begin(0)

@@ -84,7 +84,9 @@ class _Run:
         num_tokens, total_s = 0, 0.0
         for _ in range(num_steps):
             counts, overhead, asked = np.zeros(num_slots, np.int64), 0.0, None
-            if lengths.is_due():
+            is_due = lengths.is_due()
+            lengths.begin_step()
+            if is_due:
                 overhead += server.choice
                 step_time = server.draft_base / 1e3, server.draft_each / 1e3
                 asked = lengths.choose(

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from quintet.executor.backends.cuda.graphs import DecodeGraphs, padded_sizes
+from quintet.executor.backends.cuda.graphs import DecodeGraphs, GraphSize, graph_sizes, padded_sizes
 from quintet.executor.backends.cuda.kv_memory import graph_bytes, kv_bytes
 
 
@@ -24,34 +24,52 @@ def test_sizes_end_at_the_limit_and_pad_by_at_most_an_eighth() -> None:
 
 def test_graphs_are_captured_largest_first_and_looked_up_by_next_size() -> None:
     captured: list[int] = []
-    graphs: DecodeGraphs[int] = DecodeGraphs(20, lambda size: captured.append(size) or size)
-    assert graphs.find(3) is None
+
+    def capture(size: GraphSize) -> int:
+        captured.append(size.num_tokens)
+        return size.num_tokens
+
+    graphs = DecodeGraphs(graph_sizes(20, 20, 0), capture)
+    assert graphs.find(GraphSize(3, 1)) is None
     while graphs.num_missing:
         graphs.capture_one()
         if captured[-1] == 8:
-            assert graphs.find(3) == 8
-            assert graphs.find(2) is None
+            assert graphs.find(GraphSize(3, 1)) == 8
+            assert graphs.find(GraphSize(2, 1)) is None
     assert captured == [20, 16, 8, 4, 2, 1]
-    assert graphs.find(3) == 4
-    assert graphs.find(20) == 20
-    assert graphs.find(21) is None
+    assert graphs.find(GraphSize(3, 1)) == 4
+    assert graphs.find(GraphSize(20, 1)) == 20
+    assert graphs.find(GraphSize(21, 1)) is None
+    assert graphs.has_size(GraphSize(20, 1)) and not graphs.has_size(GraphSize(21, 1))
+    assert not graphs.has_size(GraphSize(8, 2)), "rows of two tokens have no graph without drafts"
+
+
+def test_steps_with_drafts_have_graphs_of_their_own() -> None:
+    graphs = DecodeGraphs(graph_sizes(4, 64, 2), lambda size: size)
+    while graphs.num_missing:
+        graphs.capture_one()
+    assert graphs.find(GraphSize(4, 1)) == GraphSize(4, 1)
+    assert graphs.find(GraphSize(3, 2)) == GraphSize(4, 3)
+    assert graphs.find(GraphSize(5, 3)) == GraphSize(8, 3)
+    assert graphs.find(GraphSize(12, 3)) == GraphSize(12, 3), "4 rows of 3 tokens"
+    assert not graphs.has_size(GraphSize(13, 3)) and not graphs.has_size(GraphSize(8, 4))
 
 
 def test_smaller_graphs_remain_if_a_capture_runs_out_of_memory(caplog: pytest.LogCaptureFixture) -> None:
-    def capture(size: int) -> int:
-        if size < 16:
+    def capture(size: GraphSize) -> int:
+        if size.num_tokens < 16:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
-        return size
+        return size.num_tokens
 
-    graphs = DecodeGraphs(20, capture)
+    graphs = DecodeGraphs(graph_sizes(20, 20, 0), capture)
     with caplog.at_level(logging.WARNING, "quintet"):
         while graphs.num_missing:
             graphs.capture_one()
-    assert graphs.find(17) == 20
-    assert graphs.find(16) == 16
-    assert graphs.find(8) == 16  # one size up
-    assert graphs.find(4) is None
-    assert "1, 2, 4, 8 rows" in caplog.text and "--gpu-memory-utilization" in caplog.text
+    assert graphs.find(GraphSize(17, 1)) == 20
+    assert graphs.find(GraphSize(16, 1)) == 16
+    assert graphs.find(GraphSize(8, 1)) == 16  # one size up
+    assert graphs.find(GraphSize(4, 1)) is None
+    assert "1, 2, 4, 8 tokens" in caplog.text and "--gpu-memory-utilization" in caplog.text
 
 
 def test_memory_of_other_processes_reduces_the_share() -> None:

@@ -14,6 +14,7 @@ from quintet.executor.backends.cuda.attention.choice import BackendChoice, choos
 from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
+from quintet.executor.backends.cuda.graphs import MOST_DRAFTED
 from quintet.executor.backends.cuda.kv_memory import graph_bytes, num_kv_blocks
 from quintet.executor.backends.cuda.ranks.communicator import (
     DeviceCommunicator,
@@ -93,10 +94,9 @@ def open_runner(
     device.checks_arguments = True
     kv_dtype = torch.float8_e4m3fn if config.cache.dtype == "fp8" else dtype
     is_invariant = config.executor.batch_invariant
-    max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     tables = DeviceTables.reserve(scheduler.max_num_seqs, config.model.max_model_len, spec, torch_device)
-    memory = StepMemory(tables, max_tokens)
-    attention = AttentionPlans(device, model.attentions, config, max_tokens, dtype, kv_dtype)
+    memory = StepMemory.reserve(tables, scheduler)
+    attention = AttentionPlans(device, model.attentions, config, memory.max_tokens, dtype, kv_dtype)
     staging = torch.zeros(STAGING_WORDS, dtype=torch.int32, device=torch_device)
     linears = DeviceLinears(device, batch_invariant=is_invariant)
     runner = DeviceRunner(
@@ -111,19 +111,20 @@ def open_runner(
         communicator,
     )
     started = time.monotonic()
-    runner.run_largest_step(max_tokens, scheduler.max_num_seqs)
+    runner.run_largest_step()
     if is_gpu(device):  # times of the emulator are meaningless
         linears.measure(runner.linears, ranks=ranks)
         runner.prompt_attention = _prompt_attention(device, attention, runner.attentions, config, ranks)
     # Captures emptied the allocator's cache: allocate the largest step's memory again before the KV cache takes the rest.
-    runner.run_largest_step(max_tokens, scheduler.max_num_seqs)
+    runner.run_largest_step()
     device.checks_arguments = not is_gpu(device)
     if communicator is not None:
         runner.run_smallest_steps()
     reserved = 0
     if not config.executor.enforce_eager:
         sizes = (dtype.itemsize, config.logits_item_bytes)
-        reserved = graph_bytes(scheduler.max_num_seqs, model.vocab_size, runner.widest, *sizes)
+        largest = max(scheduler.max_num_seqs, min(memory.max_draws, MOST_DRAFTED))
+        reserved = graph_bytes(largest, model.vocab_size, runner.widest, *sizes)
     num_blocks = num_kv_blocks(config, device, reserved)
     if ranks is not None:
         counts = ranks.all_gather(num_blocks.to_bytes(8, "little"))
@@ -133,7 +134,7 @@ def open_runner(
     runner.use_kv(KvMemory.reserve(spec, num_blocks, kv_dtype, torch_device))
     log.info(
         "largest step (%d tokens) and kernel selection took %.1f s; KV cache: %d blocks of %d tokens, %.1f GiB",
-        max_tokens,
+        memory.max_tokens,
         time.monotonic() - started,
         num_blocks,
         spec.block_size,

@@ -26,14 +26,15 @@ LIVE_WIDTHS = 8
 
 
 def graph_bytes(
-    max_num_seqs: int, vocab_size: int, widest: int, element_bytes: int, logits_item_bytes: int
+    max_tokens: int, vocab_size: int, widest: int, element_bytes: int, logits_item_bytes: int
 ) -> int:
     """Return an upper bound of the memory of all graphs: the pool of the largest, which the others share, and its logits.
 
+    max_tokens: of the largest graph, each followed by a draw.
     widest: width of the widest value except the logits, with ``element_bytes`` per element.
     """
     logits = 2 * vocab_size * logits_item_bytes
-    return GRAPH_BYTES + max_num_seqs * (logits + LIVE_WIDTHS * widest * element_bytes)
+    return GRAPH_BYTES + max_tokens * (logits + LIVE_WIDTHS * widest * element_bytes)
 
 
 def kv_bytes(total_bytes: int, free_bytes: int, utilization: float, reserved_bytes: int) -> int:

@@ -66,13 +66,13 @@ class StepRows:
 
 @dataclass(slots=True)
 class SampledRows:
-    """Rows of a step that draw a token, in step order, then padding."""
+    """Draws of a step, in step order, then padding. A row with drafts draws after each of its tokens."""
 
     num_rows: int
     """With padding."""
     slots: torch.Tensor
     """int32[num_rows]. Padding: -1; the kernels write no token for it."""
     positions: torch.Tensor
-    """int32[num_rows]: position of the drawn token, ``start + count``. Padding: 0."""
+    """int32[num_rows]: position of the drawn token, ``start + count`` without drafts. Padding: 0."""
     tokens: torch.Tensor
     """int32[num_rows]: index into the step's tokens, for the logits. Padding: 0."""

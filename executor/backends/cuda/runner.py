@@ -17,10 +17,11 @@ from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.forward import DevicePass, Value
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
+from quintet.executor.backends.cuda.graphs import GraphSize
 from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks
 from quintet.executor.backends.cuda.ops.draw import draw
 from quintet.executor.backends.cuda.ops.peers import RankDesyncError
-from quintet.executor.backends.cuda.ops.tables import apply_plan, scatter_tokens
+from quintet.executor.backends.cuda.ops.tables import apply_plan, scatter_drafts, scatter_tokens
 from quintet.executor.backends.cuda.ranks.communicator import DeviceCommunicator
 from quintet.executor.backends.cuda.rows import SampledRows, StepRows
 from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
@@ -51,7 +52,7 @@ class Drawn:
 class DecodeGraph:
     """A captured decode step of a padded size."""
 
-    num_rows: int
+    size: GraphSize
     _replay: Callable[[], None]
     _drawn: Drawn
     """Result of every replay."""
@@ -117,6 +118,11 @@ class DeviceRunner:
         return self._memory.tables
 
     @property
+    def max_draws(self) -> int:
+        """Maximum draws of a step."""
+        return self._memory.max_draws
+
+    @property
     def linears(self) -> list[Linear]:
         """Linear layers of the model; known once a step has run."""
         assert self._pass is not None, "no step has run"
@@ -134,10 +140,11 @@ class DeviceRunner:
         assert self._pass is not None, "no step has run"
         return self._pass.attentions
 
-    def run_largest_step(self, num_tokens: int, num_rows: int) -> None:
+    def run_largest_step(self) -> None:
         """Run a step of padding tokens, so that everything that a step needs is loaded, selected and allocated."""
         self._clear_staging()
-        self.compute(self._staging, num_rows, num_tokens, num_tokens, num_rows)
+        memory = self._memory
+        self.compute(self._staging, memory.max_rows, memory.max_tokens, memory.max_tokens, memory.max_draws)
         self._device.synchronize()
 
     def run_smallest_steps(self) -> None:
@@ -146,6 +153,10 @@ class DeviceRunner:
         self.compute(self._staging, 1, 1, 1, 1)
         self.copy_blocks(self._staging[:2])
         self._device.synchronize()
+
+    def put_drafts(self, drafts: torch.Tensor) -> None:
+        """Write draft tokens to the token table; drafts: the words of `PackedPlan.drafts` on the device."""
+        scatter_drafts(self._device, drafts, self.tables)
 
     def apply_deltas(self, staging: torch.Tensor) -> None:
         """Apply a plan's deltas to the device's tables without computing its rows."""
@@ -170,12 +181,14 @@ class DeviceRunner:
         self._forward(rows, host, embeds)
         return self._draw(rows, sampled)
 
-    def capture_decode(self, num_rows: int) -> DecodeGraph:
-        """Capture a decode step of ``num_rows`` rows of one token, all of which draw. The graph reads ``staging``."""
+    def capture_decode(self, size: GraphSize) -> DecodeGraph:
+        """Capture a decode step, in which a draw follows each token. The graph reads ``staging``."""
+        num_tokens, max_count = size
+        sizes = min(num_tokens, self._memory.max_rows), num_tokens, max_count, num_tokens
         self._clear_staging()
         # Loads, selections and allocations of the first use must not happen during capture.
         try:
-            drawn = self.compute(self._staging, num_rows, num_rows, 1, num_rows)
+            drawn = self.compute(self._staging, *sizes)
         except torch.OutOfMemoryError as error:
             if self._communicator is None:
                 raise
@@ -186,11 +199,11 @@ class DeviceRunner:
         self._device.synchronize()
 
         def step() -> None:
-            drawn = self.compute(self._staging, num_rows, num_rows, 1, num_rows)
+            drawn = self.compute(self._staging, *sizes)
             output.logits.copy_(drawn.logits)
             output.tokens.copy_(drawn.tokens)
 
-        return DecodeGraph(num_rows, self._device.capture(step), output)
+        return DecodeGraph(size, self._device.capture(step), output)
 
     def _output(self, drawn: Drawn) -> Drawn:
         """Return output memory shaped like ``drawn``, shared by all graphs.

@@ -11,6 +11,8 @@ import os
 import time
 from collections.abc import Callable
 
+from quintet.executor.backends.cuda.graphs import GraphSize
+
 SPIN_S = 200e-6
 """Polling time before and after the predicted end."""
 
@@ -20,27 +22,27 @@ class StepClock:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._duration_s: dict[int, float] = {}
-        """Device time by rows of the graph."""
+        self._duration_s: dict[GraphSize, float] = {}
+        """Device time by size of the graph."""
         self._busy_until_s = 0.0
 
-    def launched(self, graph_rows: int | None) -> float | None:
+    def launched(self, size: GraphSize | None) -> float | None:
         """Return the predicted end of the step just launched, by ``time.perf_counter``; None if unknown.
 
-        graph_rows: size of its graph; None for an eager step.
+        size: of its graph; None for an eager step.
         """
         now = self._clock()
-        duration = None if graph_rows is None else self._duration_s.get(graph_rows)
+        duration = None if size is None else self._duration_s.get(size)
         if duration is None:
             self._busy_until_s = now
             return None
         self._busy_until_s = max(now, self._busy_until_s) + duration
         return self._busy_until_s
 
-    def ended(self, graph_rows: int | None, device_ms: float) -> None:
+    def ended(self, size: GraphSize | None, device_ms: float) -> None:
         """Record the duration of a step."""
-        if graph_rows is not None:
-            self._duration_s[graph_rows] = device_ms * 1e-3
+        if size is not None:
+            self._duration_s[size] = device_ms * 1e-3
 
 
 def wait_until_done(

@@ -13,7 +13,7 @@ import torch
 
 from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.device import Device, Event
-from quintet.executor.backends.cuda.graphs import DecodeGraphs
+from quintet.executor.backends.cuda.graphs import DecodeGraphs, GraphSize, graph_sizes
 from quintet.executor.backends.cuda.kv_memory import HostPool
 from quintet.executor.backends.cuda.ops.peers import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, Words
@@ -87,7 +87,9 @@ class DeviceSteps:
         self.graphs: DecodeGraphs[DecodeGraph] | None = None
         if not config.executor.enforce_eager:
             agree = None if ranks is None else ranks.all_agree
-            self.graphs = DecodeGraphs(scheduler.max_num_seqs, runner.capture_decode, agree)
+            drafts = 0 if scheduler.speculative is None else scheduler.speculative.num_speculative_tokens
+            sizes = graph_sizes(scheduler.max_num_seqs, runner.max_draws, drafts)
+            self.graphs = DecodeGraphs(sizes, runner.capture_decode, agree)
         num_host_blocks = config.model.kv.num_offloaded_blocks(config.cache.swap_bytes)
         self.host_pool = HostPool(self._device, runner.pool, num_host_blocks) if num_host_blocks else None
 
@@ -120,23 +122,25 @@ class DeviceSteps:
         if not self.is_graph_shape(packed, staging, embeds):
             return None
         assert self.graphs is not None
-        return self.graphs.find(packed.num_rows)
+        return self.graphs.find(GraphSize(packed.num_tokens, packed.max_count))
 
-    def graph_of_size(self, num_rows: int, staging: torch.Tensor) -> DecodeGraph:
+    def graph_of_size(self, size: GraphSize, staging: torch.Tensor) -> DecodeGraph:
         """Return the graph that rank 0 replays; raise `RankDesyncError` if it is missing: eager launches would not match."""
         graph = None
         if self.graphs is not None and staging is self.staging:
-            graph = self.graphs.of_size(num_rows)
+            graph = self.graphs.of_size(size)
         if graph is None:
             raise RankDesyncError(
-                f"rank 0 replays a graph of {num_rows} rows, but this rank has no graph of that size"
+                f"rank 0 replays a graph of {size.num_tokens} tokens, but this rank has no graph of that size"
             )
         return graph
 
     def is_graph_shape(self, packed: PackedPlan, staging: torch.Tensor, embeds: StepEmbeds | None) -> bool:
         """Return whether the plan is a decode step for which a graph exists or will be captured."""
-        is_decode = packed.num_tokens == packed.num_rows == packed.num_sampled and embeds is None
-        return is_decode and self.graphs is not None and staging is self.staging
+        if self.graphs is None or staging is not self.staging or embeds is not None:
+            return False
+        size = GraphSize(packed.num_tokens, packed.max_count)
+        return packed.num_tokens == packed.num_sampled and self.graphs.has_size(size)
 
     def compute(
         self, packed: PackedPlan, staging: torch.Tensor, host: HostRows, embeds: StepEmbeds | None

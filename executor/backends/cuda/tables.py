@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from quintet.executor.backends.cuda.rows import SampledRows, StepRows
+from quintet.executor.model_config.share import most_outputs
+from quintet.wire.config import SchedulerConfig
 from quintet.wire.kv_spec import KvSpec
 
 RECORD_BYTES = 32
@@ -51,13 +53,23 @@ class DeviceTables:
 class StepMemory:
     """Memory of the rows of the largest step."""
 
-    def __init__(self, tables: DeviceTables, max_tokens: int) -> None:
-        """max_tokens: of a step. The number of rows is that of the slots."""
+    @classmethod
+    def reserve(cls, tables: DeviceTables, scheduler: SchedulerConfig) -> StepMemory:
+        """Allocate memory for the largest step of a configuration."""
+        max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        if scheduler.speculative is None:
+            return cls(tables, max_tokens)
+        return cls(tables, max_tokens, min(most_outputs(scheduler), max_tokens))
+
+    def __init__(self, tables: DeviceTables, max_tokens: int, max_draws: int | None = None) -> None:
+        """max_tokens, max_draws: of a step. The number of rows is that of the slots; so is by default that of draws."""
         self.tables = tables
         self.max_rows = tables.token_ids.shape[0]
         self.max_tokens = max_tokens
+        self.max_draws = self.max_rows if max_draws is None else max_draws
         device = tables.token_ids.device
-        self._rows = torch.zeros((6, self.max_rows + 1), dtype=torch.int32, device=device)
+        self._rows = torch.zeros((3, self.max_rows + 1), dtype=torch.int32, device=device)
+        self._draws = torch.zeros((3, self.max_draws + 1), dtype=torch.int32, device=device)
         self._offsets = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)
         self._tokens = torch.zeros((4, max_tokens), dtype=torch.int32, device=device)
         num_groups = len(tables.block_table)
@@ -86,9 +98,10 @@ class StepMemory:
         )
 
     def sampled(self, num_rows: int) -> SampledRows:
-        """Return the rows that draw, padded to ``num_rows``."""
-        self._check(num_rows, 0)
-        slots, positions, tokens = (self._rows[3 + i, :num_rows] for i in range(3))
+        """Return the draws, padded to ``num_rows``."""
+        if num_rows > self.max_draws:
+            raise ValueError(f"a step has {num_rows} draws; at most {self.max_draws} are allowed")
+        slots, positions, tokens = (self._draws[i, :num_rows] for i in range(3))
         return SampledRows(num_rows=num_rows, slots=slots, positions=positions, tokens=tokens)
 
     def _check(self, num_rows: int, num_tokens: int) -> None:

@@ -7,24 +7,26 @@ One step, seen from the host::
 
 `begin` returns when everything is launched. Drawn tokens stay in the token table on the device, where the next step
 reads them. So the worker packs, copies and launches plan N + 1 while step N runs. `begin` waits for the device only
-if a row needs more than a draw from the unmodified logits (penalties, log-probabilities).
+if a row needs more than a draw from the unmodified logits (penalties, log-probabilities), or if drafts are to be chosen or
+were in the step before: they follow from tokens on the host.
 
 For the sampler, kernels replace the torch operations and logits processors if available.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.device import Device, Event
+from quintet.executor.backends.cuda.device_step import DeviceStep
 from quintet.executor.backends.cuda.ops.draw import DeviceDraw
 from quintet.executor.backends.cuda.ops.entries import DeviceReport
 from quintet.executor.backends.cuda.ops.peers import RankDesyncError
@@ -45,6 +47,9 @@ from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.sampler import SHAPING, Sampler
 from quintet.executor.slots import Rows, SlotTables
+from quintet.executor.speculation.drafters import DRAFTERS
+from quintet.executor.speculation.output_cache import OutputCache
+from quintet.executor.speculation.verify import DraftedStep, Speculation
 from quintet.executor.table_audit import TablesDiffer, check_tables
 from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
@@ -67,48 +72,6 @@ def shaping_on(device: Device) -> tuple[Callable[[int, int], LogitsProcessor], .
 
 EAGER_STEPS_PER_CAPTURE = 8
 """Under load, the worker captures one graph after this many decode steps that ran eagerly for lack of a graph."""
-
-
-@dataclass(slots=True)
-class DeviceStep:
-    """A launched step; implements `quintet.executor.interface.Pending`."""
-
-    outcome: StepResult
-    _start: Event
-    _end: Event
-    _previous_end: Event | None
-    """End of the previous step."""
-    _tokens: torch.Tensor
-    """int32[num_sampled], pinned; valid once the step has ended."""
-    _on_end: Callable[[], None]
-    """May raise an error that invalidates the tokens."""
-    _clock: StepClock
-    _graph_rows: int | None
-    """Padded size of the replayed graph; None for an eager step."""
-    _expected_end_s: float | None
-    device_ms: float | None = None
-    gap_ms: float | None = None
-
-    def wait(self) -> None:
-        """See `Pending`."""
-        self._end.wait(self._expected_end_s)
-
-    def drawn(self) -> NDArray[np.int32]:
-        """Wait for the step and return its tokens, int32[num_sampled]. Later steps overwrite them."""
-        self._end.wait()
-        tokens: NDArray[np.int32] = self._tokens.numpy()
-        return tokens
-
-    def result(self) -> StepResult:
-        """See `Pending`."""
-        self._end.wait()
-        self.device_ms = self._end.elapsed_ms(self._start)
-        self._clock.ended(self._graph_rows, self.device_ms)
-        if self._previous_end is not None:
-            self.gap_ms = self._start.elapsed_ms(self._previous_end)
-        self._on_end()
-        self.outcome.token_ids = self._tokens.numpy().tobytes()
-        return self.outcome
 
 
 class DeviceWorker:
@@ -141,18 +104,14 @@ class DeviceWorker:
             device.torch_device,
             on_device.token_ids,
         )
-        self._sampler = Sampler(
-            scheduler.max_num_seqs,
-            model.vocab_size,
-            self.tables,
-            sampling_ops(device, SamplingOps()),
-            shaping_on(device),
-            Grammars(scheduler.max_num_seqs, model),
-        )
-        self._pending_masks: list[tuple[StepMasks, DeviceStep]] = []
+        self._speculation: Speculation | None = None
+        self._unended: deque[DeviceStep] = deque()
+        """Steps in flight, oldest first; only with speculative decoding."""
+        self._sampler = self._open_sampler(config)
+        self._pending_masks: deque[tuple[StepMasks, DeviceStep]] = deque()
         """Steps with structured output; the grammar matchers have not consumed their tokens yet."""
         in_flight = scheduler.max_steps_in_flight + 1
-        self._tokens = PinnedRing(device, in_flight + 1, scheduler.max_num_seqs)
+        self._tokens = PinnedRing(device, in_flight + 1, runner.max_draws)
         self._num_without_graph = 0
         self._clock = StepClock()
         self._newest_end: Event | None = None
@@ -171,6 +130,22 @@ class DeviceWorker:
             self.tables.continue_states if model.kv.has_states else None,
         )
 
+    def _open_sampler(self, config: EngineConfig) -> Sampler:
+        """Return the sampler; open speculative decoding if it is configured."""
+        scheduler, model, device = config.scheduler, config.model, self._device
+        speculative, max_num_seqs = scheduler.speculative, scheduler.max_num_seqs
+        max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        grammars = Grammars(max_num_seqs, model, max_drafts=max_drafts)
+        ops, shaping = sampling_ops(device, SamplingOps()), shaping_on(device)
+        if speculative is None:
+            return Sampler(max_num_seqs, model.vocab_size, self.tables, ops, shaping, grammars)
+        on_host = self.tables.on_host()
+        drafter = DRAFTERS[speculative.method](speculative, on_host)
+        limits = self.runner.max_draws, scheduler.max_num_batched_tokens
+        self._speculation = Speculation(drafter, on_host, grammars, *limits, copies_tokens=True)
+        drafts: Words = on_host.token_ids.numpy()
+        return Sampler(max_num_seqs, model.vocab_size, self.tables, ops, shaping, grammars, drafts)
+
     @property
     def work_done(self) -> int:
         """Number of completed steps and captured graphs."""
@@ -182,7 +157,11 @@ class DeviceWorker:
         return self.tables.num_active_slots
 
     experts = None  # the device does not count expert use
-    output_cache = None
+
+    @property
+    def output_cache(self) -> OutputCache | None:
+        """Cached outputs of suffix decoding; None if it is not used."""
+        return None if self._speculation is None else self._speculation.output_cache
 
     @property
     def num_split(self) -> int:
@@ -210,6 +189,9 @@ class DeviceWorker:
         """Clear every table. Steps in flight run before the next launch; their results are dropped."""
         self.tables.reset()
         self._pending_masks.clear()
+        self._unended.clear()
+        if self._speculation is not None:
+            self._speculation.reset()
         self._newest_end = None
 
     def is_broken(self, error: Exception) -> bool:
@@ -224,48 +206,81 @@ class DeviceWorker:
         )
 
     def waits_for(self, plan: StepPlan) -> bool:
-        """Return False: the next step reads drawn tokens from the device."""
-        return False
+        """Return whether the plan's drafts follow from tokens in flight; without drafts, the device has them."""
+        return self._speculation is not None and self._speculation.waits_for(plan)
 
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> Pending:
         """See `StepWorker.begin`. A step that runs out of memory is split and computed synchronously."""
         if self._num_without_graph >= EAGER_STEPS_PER_CAPTURE and self.has_idle_tasks:
             self.run_idle_task()
+        while self.waits_for(plan):
+            self._unended[0].result()
+        if self._speculation is not None:
+            self._speculation.end_requests(plan)
         self.tables.note(plan)
         if plan.checksum:
             check_tables(plan, self.tables)
         for row in plan.new_rows:
             self._sampler.admit(row)
+        if self._speculation is not None:
+            self._speculation.note(plan)
+        drafted = self._begin_drafts(plan)
         self._span("tables", plan.step)
-        packed, words, staging = self._upload(plan)
+        packed, words, staging = self._upload(plan, drafted)
         start = self._device.record()  # after packing, during which the device may be idle
         self.steps.move_blocks(packed, staging)
         if not self._oom_split.is_to_be_cut(plan):
             try:
-                return self._launch(plan, packed, words, staging, start)
+                return self._launch(plan, drafted, packed, words, staging, start)
             except torch.OutOfMemoryError as error:
                 self._oom_split.note_shortage(plan, error)
+        if self._speculation is not None and drafted is not None:
+            self._speculation.cancel(drafted)
+        for step in tuple(self._unended):
+            step.result()
         # Outside the handler: the traceback keeps the attempt's tensors alive.
         # Swaps and copies are dropped, because they were launched already and are not idempotent.
         rest = msgspec.structs.replace(plan, swaps_out=b"", swaps_in=b"", copies=b"")
         return Finished(self._oom_split.compute_in_parts(rest, self._compute_now))
 
     def _compute_now(self, plan: StepPlan) -> StepResult:
-        packed, words, staging = self._upload(plan)
-        return self._launch(plan, packed, words, staging, self._device.record()).result()
+        drafted = self._begin_drafts(plan)
+        try:
+            packed, words, staging = self._upload(plan, drafted)
+            return self._launch(plan, drafted, packed, words, staging, self._device.record()).result()
+        except torch.OutOfMemoryError:
+            if self._speculation is not None and drafted is not None:
+                self._speculation.cancel(drafted)
+            raise
+
+    def _begin_drafts(self, plan: StepPlan) -> DraftedStep | None:
+        """Choose the drafts of a plan; None without speculative decoding."""
+        if self._speculation is None or not plan.drafts:
+            return None
+        self._advance_matchers(only_ended=True)  # the tokens that grammars force follow from all outputs
+        return self._speculation.begin(plan)
 
     def _launch(
-        self, plan: StepPlan, packed: PackedPlan, words: Words, staging: torch.Tensor, start: Event
+        self,
+        plan: StepPlan,
+        drafted: DraftedStep | None,
+        packed: PackedPlan,
+        words: Words,
+        staging: torch.Tensor,
+        start: Event,
     ) -> Pending:
         """Launch a plan or a part of one; the host's tables already include its deltas."""
         result = StepResult(plan.step, 0, b"")
+        if drafted is not None:
+            plan = drafted.plan
         if not packed.num_rows:
             if self._broadcaster is not None:
                 self._broadcaster.step(words, packed, None)
             self.runner.apply_deltas(staging)
             return Finished(result)
         rows = Rows(plan)
+        self.runner.put_drafts(staging[packed.drafts])
         with self._on_all_ranks():  # rank 0 has moved its blocks; the others move theirs with the step
             embeds = embeds_of(rows, self.runner.dtype, self._device.torch_device)
             graph = self.steps.graph_of(packed, staging, embeds)
@@ -277,6 +292,7 @@ class DeviceWorker:
         masks = self._sampler.begin_masks(rows)
         if packed.num_sampled and (masks is not None or self._sampler.needs_logits(rows)):
             logits = drawn.logits[: packed.num_sampled]
+            self.runner.put_drafts(staging[packed.drafts])  # in place of draws from the unmodified logits
             tokens, result.logprobs = self._sampler.draw(
                 rows, logits, None if masks is None else masks.wait()
             )
@@ -288,20 +304,22 @@ class DeviceWorker:
         end = buffer.free_after = self._device.record()
         previous_end, self._newest_end = self._newest_end, end
         self._span("sampling")
-        graph_rows = None if graph is None else graph.num_rows
+        size = None if graph is None else graph.size
         step = DeviceStep(
-            *(result, start, end, previous_end, on_host, self._count),
-            *(self._clock, graph_rows, self._clock.launched(graph_rows)),
+            *(result, start, end, previous_end, on_host, self._on_end),
+            *(self._clock, size, self._clock.launched(size), drafted),
         )
+        if drafted is not None:
+            self._unended.append(step)
         if masks is not None:
             self._pending_masks.append((masks, step))
         return step
 
-    def _advance_matchers(self) -> None:
+    def _advance_matchers(self, *, only_ended: bool = False) -> None:
         """Advance the grammar matchers by the tokens of earlier steps, while the device computes the current layers."""
-        for masks, step in self._pending_masks:
+        while self._pending_masks and (self._pending_masks[0][1].is_ended or not only_ended):
+            masks, step = self._pending_masks.popleft()
             masks.note(step.drawn().tolist())
-        self._pending_masks.clear()
 
     @property
     def max_outputs(self) -> int:
@@ -329,15 +347,24 @@ class DeviceWorker:
                 f"rank 0 did not complete the launches that the other ranks made: {error}"
             ) from error
 
-    def _count(self) -> None:
+    def _on_end(self, step: DeviceStep) -> None:
         if self._communicator is not None:
             self._communicator.check()
         self._num_ended += 1
+        if step.drafted is not None:
+            assert self._speculation is not None and self._unended[0] is step, "steps end in order"
+            self._unended.popleft()
+            self._speculation.end(step.drafted, step.outcome)
 
-    def _upload(self, plan: StepPlan) -> tuple[PackedPlan, Words, torch.Tensor]:
+    def _upload(self, plan: StepPlan, drafted: DraftedStep | None) -> tuple[PackedPlan, Words, torch.Tensor]:
         """Copy a plan's words to the device; return the packed plan, the words and the staging tensor."""
+        drafts = None
+        if drafted is not None:
+            plan = drafted.plan
+            if drafted.drafts:
+                drafts = np.concatenate([tokens for _, tokens in drafted.drafts])
         buffer = self.steps.buffer_for(self._layout.num_words(plan))
-        packed = pack_staging(plan, self._layout, buffer.words)
+        packed = pack_staging(plan, self._layout, buffer.words, drafts)
         return packed, buffer.words, self.steps.send(buffer, packed.num_words)
 
     def _compute(
@@ -350,7 +377,7 @@ class DeviceWorker:
         graph: DecodeGraph | None,
     ) -> Drawn:
         if self._broadcaster is not None:
-            self._broadcaster.step(words, packed, embeds, None if graph is None else graph.num_rows)
+            self._broadcaster.step(words, packed, embeds, None if graph is None else graph.size)
         if graph is not None:
             return graph.replay()
         self._num_without_graph += self.steps.is_graph_shape(packed, staging, embeds)

@@ -11,11 +11,13 @@ from quintet.deploy.config.flags import Options
 from quintet.deploy.config.speculation import (
     MTP_ALIASES,
     draft_model_name,
+    notes_on_device,
     notes_on_keys,
     speculative_config,
 )
 from quintet.wire.config import SpeculativeConfig
 from quintet.wire.errors import ConfigError
+from quintet.wire.kv_spec import KvGroup, KvSpec
 
 
 def config_of(text: str | None, **options: Any) -> SpeculativeConfig | None:
@@ -181,5 +183,24 @@ def test_layouts_and_devices_without_support_are_refused() -> None:
     for layout in ("tensor_parallel_size", "pipeline_parallel_size"):
         for each in (model, mtp):
             assert config_of(each, **{layout: 2}) == config_of(each, nnodes=2, **{layout: 2}) is not None
-    with pytest.raises(ConfigError, match="not on CUDA"):
-        speculative_config(Options(speculative_config=text), "torch", "cuda")
+    assert speculative_config(Options(speculative_config=text), "torch", "cuda") is not None
+    with pytest.raises(ConfigError, match="--executor mock"):
+        speculative_config(Options(speculative_config=text), "mock", "cpu")
+    for each in (model, mtp):
+        with pytest.raises(ConfigError, match=r"only supported on the CPU.*use one of ngram, suffix"):
+            speculative_config(Options(speculative_config=each), "torch", "cuda")
+    torch_kernels = Options(speculative_config=text, allow_torch_kernels=True)
+    with pytest.raises(ConfigError, match="not supported with --allow-torch-kernels"):
+        speculative_config(torch_kernels, "torch", "cuda")
+
+
+def test_notes_on_a_gpu() -> None:
+    options = Options(speculative_config='{"num_speculative_tokens": 4}')
+    kv = KvSpec([KvGroup("full", [0])], 1, 64, 16)
+    assert notes_on_device(options, "cpu", kv) == []
+    (note,) = notes_on_device(options, "cuda", kv)
+    assert "without --batch-invariant" in note
+    assert notes_on_device(msgspec.structs.replace(options, batch_invariant=True), "cuda", kv) == []
+    states = KvSpec([KvGroup("full", [0]), KvGroup("state", [1])], 1, 64, 16)
+    with pytest.raises(ConfigError, match="recurrent states"):
+        notes_on_device(options, "cuda", states)

@@ -18,6 +18,7 @@ from tests.models.test_engine import CoreAndWorker, changed, small_kv
 from quintet.core.token_messages import StepMessages
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
+from quintet.executor.interface import StepWorker
 from quintet.executor.memory import Bits
 from quintet.executor.ragged import Int
 from quintet.executor.speculation.drafters import DraftRows
@@ -47,7 +48,7 @@ PARAMS: dict[str, SamplingParams] = {
 class Recorder(CoreAndWorker):
     """Also records log-probabilities."""
 
-    def __init__(self, config: EngineConfig, worker: Worker) -> None:
+    def __init__(self, config: EngineConfig, worker: StepWorker) -> None:
         self.logprobs: dict[int, list[tuple[int, bytes, bytes]]] = {}
         super().__init__(config, worker)
 
@@ -63,8 +64,8 @@ class Recorder(CoreAndWorker):
 class Oracle:
     """Proposes the tokens of known sequences; one draft in four is wrong."""
 
-    def __init__(self, worker: Worker, sequences: list[list[int]]) -> None:
-        self._token_ids = worker.tables.token_ids
+    def __init__(self, worker: Any, sequences: list[list[int]]) -> None:
+        self._token_ids = worker._speculation._token_ids
         self.step_time = (0.0, 0.0)
         self._sequences = sequences
         self._rng = random.Random(0)

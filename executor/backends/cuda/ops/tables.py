@@ -20,6 +20,7 @@ from quintet.executor.backends.cuda.device import Argument, Device, Kernel
 from quintet.executor.backends.cuda.rows import SampledRows, StepRows
 from quintet.executor.backends.cuda.tables import DeviceTables
 from quintet.executor.sampling.settings import RECORD, settings_of
+from quintet.executor.slots import Rows
 from quintet.wire.step import NewRow, StepPlan
 
 Words = NDArray[np.int32]
@@ -73,12 +74,12 @@ class StagingLayout:
     def num_words(self, plan: StepPlan) -> int:
         """Return an upper bound of the plan's words in a staging buffer."""
         num_rows, num_new = len(plan.samples), len(plan.new_rows)
+        num_draws = sum(plan.samples)
         columns = len(plan.slots) + len(plan.starts) + len(plan.counts) + len(plan.blocks)
         pairs = len(plan.swaps_out) + len(plan.swaps_in) + len(plan.copies)
         tokens = sum(len(row.token_ids) for row in plan.new_rows)
-        return (
-            HEADER_WORDS + (columns + pairs + tokens) // 4 + 4 * num_rows + (3 + RECORD_WORDS) * num_new + 2
-        )
+        rows = num_rows + 6 * num_draws + (3 + RECORD_WORDS) * num_new
+        return HEADER_WORDS + (columns + pairs + tokens) // 4 + rows + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +97,27 @@ class PackedPlan:
     """Copies from host memory, executed second."""
     copies: slice
     """Copies within device memory, executed before the step."""
+    drafts: slice
+    """Draft tokens, written to the token table before the step: slots, then positions, then tokens."""
 
 
-def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPlan:
+def pack_staging(
+    plan: StepPlan, layout: StagingLayout, into: Words, drafts: Words | None = None
+) -> PackedPlan:
     """Write the plan to ``into``, of at least `StagingLayout.num_words` words; raise `PlanRangeError`.
+
+    drafts: the draft tokens of all rows, in order; each is followed by a draw.
 
     Loops in Python only over new rows, which most steps do not have.
     """
     slots, starts, counts = (
         np.frombuffer(column, np.int32) for column in (plan.slots, plan.starts, plan.counts)
     )
-    ends = starts + counts
     _check_inside("slot", slots, layout.max_num_seqs)
-    _check_inside("last position", ends, layout.token_columns)
-    num_rows = len(slots)
-    offsets = np.zeros(num_rows + 1, np.int32)
+    _check_inside("last position", starts + counts, layout.token_columns)
+    offsets = np.zeros(len(slots) + 1, np.int32)
     counts.cumsum(out=offsets[1:])
-    sampled = slots, ends, offsets[1:] - 1
-    sampling = np.frombuffer(plan.samples, np.bool_)
-    num_sampled = int(np.count_nonzero(sampling))
-    if num_sampled < num_rows:
-        sampled = slots[sampling], ends[sampling], sampled[2][sampling]
+    sampled, drafted = _draws(plan, slots, starts + counts, offsets, drafts)
 
     entries = _table_entries(plan.blocks, layout) if plan.blocks else EMPTY
     new_rows, num_new_rows, num_new_tokens = NO_NEW_ROWS, 0, 0
@@ -132,16 +133,18 @@ def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPl
 
     header = np.zeros(HEADER_WORDS, np.int32)
     num_tokens = int(offsets[-1])
+    num_rows, num_sampled = len(slots), len(sampled[0])
     header[:6] = num_rows, num_tokens, num_sampled, len(entries) // 3, num_new_rows, num_new_tokens
     sections = (
         *(header, slots, starts, counts, offsets, *sampled),
-        *(entries, *new_rows, swaps_out, swaps_in, copies),
+        *(entries, *new_rows, swaps_out, swaps_in, copies, drafted),
     )
     needed = sum(map(len, sections))
     if needed > len(into):
         raise ValueError(f"the plan needs {needed} words of staging; the buffer has {len(into)}")
     np.concatenate(sections, out=into[:needed])
-    copies_at = needed - len(copies)
+    drafts_at = needed - len(drafted)
+    copies_at = drafts_at - len(copies)
     swaps_in_at = copies_at - len(swaps_in)
     return PackedPlan(
         num_rows=num_rows,
@@ -151,8 +154,29 @@ def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPl
         num_words=needed,
         swaps_out=slice(swaps_in_at - len(swaps_out), swaps_in_at),
         swaps_in=slice(swaps_in_at, copies_at),
-        copies=slice(copies_at, needed),
+        copies=slice(copies_at, drafts_at),
+        drafts=slice(drafts_at, needed),
     )
+
+
+def _draws(
+    plan: StepPlan, slots: Words, ends: Words, offsets: Words, drafts: Words | None
+) -> tuple[tuple[Words, Words, Words], Words]:
+    """Return slot, position and preceding token of each draw, and the words of `PackedPlan.drafts`.
+
+    ends, offsets: the position after each row's tokens, and the index of its first token.
+    """
+    if drafts is not None:
+        rows = Rows(plan)
+        owners, positions = slots[rows.sampling], rows.draw_positions.astype(np.int32)
+        # A draft is at the position of a draw, after which the row draws again.
+        is_draft = np.diff(rows.sampling, append=-1) == 0
+        drafted = np.concatenate((owners[is_draft], positions[is_draft], drafts))
+        return (owners, positions, rows.draw_tokens.astype(np.int32)), drafted
+    if b"\0" in plan.samples:
+        sampling = np.frombuffer(plan.samples, np.bool_)
+        return (slots[sampling], ends[sampling], offsets[1:][sampling] - 1), EMPTY
+    return (slots, ends, offsets[1:] - 1), EMPTY
 
 
 def _table_entries(blocks: bytes, layout: StagingLayout) -> Words:
@@ -249,12 +273,23 @@ def scatter_tokens(device: Device, drawn: torch.Tensor, sampled: SampledRows, ta
         raise ValueError(
             f"drawn: expected contiguous int32[{sampled.num_rows}], got {drawn.dtype}{list(drawn.shape)}"
         )
+    _scatter(device, drawn, sampled.slots, sampled.positions, tables)
+
+
+def scatter_drafts(device: Device, drafts: torch.Tensor, tables: DeviceTables) -> None:
+    """Write draft tokens to the token table. drafts: the words of `PackedPlan.drafts` on the device."""
+    if len(drafts):
+        slots, positions, tokens = drafts.view(3, -1)
+        _scatter(device, tokens, slots, positions, tables)
+
+
+def _scatter(
+    device: Device, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tables: DeviceTables
+) -> None:
+    columns = tables.token_ids.stride(0)
     device.launch(
         SCATTER_TOKENS,
-        (-(-sampled.num_rows // 128), 1, 1),
+        (-(-len(tokens) // 128), 1, 1),
         (128, 1, 1),
-        (
-            *(drawn, sampled.slots, sampled.positions),
-            *(tables.token_ids, tables.token_ids.stride(0), sampled.num_rows),
-        ),
+        (tokens, slots, positions, tables.token_ids, columns, len(tokens)),
     )

@@ -82,8 +82,8 @@ def _launch(steps: DeviceSteps, order: StepOrder) -> None:
         runner.apply_deltas(staging)
         return
     embeds = order.step_embeds(runner.dtype, runner.device.torch_device)
-    if order.graph_rows is not None:
-        steps.graph_of_size(order.graph_rows, staging).replay()
+    if order.graph_size is not None:
+        steps.graph_of_size(order.graph_size, staging).replay()
         return
     rows = words[HEADER_WORDS:]
     host = HostRows(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from quintet.executor.backends.cpu.program.step import CStep
+from quintet.executor.backends.cuda.graphs import GraphSize
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, Words
 from quintet.executor.distributed.parallel.library import CRanksShape, OrderKind
 from quintet.executor.distributed.parallel.ranks import SLOT_BYTES, Ranks
@@ -41,7 +42,7 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """num_rows, num_tokens, max_count and num_sampled of `PackedPlan`."""
     moves: tuple[int, int, int, int]
     """Word offsets: begin of swaps out, of swaps in, of copies, and end of copies."""
-    graph_rows: int | None
+    graph_size: GraphSize | None
     """Size of the graph to replay; None for an eager step."""
     embeds: EmbedsOrder | None = None
 
@@ -55,6 +56,7 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step"):
             swaps_out=slice(swaps_out, swaps_in),
             swaps_in=slice(swaps_in, copies),
             copies=slice(copies, end),
+            drafts=slice(0, 0),  # steps read the token table of rank 0 only
         )
 
     def step_embeds(self, dtype: torch.dtype, device: torch.device) -> StepEmbeds | None:
@@ -95,16 +97,16 @@ class RankBroadcaster:
         self._ranks = ranks
 
     def step(
-        self, words: Words, packed: PackedPlan, embeds: StepEmbeds | None, graph_rows: int | None = None
+        self, words: Words, packed: PackedPlan, embeds: StepEmbeds | None, graph_size: GraphSize | None = None
     ) -> None:
-        """Order a step with its block moves. graph_rows: size of the graph to replay; None for an eager step."""
+        """Order a step with its block moves. graph_size: size of the graph to replay; None for an eager step."""
         embeds_order = None
         if embeds is not None:
             vectors = embeds.vectors.cpu().contiguous().view(torch.uint8)
             embeds_order = EmbedsOrder(embeds.tokens.cpu().numpy().tobytes(), vectors.numpy().tobytes())
         sizes = (packed.num_rows, packed.num_tokens, packed.max_count, packed.num_sampled)
         moves = (packed.swaps_out.start, packed.swaps_in.start, packed.copies.start, packed.copies.stop)
-        self._send(StepOrder(words[: packed.num_words].tobytes(), sizes, moves, graph_rows, embeds_order))
+        self._send(StepOrder(words[: packed.num_words].tobytes(), sizes, moves, graph_size, embeds_order))
 
     def logits(self, tokens: Int) -> None:
         """Order logits of tokens of the last step."""

@@ -1,0 +1,66 @@
+"""Row ``drafts`` of docs/gpu.md: with ``--batch-invariant``, speculative decoding changes no bit.
+
+The drafts are the tokens of a run without drafts, one in four of them wrong, so that all numbers of accepted drafts occur.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from bench.gpu.engine import InProcessEngine
+from tests.gpu.small import dummy_config, prompts, ready_worker, run_all, with_blocks, with_scheduler
+from tests.models.speculation.test_bits import Oracle, drafting
+
+from quintet.wire.config import EngineConfig, SpeculativeConfig
+from quintet.wire.params import SamplingParams
+
+DRAFTS = SpeculativeConfig(num_speculative_tokens=4)
+NUM_TOKENS = 24
+NUM_REQUESTS = 12
+VOCAB = 200
+PARAMS = (
+    SamplingParams(temperature=0.0, logprobs=5),
+    SamplingParams(temperature=1.0, top_p=0.95, top_k=40),
+    SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.4, logprobs=0),
+    SamplingParams(temperature=1.0, logit_bias={5: 4.0}, min_tokens=NUM_TOKENS),
+)
+
+
+def requested() -> dict[int, tuple[list[int], SamplingParams]]:
+    fields: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+    return {
+        number: (prompt, msgspec.structs.replace(PARAMS[number % len(PARAMS)], seed=number, **fields))
+        for number, prompt in enumerate(prompts(NUM_REQUESTS, VOCAB), 1)
+    }
+
+
+def bits_of(engine: InProcessEngine) -> dict[int, list[tuple[int, bytes, bytes]]]:
+    return {
+        number: [(each.rank, each.token_ids, each.logprobs) for each in positions]
+        for number, positions in engine.logprobs.items()
+    }
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_drafts_change_no_bit(enforce_eager: bool, tmp_path: Path, device_name: str) -> None:
+    config = dummy_config(tmp_path, device_name, batch_invariant=True, enforce_eager=enforce_eager)
+    config = with_scheduler(config, max_num_seqs=16)
+    plain = run_all(config, ready_worker(config), requested())
+    drafted = with_scheduler(config, speculative=DRAFTS)
+    worker: Any = drafting(ready_worker(drafted))
+    sequences = [prompt + plain.outputs[number] for number, (prompt, _) in requested().items()]
+    variants: dict[str, EngineConfig] = {
+        "together": drafted,
+        "without overlap": with_scheduler(drafted, max_steps_in_flight=1),
+        "in chunks": with_scheduler(drafted, max_num_batched_tokens=93, long_prefill_token_threshold=37),
+        "preempted": with_blocks(drafted, 40),
+    }
+    for variant, each in variants.items():
+        worker._speculation._drafter = Oracle(worker, sequences)
+        found = run_all(each, worker, requested())
+        assert found.outputs == plain.outputs, variant
+        assert bits_of(found) == bits_of(plain), variant
+        assert found.counters.num_accepted_tokens > NUM_TOKENS, variant
