@@ -23,7 +23,11 @@ from tests.executor.kernels.compiled_checks import INCLUDES
 from tests.executor.kernels.gguf_blocks import random_rows
 
 from quintet.executor.backends.cpu.ops import host_library
-from quintet.executor.backends.cpu.ops.host_library import instruction_set, set_threads
+from quintet.executor.backends.cpu.ops.host_library import (
+    instruction_set,
+    instruction_set_refusal,
+    set_threads,
+)
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, LinearLibrary, WeightFormat
 from quintet.executor.backends.cpu.ops.linear import GatedActivation
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
@@ -342,17 +346,13 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ct
     if not path.exists() or not HAS["amx_emulated"]:
         pytest.skip("the host kernels are not built, or this processor cannot run them")
     loaded = {}
-    requested = os.environ.get("QUINTET_ISA")
-    for name in ("avx512_bf16", *(unit for unit in UNITS if HAS[unit])):
-        os.environ["QUINTET_ISA"] = name
-        copy = tmp_path_factory.mktemp(name) / path.name
-        copy.write_bytes(path.read_bytes())
-        loaded[name] = ctypes.CDLL(str(copy))
-        assert instruction_set(loaded[name]) == name
-    if requested is None:
-        del os.environ["QUINTET_ISA"]
-    else:
-        os.environ["QUINTET_ISA"] = requested
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("avx512_bf16", *(unit for unit in UNITS if HAS[unit])):
+            patch.setenv("QUINTET_ISA", name)
+            copy = tmp_path_factory.mktemp(name) / path.name
+            copy.write_bytes(path.read_bytes())
+            loaded[name] = ctypes.CDLL(str(copy))
+            assert instruction_set(loaded[name]) == name, f"{path}: {instruction_set_refusal(loaded[name])}"
     yield loaded
     for library in loaded.values():
         set_threads(library, 1, False)  # idle threads of a copy would spin
