@@ -53,7 +53,10 @@ PRIOR_DRAFT_COST = 0.25
 """Assumed ratio of a draft model's step time to that of the served model, until steps of the draft model were measured."""
 
 TRIAL_EVERY, MAX_TRIAL_EVERY, RECHECK_EVERY = 32, 128, 512
-"""Steps after which a request without drafts tries one: at first, at most, and if no acceptance rate would make drafts pay."""
+"""Steps after which a request without drafts tries one: at first, at most, and if ideal drafts would gain too little."""
+
+MIN_IDEAL_GAIN = 0.1
+"""Gain in tokens per second with drafts that are nearly always accepted, from which trials are worth their time."""
 
 MIN_PAUSE, MAX_PAUSE = 4, 32
 """Steps between two choices if no drafts pay. The pause doubles from one to the next."""
@@ -260,11 +263,12 @@ class DraftLengths:
             *(found, self._row_s + missing_s / self._request_steps, each + draft_each, draft_base),
             *(num_draws, base + each * num_draws),
         )
-        counts = problem.best_counts(_expected(rates, most, num_forced))
+        counts, _ = problem.best_counts(_expected(rates, most, num_forced))
         waited = np.where(counts > 0, 0, self._num_steps - self._last_draft[slots])
         if (waited >= self._trial_every).any():
             rates[:, 0] = MAX_SHARE
-            is_possible = problem.best_counts(_expected(rates, most, num_forced)) > 0
+            ideal, gain = problem.best_counts(_expected(rates, most, num_forced))
+            is_possible = (ideal > 0) & (gain >= MIN_IDEAL_GAIN)
             tries = (most > 0) & (waited >= np.where(is_possible, self._trial_every, RECHECK_EVERY))
             self._limit_trials(tries, self._row_s + each + draft_each + draft_base + missing_s)
         else:
@@ -322,11 +326,14 @@ class _Drafts:
     plain_s: float
     """Time without drafts."""
 
-    def best_counts(self, expected: Floats) -> Int:
-        """Return the number of drafts of each row with the most tokens per second. expected: see `_expected`."""
+    def best_counts(self, expected: Floats) -> tuple[Int, float]:
+        """Return the number of drafts of each row with the most tokens per second, and their gain as a share of it.
+
+        expected: see `_expected`.
+        """
         counts = np.zeros(len(expected), np.int64)
         if not expected.size or not self.plain_s:
-            return counts
+            return counts, 0.0
         numbers = np.arange(1, expected.shape[1] + 1)
         found, rate = self.found[:, None], self.num_draws / self.plain_s
         for _ in range(MAX_ROUNDS):
@@ -345,4 +352,4 @@ class _Drafts:
             if tokens <= rate * seconds * (1.0 + 1e-9):
                 break
             counts, rate = found_counts, tokens / seconds
-        return counts
+        return counts, rate * self.plain_s / self.num_draws - 1.0

@@ -136,6 +136,14 @@ def test_drafts_that_cannot_pay_are_rarely_tried() -> None:
     assert 2 <= found.count(1) <= 4 and set(found) == {0, 1}
 
 
+@pytest.mark.parametrize(("base", "is_rare"), [(0.007, True), (0.05, False)])
+def test_trials_are_rare_where_ideal_drafts_gain_little(base: float, is_rare: bool) -> None:
+    """With many rows, a draft costs nearly as much as a token without drafts."""
+    lengths = lengths_of([0.02] * 28, base=base, each=0.0007)
+    steps = [step for step in range(4 * RECHECK_EVERY) if sum(chosen(lengths, 28))]
+    assert (len(steps) <= 4) == is_rare and len(steps) >= 2
+
+
 def test_costly_drafts_are_fewer_and_too_costly_ones_none() -> None:
     lengths = lengths_of([0.8], base=0.01, each=0.0005)
     free, cheap = (chosen(lengths, 1, (seconds, 0.0))[0] for seconds in (0.0, 0.002))
