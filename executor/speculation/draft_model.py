@@ -43,7 +43,7 @@ from quintet.executor.slots import Rows, SlotTables
 from quintet.executor.speculation.draft_draws import compute_and_draw
 from quintet.executor.speculation.drafters import DraftRows
 from quintet.executor.speculation.gram_index import Tokens
-from quintet.executor.speculation.lengths import StepTime
+from quintet.executor.speculation.step_time import StepTime
 from quintet.wire.config import MAX_DRAFTS, DraftModelConfig, SchedulerConfig
 from quintet.wire.step import StepPlan
 

@@ -1,12 +1,12 @@
 """Number of drafts of each request in a step, from measured step times and acceptance.
 
-A step of ``n`` tokens takes about ``base + n * each`` seconds; both are fitted to recent steps. The first draft of a
-request is accepted with probability ``p``, the second with ``p ** 2`` and so on; ``p`` is the recent acceptance
+A step of ``n`` tokens takes about ``base + n * each`` seconds; both are fitted to recent steps of as many rows. The first draft
+of a request is accepted with probability ``p``, the second with ``p ** 2`` and so on; ``p`` is the recent acceptance
 rate of that request. Tokens that a grammar forces have a rate of their own. Drafts cost time too:
 
 - each draft that is verified: ``each``;
 - a draft model's k-th drafts of all requests, computed in its k-th step: its own ``base``, and ``each`` per row;
-- a request that is asked for drafts: a fixed time, such as that of a search, whether the drafter finds any or not;
+- a step in which drafts are asked for, and each of these requests: such as a search, whether it finds any or not;
 - tokens of a request that the draft model has not computed yet: their time, over the typical number of steps of a request.
 
 The numbers with the most expected tokens per second are used. For a given rate, a draft is worth its probability over the
@@ -29,9 +29,10 @@ from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int
 from quintet.executor.speculation.budget import DraftBudget, Floats
+from quintet.executor.speculation.step_time import StepTime, StepTimes
 
-STEP_MEMORY, SLOPE_MEMORY, DRAFT_MEMORY = 0.98, 0.995, 0.97
-"""Weight of the past at each new step: in the mean time, and in the time per token; and at each new draft."""
+DRAFT_MEMORY = 0.97
+"""Weight of the past at each new draft."""
 
 PRIOR_SHARE, PRIOR_WEIGHT, MAX_SHARE = 0.6, 8.0, 0.99
 """Assumed acceptance of the first request; the number of drafts that the acceptance of all requests counts as in the estimate
@@ -45,9 +46,6 @@ FORCED_SHARE = 0.95
 
 TYPICAL_MEMORY = 0.99
 """Weight of the past in the acceptance of all requests, at each new draft."""
-
-PRIOR_COST = 0.2
-"""Assumed ratio of ``each`` to the time of a step of one token, until steps of different sizes were measured."""
 
 PRIOR_DRAFT_COST = 0.25
 """Assumed ratio of a draft model's step time to that of the served model, until steps of the draft model were measured."""
@@ -66,43 +64,6 @@ REQUEST_STEPS, REQUEST_MEMORY = 64.0, 0.9
 
 MAX_ROUNDS = 6
 """Maximum rounds of the search for the best numbers. Three are usual."""
-
-
-class StepTime:
-    """Linear fit of the time of a step to its number of tokens, with exponential forgetting."""
-
-    __slots__ = ("_covariance", "_num_steps", "_recent", "_slow", "_variance")
-
-    def __init__(self) -> None:
-        self._num_steps = 0
-        self._recent, self._slow = (0.0, 0.0), (0.0, 0.0)
-        """Mean tokens and seconds of recent steps, and of more steps."""
-        self._variance, self._covariance = 0.0, 0.0
-        """Of the tokens, and of tokens and seconds, over those more steps."""
-
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """Add a measurement."""
-        self._num_steps += 1
-        part = max(1.0 - STEP_MEMORY, 1.0 / self._num_steps)
-        x, y = self._recent
-        self._recent = x + part * (num_tokens - x), y + part * (seconds - y)
-        part = max(1.0 - SLOPE_MEMORY, 1.0 / self._num_steps)
-        x, y = self._slow
-        more_x, more_y = num_tokens - x, seconds - y
-        self._slow = x + part * more_x, y + part * more_y
-        self._variance = (1.0 - part) * (self._variance + part * more_x * more_x)
-        self._covariance = (1.0 - part) * (self._covariance + part * more_x * more_y)
-
-    def fit(self) -> tuple[float, float]:
-        """Return ``base`` and ``each`` in seconds; (0, 0) before the first measurement."""
-        if not self._num_steps:
-            return 0.0, 0.0
-        mean_x, mean_y = self._recent
-        each = PRIOR_COST * mean_y / (1.0 + PRIOR_COST * (mean_x - 1.0))
-        if self._variance > 0.002 * self._slow[0] ** 2:
-            each = self._covariance / self._variance
-        each = min(max(each, 0.01 * mean_y / mean_x), mean_y / mean_x)
-        return mean_y - each * mean_x, each
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +117,7 @@ class DraftLengths:
     """Acceptance of each slot's drafts, and the number of drafts with the highest throughput."""
 
     def __init__(self, num_slots: int) -> None:
-        self.time, self._budget = StepTime(), DraftBudget(num_slots)
+        self.time, self._budget = StepTimes(), DraftBudget(num_slots)
         self._accepted = np.zeros((num_slots, 2))
         """Weighted sums by slot, of the drafter's and of forced drafts."""
         self._weights = np.zeros((num_slots, 2))
@@ -169,8 +130,8 @@ class DraftLengths:
         self._last_draft = np.zeros(num_slots, np.int64)
         self._trial_every = TRIAL_EVERY
         """Of all slots, since trials at the same time share a draft model's steps."""
-        self._row_s = 0.0
-        """Mean time of a row with drafts, besides that of a draft model's steps and of verification."""
+        self._asking = StepTime()
+        """Time of asking for drafts by rows, besides that of a draft model's steps and of verification."""
 
     def begin(self, slot: int) -> None:
         """Forget the former request of a slot."""
@@ -207,15 +168,15 @@ class DraftLengths:
     def note_step(self, slots: Int, num_draws: int, step: StepCost, asked: DraftCounts | None = None) -> None:
         """Record the time of a step of these slots. asked: its rows that were asked for drafts."""
         if step.num_tokens:
-            self.time.note(step.num_tokens, step.seconds)
-        base, each = self.time.fit()
+            self.time.note(num_draws, step.num_tokens, step.seconds)
+        base, each = self.time.fit(num_draws)
         if not num_draws or not base + each:
             return
         plain_s, cost_s = base + each * num_draws, step.overhead_s + each * step.num_drafts
         if asked is not None:
-            row_s = max(0.0, step.overhead_s - asked.model_s) / len(asked.slots)
-            if not asked.is_first:
-                self._row_s += (1.0 - SEARCH_MEMORY if self._row_s else 1.0) * (row_s - self._row_s)
+            # Indexing a text takes longer than a search, and the time of missing tokens is an estimate.
+            if not asked.is_first and asked.missing_s.sum() <= step.overhead_s / 2:
+                self._asking.note(len(asked.slots), max(0.0, step.overhead_s - asked.model_s))
             invested_s = np.where(asked.is_trial, 0.0, asked.missing_s)
             total_s = float(invested_s.sum())
             if total_s:
@@ -247,7 +208,7 @@ class DraftLengths:
         num_draws: tokens that the step draws without drafts. num_forced: forced tokens of each slot, which are proposed
         first.
         """
-        base, each = self.time.fit()
+        base, each = self.time.fit(num_draws)
         draft_base, draft_each = costs.step_time
         if costs.num_missing is not None and not draft_base + draft_each:
             draft_base, draft_each = PRIOR_DRAFT_COST * (base + each), PRIOR_DRAFT_COST * each
@@ -259,9 +220,10 @@ class DraftLengths:
         found = self._found[slots]
         if num_forced is not None:
             found = np.where(num_forced > 0, 1.0, found)
+        asking_s, row_s = self._asking.fit()
         problem = _Drafts(
-            *(found, self._row_s + missing_s / self._request_steps, each + draft_each, draft_base),
-            *(num_draws, base + each * num_draws),
+            *(found, row_s + missing_s / self._request_steps, each + draft_each, draft_base),
+            *(asking_s, num_draws, base + each * num_draws),
         )
         counts, _ = problem.best_counts(_expected(rates, most, num_forced))
         waited = np.where(counts > 0, 0, self._num_steps - self._last_draft[slots])
@@ -270,7 +232,7 @@ class DraftLengths:
             ideal, gain = problem.best_counts(_expected(rates, most, num_forced))
             is_possible = (ideal > 0) & (gain >= MIN_IDEAL_GAIN)
             tries = (most > 0) & (waited >= np.where(is_possible, self._trial_every, RECHECK_EVERY))
-            self._limit_trials(tries, self._row_s + each + draft_each + draft_base + missing_s)
+            self._limit_trials(tries, asking_s + row_s + each + draft_each + draft_base + missing_s)
         else:
             tries = waited < 0
         self._next_choice = self._num_steps
@@ -321,6 +283,8 @@ class _Drafts:
     """Time of each draft."""
     depth_s: float
     """Time of the k-th drafts of all rows."""
+    asking_s: float
+    """Time of asking for any drafts."""
     num_draws: int
     """Tokens without drafts."""
     plain_s: float
@@ -340,12 +304,12 @@ class _Drafts:
             is_worthwhile = expected > rate * self.each_s
             gains = found * np.cumsum(np.where(is_worthwhile, expected - rate * self.each_s, 0.0), axis=1)
             gains -= rate * self.row_s[:, None]
-            of_depth = np.maximum(gains, 0.0).sum(axis=0) - rate * self.depth_s * numbers
+            of_depth = np.maximum(gains, 0.0).sum(axis=0) - rate * (self.asking_s + self.depth_s * numbers)
             best = int(of_depth.argmax())
             chosen = is_worthwhile[:, : best + 1] & (gains[:, best : best + 1] > 0.0)
             tokens = self.num_draws + float((found * expected[:, : best + 1])[chosen].sum())
             found_counts = chosen.sum(axis=1)
-            seconds = self.plain_s + self.depth_s * int(found_counts.max())
+            seconds = self.plain_s + self.asking_s + self.depth_s * int(found_counts.max())
             seconds += float(
                 (self.each_s * self.found * found_counts + self.row_s * (found_counts > 0)).sum()
             )

@@ -15,8 +15,8 @@ from quintet.executor.speculation.lengths import (
     DraftCosts,
     DraftLengths,
     StepCost,
-    StepTime,
 )
+from quintet.executor.speculation.step_time import StepTime
 
 MOST = 8
 
@@ -29,8 +29,8 @@ def lengths_of(shares: list[float], base: float, each: float) -> DraftLengths:
         rng = np.random.default_rng(slot)
         for _ in range(400):
             lengths.note(slot, int(rng.random() < share), 1)
-    for num_tokens in range(1, 60):
-        lengths.time.note(num_tokens, base + each * num_tokens)
+    for num_tokens in range(len(shares), len(shares) + 60):
+        lengths.time.note(len(shares), num_tokens, base + each * num_tokens)
     return lengths
 
 
