@@ -38,6 +38,9 @@ PRIOR_SHARE, PRIOR_WEIGHT, MAX_SHARE = 0.6, 8.0, 0.99
 """Assumed acceptance of the first request; the number of drafts that the acceptance of all requests counts as in the estimate
 of each; and the highest acceptance rate."""
 
+OPTIMISM = 0.5
+"""Part of the standard error of an acceptance rate that is added to it."""
+
 SEARCH_MEMORY = 0.9
 """Weight of the past in the time of searches, and in the share that finds drafts."""
 
@@ -121,6 +124,8 @@ class DraftLengths:
         self._accepted = np.zeros((num_slots, 2))
         """Weighted sums by slot, of the drafter's and of forced drafts."""
         self._weights = np.zeros((num_slots, 2))
+        self._num_verified = np.zeros(num_slots)
+        """Drafts of the drafter by slot, of the current request."""
         self._found = np.ones(num_slots)
         """Recent share of the searches by slot that found drafts."""
         self._typical, self._request_steps = PRIOR_SHARE, REQUEST_STEPS
@@ -135,7 +140,7 @@ class DraftLengths:
 
     def begin(self, slot: int) -> None:
         """Forget the former request of a slot."""
-        self._accepted[slot] = self._weights[slot] = 0.0
+        self._accepted[slot] = self._weights[slot] = self._num_verified[slot] = 0.0
         self._found[slot] = 1.0
         self._began[slot] = self._last_draft[slot] = self._next_choice = self._num_steps
         self._pause, self._trial_every = MIN_PAUSE, TRIAL_EVERY
@@ -155,11 +160,23 @@ class DraftLengths:
             self._weights[at] = DRAFT_MEMORY * self._weights[at] + 1.0
             if not is_forced:
                 self._typical += (1.0 - TYPICAL_MEMORY) * (is_accepted - self._typical)
+                self._num_verified[slot] += 1.0
 
     def rates(self, slots: Int) -> Floats:
         """Return the estimated acceptance rate of these slots' drafts: ``[slots, 2]``, of the drafter's and of forced drafts."""
         accepted = self._accepted[slots] + PRIOR_WEIGHT * np.array((self._typical, FORCED_SHARE))
         return np.minimum(accepted / (self._weights[slots] + PRIOR_WEIGHT), MAX_SHARE)
+
+    def _optimistic_rates(self, slots: Int) -> Floats:
+        """Return the rates, those of a drafter's drafts higher by a part of the estimate's standard error.
+
+        A request of unknown acceptance then tries drafts that may pay (Lai & Robbins, 1985).
+        """
+        rates = self.rates(slots)
+        own = rates[:, 0]
+        error = np.sqrt(own * (1.0 - own) / (PRIOR_WEIGHT + self._num_verified[slots]))
+        rates[:, 0] = np.minimum(own + OPTIMISM * error, MAX_SHARE)
+        return rates
 
     def note_found(self, slots: Int, has_drafts: NDArray[np.bool_]) -> None:
         """Record for which of these slots the drafter found drafts."""
@@ -216,7 +233,7 @@ class DraftLengths:
         if costs.num_missing is not None:
             num_missing = costs.num_missing.astype(np.float64)
         missing_s: Floats = draft_each * num_missing
-        rates = self.rates(slots)
+        rates = self._optimistic_rates(slots)
         found = self._found[slots]
         if num_forced is not None:
             found = np.where(num_forced > 0, 1.0, found)

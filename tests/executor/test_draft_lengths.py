@@ -136,7 +136,7 @@ def test_drafts_that_cannot_pay_are_rarely_tried() -> None:
     assert 2 <= found.count(1) <= 4 and set(found) == {0, 1}
 
 
-@pytest.mark.parametrize(("base", "is_rare"), [(0.007, True), (0.05, False)])
+@pytest.mark.parametrize(("base", "is_rare"), [(0.002, True), (0.05, False)])
 def test_trials_are_rare_where_ideal_drafts_gain_little(base: float, is_rare: bool) -> None:
     """With many rows, a draft costs nearly as much as a token without drafts."""
     lengths = lengths_of([0.02] * 28, base=base, each=0.0007)
