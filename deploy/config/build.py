@@ -59,7 +59,7 @@ from quintet.deploy.config.sections import (
     processes_config,
     scheduler_config,
 )
-from quintet.deploy.config.speculation import check_support, notes_on_device, notes_on_keys
+from quintet.deploy.config.speculation import check_model, check_support, notes_on_device, notes_on_keys
 from quintet.deploy.config.speculators import with_verifier
 from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.quant.formats.scheme import Format
@@ -185,8 +185,9 @@ def _read_facts(options: Options, reads_weights: bool) -> ModelFacts:
 def _notes_on_model(
     options: Options, kind: Kind, device: Device, facts: ModelFacts, kv: KvSpec, dtype: Dtype
 ) -> list[str]:
-    """Return notes on the implementation, the KV layout and the processors."""
-    notes: list[str | None] = [*notes_on_device(options, device, kv)]
+    """Return notes on the implementation, the KV layout and the processors. Raises `ConfigError`."""
+    check_model(options, device, kv, facts.implementation)
+    notes: list[str | None] = [*notes_on_device(options, device)]
     if kind == "torch" and facts.implementation == "transformers":
         notes.append(note_of(options.model_impl, facts.architecture))
     if options.kv_cache_dtype in DTYPE_BYTES and options.kv_cache_dtype != dtype:

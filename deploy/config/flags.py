@@ -479,9 +479,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         Flag(
             SCHEDULING,
-            'CPU only: speculative decoding, which changes no output (docs/speculative-decoding.md): {"method": "suffix"}, '
-            '{"method": "ngram", "num_speculative_tokens": 4}, or a draft model or head, {"method": "eagle3", "model": MODEL, '
-            '"num_speculative_tokens": 4}',
+            'speculative decoding, which changes no output (docs/speculative-decoding.md): {"method": "suffix"}, '
+            '{"method": "ngram", "num_speculative_tokens": 4}, or on the CPU a draft model or head, {"method": "eagle3", '
+            '"model": MODEL, "num_speculative_tokens": 4}; on a GPU, see --batch-invariant',
             "JSON",
         ),
     ] = None

@@ -35,7 +35,7 @@ METHOD_KEYS = {
 """Keys of each method besides ``num_speculative_tokens``."""
 
 GPU_METHODS = ("ngram", "suffix")
-"""Methods without a model of their own."""
+"""Methods that are supported on a GPU: those without a model of their own."""
 
 MTP_ALIASES = (
     "deepseek_mtp",
@@ -218,15 +218,28 @@ def notes_on_keys(options: Options) -> list[str]:
     return [f"{FLAG}: keys without effect: {', '.join(ignored)}"] if ignored else []
 
 
-def notes_on_device(options: Options, device: Literal["cpu", "cuda"], kv: KvSpec) -> list[str]:
-    """Return a note if bits may depend on drafts. Raises `ConfigError` for a model without drafts on this device."""
+def check_model(
+    options: Options,
+    device: Literal["cpu", "cuda"],
+    kv: KvSpec,
+    implementation: Literal["quintet", "transformers"],
+) -> None:
+    """Reject models without speculative decoding on this device."""
     if options.speculative_config is None or device == "cpu":
-        return []
+        return
     if kv.has_states:
         raise ConfigError(
             f"{FLAG} is not supported on a GPU for models with recurrent states: drop it, or use --device cpu"
         )
-    if options.batch_invariant:
+    if implementation == "transformers":
+        raise ConfigError(
+            f"{FLAG} is not supported on a GPU for models that transformers computes: drop it, or use --device cpu"
+        )
+
+
+def notes_on_device(options: Options, device: Literal["cpu", "cuda"]) -> list[str]:
+    """Return a note if outputs may depend on drafts."""
+    if options.speculative_config is None or device == "cpu" or options.batch_invariant:
         return []
     return [f"{FLAG}: without --batch-invariant, outputs may depend on drafts, as they depend on the batch"]
 

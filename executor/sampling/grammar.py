@@ -213,6 +213,10 @@ class Grammars:
                 rows.append(MaskedRow(self._by_slot[slot], position, index))
         return StepMasks(rows, self._thread.submit(self._make, rows, len(slots)))
 
+    def end(self, slot: int) -> None:
+        """Note that the request of a slot ended. Steps in flight keep its grammar."""
+        self._by_slot.pop(slot, None)
+
     @property
     def is_used(self) -> bool:
         """True if a slot has a grammar."""

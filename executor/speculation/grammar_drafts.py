@@ -25,6 +25,10 @@ class GrammarDrafts:
         self._forced: dict[int, list[int]] = {}
         """Forced tokens of this step, of each slot with a grammar that can verify drafts."""
 
+    def end(self, slot: int) -> None:
+        """Note that the request of a slot ended."""
+        self._grammars.end(slot)
+
     @property
     def is_used(self) -> bool:
         """Return whether a slot has a grammar, which may force tokens."""

@@ -38,7 +38,7 @@ PRIOR_SHARE, PRIOR_WEIGHT, MAX_SHARE = 0.6, 8.0, 0.99
 """Assumed acceptance of the first request; the number of drafts that the acceptance of all requests counts as in the estimate
 of each; and the highest acceptance rate."""
 
-OPTIMISM = 0.5
+OPTIMISM = 0.25
 """Part of the standard error of an acceptance rate that is added to it."""
 
 SEARCH_MEMORY = 0.9

@@ -12,18 +12,20 @@ MIN_VARIANCE = 0.002
 """Variance of the number of tokens, over its squared mean, from which the time per token is measured."""
 
 
+NUM_COLD = 1
+"""First steps that are not counted: they touch memory for the first time."""
+
 MAX_EXCESS, MIN_STEPS = 1.5, 4
-"""A longer step counts as this many times the expected time: it may have waited for a processor, or touched memory for the first
-time. Not in the first steps."""
+"""A longer step counts as this many times the expected time: it may have waited for a processor. Not in the first steps."""
 
 
 class StepTime:
     """Linear fit, with exponential forgetting."""
 
-    __slots__ = ("_covariance", "_num_steps", "_recent", "_slow", "_variance")
+    __slots__ = ("_covariance", "_num_cold", "_num_steps", "_recent", "_slow", "_variance")
 
     def __init__(self) -> None:
-        self._num_steps = 0
+        self._num_cold, self._num_steps = 0, 0
         self._recent, self._slow = (0.0, 0.0), (0.0, 0.0)
         """Mean tokens and seconds of recent steps, and of more steps."""
         self._variance, self._covariance = 0.0, 0.0
@@ -31,6 +33,9 @@ class StepTime:
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Add a measurement."""
+        if self._num_cold < NUM_COLD:
+            self._num_cold += 1
+            return
         if self._num_steps >= MIN_STEPS:
             base, each = self.fit()
             seconds = min(seconds, MAX_EXCESS * (base + each * num_tokens))
@@ -46,7 +51,7 @@ class StepTime:
         self._covariance = (1.0 - part) * (self._covariance + part * more_x * more_y)
 
     def fit(self, prior_each: float | None = None) -> tuple[float, float]:
-        """Return the seconds of a step without tokens, and of a token; (0, 0) before the first measurement.
+        """Return the seconds of a step without tokens, and of a token; (0, 0) before the first counted measurement.
 
         prior_each: of a token, until steps of different sizes were measured.
         """
@@ -82,7 +87,8 @@ class StepTimes:
         """Return `StepTime.fit` for steps of this number of rows, drafts not counted."""
         of_all = self._of_all.fit()
         near = self._by_size.get(_size(num_rows))
-        return of_all if near is None else near.fit(of_all[1])
+        found = (0.0, 0.0) if near is None else near.fit(of_all[1])
+        return found if any(found) else of_all
 
 
 def _size(num_rows: int) -> int:

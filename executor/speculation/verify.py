@@ -120,6 +120,7 @@ class Speculation:
         for slot in np.frombuffer(plan.freed, np.int32).tolist():
             self._drafter.end(slot, int(self._num_tokens[slot]))
             self._lengths.end(slot)
+            self._grammar_drafts.end(slot)
 
     def note(self, plan: StepPlan) -> None:
         """Note a plan before `begin`, also one without drafts. The slot tables hold its deltas."""

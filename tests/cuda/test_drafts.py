@@ -28,7 +28,9 @@ from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.graphs import GraphSize
 from quintet.executor.backends.cuda.runner import DecodeGraph
 from quintet.executor.backends.cuda.worker import DeviceWorker
+from quintet.executor.sampling import grammar
 from quintet.wire.config import EngineConfig, SpeculativeConfig
+from quintet.wire.messages import FinishReason
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import StepPlan
 
@@ -170,6 +172,29 @@ def test_step_without_memory_is_repeated_without_drafts(config: EngineConfig, de
     with mock.patch.object(worker.runner, "compute", scarce):
         assert_same(run(drafted, worker), plain, "with little memory")
     assert worker.num_split > 0
+
+
+def test_grammar_that_fails_after_an_accepted_draft_fails_the_request(
+    config: EngineConfig, device: Device
+) -> None:
+    """As a grammar that exceeds a limit of its library: no token is allowed after the first six."""
+    is_stuck = grammar._is_stuck
+
+    def with_a_limit(matcher: Any, words: Any) -> bool:
+        forced = matcher.compute_ff_tokens()
+        return is_stuck(matcher, words) or 0 < len(forced) <= 10
+
+    params = SamplingParams(seed=1, structured_outputs=byte_vocabulary.form("abcdefghijklmnop[a-z]{3}"))
+    endings = []
+    with mock.patch.object(grammar, "_is_stuck", with_a_limit):
+        for each in (config, with_scheduler(config, speculative=DRAFTS)):
+            worker = worker_on(device, each, captured=False)
+            driver = Recorder(each, worker if each is config else drafting(worker))
+            driver.admit(1, prompts_of((9,))[0], params)
+            driver.run()
+            endings.append((driver.outputs.get(1), driver.endings[1]))
+    assert endings[0] == endings[1] and endings[0][1] is FinishReason.ERROR
+    assert driver.engine.state is not None and driver.engine.state.counters.num_accepted_tokens > 0
 
 
 @pytest.mark.whole

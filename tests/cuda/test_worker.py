@@ -302,6 +302,31 @@ def test_oom_step_is_split(
     assert worker.num_split > 0
 
 
+@BLOCKS_OF_16
+def test_oom_split_into_many_parts_keeps_the_tokens_of_the_step_before(
+    serve: Callable[..., Any], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part copies its tokens to a pinned buffer; the loop has not read those of the step in flight."""
+    served = serve(FAMILIES["llama-mha"](), max_model_len=96)
+    config = changed(served.config, max_num_seqs=8)
+    worker = worker_on(device, config, captured=False)
+    compute = worker.runner.compute
+
+    def scarce(staging: torch.Tensor, num_rows: int, num_tokens: int, *sizes: int) -> Any:
+        if 1 < num_rows == num_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return compute(staging, num_rows, num_tokens, *sizes)
+
+    monkeypatch.setattr(worker.runner, "compute", scarce)
+    driver = CoreAndWorker(config, worker)
+    prompts = prompts_of((1, 3, 4, 5, 7, 8, 9, 16))
+    for i, prompt in enumerate(prompts):
+        driver.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=10, seed=0))
+    driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(prompts))] == served.greedy(prompts, 10)
+    assert worker.num_split > 0
+
+
 def test_fp8_cache_changes_logprobs_slightly(tmp_path: Path, device: Device) -> None:
     """e4m3 keeps three fraction bits, so keys and values are off by up to 1/16, and scores change slightly."""
     hf_config = HF_CONFIG | SMALLER | {"head_dim": 64}

@@ -10,6 +10,7 @@ import torch
 
 from quintet.executor.backends.cuda.graphs import DecodeGraphs, GraphSize, graph_sizes, padded_sizes
 from quintet.executor.backends.cuda.kv_memory import graph_bytes, kv_bytes
+from quintet.wire.config import SchedulerConfig, SpeculativeConfig
 
 
 def test_sizes_end_at_the_limit_and_pad_by_at_most_an_eighth() -> None:
@@ -29,7 +30,9 @@ def test_graphs_are_captured_largest_first_and_looked_up_by_next_size() -> None:
         captured.append(size.num_tokens)
         return size.num_tokens
 
-    graphs = DecodeGraphs(graph_sizes(20, 20, 0), capture)
+    graphs = DecodeGraphs(
+        graph_sizes(SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=64), 20), capture
+    )
     assert graphs.find(GraphSize(3, 1)) is None
     while graphs.num_missing:
         graphs.capture_one()
@@ -45,7 +48,12 @@ def test_graphs_are_captured_largest_first_and_looked_up_by_next_size() -> None:
 
 
 def test_steps_with_drafts_have_graphs_of_their_own() -> None:
-    graphs = DecodeGraphs(graph_sizes(4, 64, 2), lambda size: size)
+    scheduler = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=64, speculative=SpeculativeConfig(num_speculative_tokens=2)
+    )
+    sizes = graph_sizes(scheduler, 64)
+    graphs = DecodeGraphs(sizes, lambda size: size)
+    assert sizes[-1] == GraphSize(12, 3), "the largest, for the memory of graphs"
     while graphs.num_missing:
         graphs.capture_one()
     assert graphs.find(GraphSize(4, 1)) == GraphSize(4, 1)
@@ -61,7 +69,9 @@ def test_smaller_graphs_remain_if_a_capture_runs_out_of_memory(caplog: pytest.Lo
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
         return size.num_tokens
 
-    graphs = DecodeGraphs(graph_sizes(20, 20, 0), capture)
+    graphs = DecodeGraphs(
+        graph_sizes(SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=64), 20), capture
+    )
     with caplog.at_level(logging.WARNING, "quintet"):
         while graphs.num_missing:
             graphs.capture_one()

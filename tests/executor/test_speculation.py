@@ -25,6 +25,9 @@ NUM_SLOTS, NUM_PROMPT, MOST = 3, 4, 6
 class NoGrammars:
     is_used = False
 
+    def end(self, slot: int) -> None:
+        pass
+
 
 def token_at(position: int) -> int:
     return 7 * position % 50

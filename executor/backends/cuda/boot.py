@@ -14,7 +14,7 @@ from quintet.executor.backends.cuda.attention.choice import BackendChoice, choos
 from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
-from quintet.executor.backends.cuda.graphs import MOST_DRAFTED
+from quintet.executor.backends.cuda.graphs import graph_sizes
 from quintet.executor.backends.cuda.kv_memory import graph_bytes, num_kv_blocks
 from quintet.executor.backends.cuda.ranks.communicator import (
     DeviceCommunicator,
@@ -123,7 +123,7 @@ def open_runner(
     reserved = 0
     if not config.executor.enforce_eager:
         sizes = (dtype.itemsize, config.logits_item_bytes)
-        largest = max(scheduler.max_num_seqs, min(memory.max_draws, MOST_DRAFTED))
+        largest = graph_sizes(scheduler, memory.max_draws)[-1].num_tokens
         reserved = graph_bytes(largest, model.vocab_size, runner.widest, *sizes)
     num_blocks = num_kv_blocks(config, device, reserved)
     if ranks is not None:

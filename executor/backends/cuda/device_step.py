@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from quintet.executor.backends.cuda.device import Event
 from quintet.executor.backends.cuda.graphs import GraphSize
 from quintet.executor.backends.cuda.step_clock import StepClock
+from quintet.executor.sampling.grammar import StepMasks
+from quintet.executor.slots import Rows
 from quintet.executor.speculation.verify import DraftedStep
 from quintet.wire.step import StepResult
 
@@ -33,8 +35,14 @@ class DeviceStep:
     _graph_size: GraphSize | None
     """Size of the replayed graph; None for an eager step."""
     _expected_end_s: float | None
+    rows: Rows
+    """The plan's rows, drafts included."""
     drafted: DraftedStep | None = None
     """Drafts of the step; None without speculative decoding."""
+    masks: StepMasks | None = None
+    """Masks of its structured outputs."""
+    _is_noted: bool = False
+    """The grammar matchers have its tokens."""
     is_ended: bool = False
     device_ms: float | None = None
     gap_ms: float | None = None
@@ -48,6 +56,12 @@ class DeviceStep:
         self._end.wait()
         tokens: NDArray[np.int32] = self._tokens.numpy()
         return tokens
+
+    def advance_matchers(self) -> None:
+        """Wait for the step and give its tokens to the grammar matchers."""
+        if self.masks is not None and not self._is_noted:
+            self._is_noted = True
+            self.masks.note(self.drawn().tolist())
 
     def result(self) -> StepResult:
         """See `Pending`. Later calls return the same result: a step may end before the loop asks for its result."""

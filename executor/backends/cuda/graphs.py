@@ -16,6 +16,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from quintet.wire.config import SchedulerConfig
+
 GraphT = TypeVar("GraphT")
 
 log = logging.getLogger("quintet")
@@ -25,8 +27,8 @@ FINE = 8
 COARSE_FROM = 256
 COARSE = 32
 
-MOST_DRAFTED = 256
-"""Tokens of the largest graph with drafts. With more, launching kernel by kernel takes less time than the kernels."""
+MAX_DRAFTED_TOKENS = 256
+"""Tokens of the largest graph with drafts. The kernels of larger steps take long compared with their launches."""
 
 
 class GraphSize(NamedTuple):
@@ -47,12 +49,14 @@ def padded_sizes(most: int) -> list[int]:
     return [*sizes, most]
 
 
-def graph_sizes(max_num_seqs: int, max_draws: int, max_drafts: int) -> list[GraphSize]:
-    """Return the sizes of all graphs, ascending in tokens. max_draws: of a step. max_drafts: of a row; 0 without drafts."""
+def graph_sizes(scheduler: SchedulerConfig, max_draws: int) -> list[GraphSize]:
+    """Return the sizes of all graphs, ascending in tokens. max_draws: of a step."""
+    max_num_seqs, speculative = scheduler.max_num_seqs, scheduler.speculative
     sizes = [GraphSize(size, 1) for size in padded_sizes(max_num_seqs)]
-    if max_drafts:
-        most = min(max_draws, MOST_DRAFTED, max_num_seqs * (1 + max_drafts))
-        sizes += [GraphSize(size, 1 + max_drafts) for size in padded_sizes(most) if size > 1]
+    if speculative is not None:
+        max_count = 1 + speculative.num_speculative_tokens
+        most = min(max_draws, MAX_DRAFTED_TOKENS, max_num_seqs * max_count)
+        sizes += [GraphSize(size, max_count) for size in padded_sizes(most) if size > 1]
     return sorted(sizes, key=lambda size: (size.num_tokens, -size.max_count))
 
 
@@ -120,7 +124,7 @@ class DecodeGraphs(Generic[GraphT]):
             log.warning(
                 "graphs: steps of %s tokens run eagerly, because a graph could not be captured: %s;"
                 " lower --gpu-memory-utilization to leave memory for graphs",
-                ", ".join(str(each.num_tokens) for each in [*self._missing, size]),
+                ", ".join(map(str, sorted({each.num_tokens for each in [*self._missing, size]}))),
                 problem or "out of memory on another rank",
             )
             self._missing.clear()

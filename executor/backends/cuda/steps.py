@@ -87,9 +87,7 @@ class DeviceSteps:
         self.graphs: DecodeGraphs[DecodeGraph] | None = None
         if not config.executor.enforce_eager:
             agree = None if ranks is None else ranks.all_agree
-            drafts = 0 if scheduler.speculative is None else scheduler.speculative.num_speculative_tokens
-            sizes = graph_sizes(scheduler.max_num_seqs, runner.max_draws, drafts)
-            self.graphs = DecodeGraphs(sizes, runner.capture_decode, agree)
+            self.graphs = DecodeGraphs(graph_sizes(scheduler, runner.max_draws), runner.capture_decode, agree)
         num_host_blocks = config.model.kv.num_offloaded_blocks(config.cache.swap_bytes)
         self.host_pool = HostPool(self._device, runner.pool, num_host_blocks) if num_host_blocks else None
 
@@ -131,7 +129,7 @@ class DeviceSteps:
             graph = self.graphs.of_size(size)
         if graph is None:
             raise RankDesyncError(
-                f"rank 0 replays a graph of {size.num_tokens} tokens, but this rank has no graph of that size"
+                f"rank 0 replays a graph of {size.num_tokens} tokens, up to {size.max_count} a row; this rank has no such graph"
             )
         return graph
 

@@ -41,7 +41,7 @@ from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.oom_split import OomSplit
 from quintet.executor.ragged import Int
-from quintet.executor.sampling.grammar import Grammars, StepMasks
+from quintet.executor.sampling.grammar import Grammars
 from quintet.executor.sampling.logits_processor import LogitsProcessor
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
@@ -106,10 +106,10 @@ class DeviceWorker:
         )
         self._speculation: Speculation | None = None
         self._unended: deque[DeviceStep] = deque()
-        """Steps in flight, oldest first; only with speculative decoding."""
+        """Steps in flight, oldest first."""
         self._sampler = self._open_sampler(config)
-        self._pending_masks: deque[tuple[StepMasks, DeviceStep]] = deque()
-        """Steps with structured output; the grammar matchers have not consumed their tokens yet."""
+        self._masked: list[DeviceStep] = []
+        """Steps with structured output; the grammar matchers may lack their tokens."""
         in_flight = scheduler.max_steps_in_flight + 1
         self._tokens = PinnedRing(device, in_flight + 1, runner.max_draws)
         self._num_without_graph = 0
@@ -188,7 +188,7 @@ class DeviceWorker:
     def reset(self) -> None:
         """Clear every table. Steps in flight run before the next launch; their results are dropped."""
         self.tables.reset()
-        self._pending_masks.clear()
+        self._masked.clear()
         self._unended.clear()
         if self._speculation is not None:
             self._speculation.reset()
@@ -258,7 +258,9 @@ class DeviceWorker:
         """Choose the drafts of a plan; None without speculative decoding."""
         if self._speculation is None or not plan.drafts:
             return None
-        self._advance_matchers(only_ended=True)  # the tokens that grammars force follow from all outputs
+        for step in self._masked:  # the tokens that grammars force follow from all outputs
+            if step.is_ended:
+                step.advance_matchers()
         return self._speculation.begin(plan)
 
     def _launch(
@@ -307,19 +309,18 @@ class DeviceWorker:
         size = None if graph is None else graph.size
         step = DeviceStep(
             *(result, start, end, previous_end, on_host, self._on_end),
-            *(self._clock, size, self._clock.launched(size), drafted),
+            *(self._clock, size, self._clock.launched(size), rows, drafted, masks),
         )
-        if drafted is not None:
-            self._unended.append(step)
+        self._unended.append(step)
         if masks is not None:
-            self._pending_masks.append((masks, step))
+            self._masked.append(step)
         return step
 
-    def _advance_matchers(self, *, only_ended: bool = False) -> None:
+    def _advance_matchers(self) -> None:
         """Advance the grammar matchers by the tokens of earlier steps, while the device computes the current layers."""
-        while self._pending_masks and (self._pending_masks[0][1].is_ended or not only_ended):
-            masks, step = self._pending_masks.popleft()
-            masks.note(step.drawn().tolist())
+        for step in self._masked:
+            step.advance_matchers()
+        self._masked.clear()
 
     @property
     def max_outputs(self) -> int:
@@ -351,10 +352,15 @@ class DeviceWorker:
         if self._communicator is not None:
             self._communicator.check()
         self._num_ended += 1
-        if step.drafted is not None:
-            assert self._speculation is not None and self._unended[0] is step, "steps end in order"
-            self._unended.popleft()
-            self._speculation.end(step.drafted, step.outcome)
+        assert self._unended[0] is step, "steps end in order"
+        self._unended.popleft()
+        if step.drafted is None:
+            return
+        if step.drafted.drafts and step.masks is not None:  # a grammar may fail after an accepted draft
+            step.advance_matchers()
+            step.outcome.failed = step.masks.failed(step.rows.sampling)
+        assert self._speculation is not None
+        self._speculation.end(step.drafted, step.outcome)
 
     def _upload(self, plan: StepPlan, drafted: DraftedStep | None) -> tuple[PackedPlan, Words, torch.Tensor]:
         """Copy a plan's words to the device; return the packed plan, the words and the staging tensor."""

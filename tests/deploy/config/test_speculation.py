@@ -10,6 +10,7 @@ import pytest
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.speculation import (
     MTP_ALIASES,
+    check_model,
     draft_model_name,
     notes_on_device,
     notes_on_keys,
@@ -196,11 +197,19 @@ def test_layouts_and_devices_without_support_are_refused() -> None:
 
 def test_notes_on_a_gpu() -> None:
     options = Options(speculative_config='{"num_speculative_tokens": 4}')
-    kv = KvSpec([KvGroup("full", [0])], 1, 64, 16)
-    assert notes_on_device(options, "cpu", kv) == []
-    (note,) = notes_on_device(options, "cuda", kv)
+    assert notes_on_device(options, "cpu") == []
+    (note,) = notes_on_device(options, "cuda")
     assert "without --batch-invariant" in note
-    assert notes_on_device(msgspec.structs.replace(options, batch_invariant=True), "cuda", kv) == []
+    assert notes_on_device(msgspec.structs.replace(options, batch_invariant=True), "cuda") == []
+
+
+def test_models_without_drafts_on_a_gpu_are_refused() -> None:
+    options = Options(speculative_config='{"num_speculative_tokens": 4}')
+    tokens = KvSpec([KvGroup("full", [0])], 1, 64, 16)
     states = KvSpec([KvGroup("full", [0]), KvGroup("state", [1])], 1, 64, 16)
+    check_model(options, "cuda", tokens, "quintet")
+    check_model(options, "cpu", states, "transformers")
     with pytest.raises(ConfigError, match="recurrent states"):
-        notes_on_device(options, "cuda", states)
+        check_model(options, "cuda", states, "quintet")
+    with pytest.raises(ConfigError, match="models that transformers computes"):
+        check_model(options, "cuda", tokens, "transformers")
