@@ -12,20 +12,20 @@ MIN_VARIANCE = 0.002
 """Variance of the number of tokens, over its squared mean, from which the time per token is measured."""
 
 
-NUM_COLD = 1
-"""First steps that are not counted: they touch memory for the first time."""
-
-MAX_EXCESS, MIN_STEPS = 1.5, 4
+MAX_EXCESS, MIN_STEPS = 1.5, 2
 """A longer step counts as this many times the expected time: it may have waited for a processor. Not in the first steps."""
 
 
 class StepTime:
-    """Linear fit, with exponential forgetting."""
+    """Linear fit, with exponential forgetting.
 
-    __slots__ = ("_covariance", "_num_cold", "_num_steps", "_recent", "_slow", "_variance")
+    A step with more tokens than any before is not counted: it touches memory for the first time, and takes longer.
+    """
+
+    __slots__ = ("_covariance", "_most_tokens", "_num_steps", "_recent", "_slow", "_variance")
 
     def __init__(self) -> None:
-        self._num_cold, self._num_steps = 0, 0
+        self._most_tokens, self._num_steps = 0, 0
         self._recent, self._slow = (0.0, 0.0), (0.0, 0.0)
         """Mean tokens and seconds of recent steps, and of more steps."""
         self._variance, self._covariance = 0.0, 0.0
@@ -33,8 +33,8 @@ class StepTime:
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Add a measurement."""
-        if self._num_cold < NUM_COLD:
-            self._num_cold += 1
+        if num_tokens > self._most_tokens:
+            self._most_tokens = num_tokens
             return
         if self._num_steps >= MIN_STEPS:
             base, each = self.fit()

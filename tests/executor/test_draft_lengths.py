@@ -29,7 +29,7 @@ def lengths_of(shares: list[float], base: float, each: float) -> DraftLengths:
         rng = np.random.default_rng(slot)
         for _ in range(400):
             lengths.note(slot, int(rng.random() < share), 1)
-    for num_tokens in range(len(shares), len(shares) + 60):
+    for num_tokens in range(len(shares) + 60, len(shares) - 1, -1):
         lengths.time.note(len(shares), num_tokens, base + each * num_tokens)
     return lengths
 
@@ -57,6 +57,24 @@ def test_fit_finds_base_and_time_per_token() -> None:
     for num_tokens in (1, 5, 2, 9, 1, 4):
         time.note(num_tokens, 0.01 + 0.002 * num_tokens)
     assert time.fit() == pytest.approx((0.01, 0.002))
+
+
+def test_first_step_of_a_size_does_not_count() -> None:
+    time = StepTime()
+    for num_tokens in (1, 5, 9):
+        time.note(num_tokens, 1.0)
+        for _ in range(20):
+            time.note(num_tokens, 0.01 + 0.002 * num_tokens)
+    assert time.fit() == pytest.approx((0.01, 0.002))
+
+
+def test_long_step_changes_the_fit_little() -> None:
+    time = StepTime()
+    for num_tokens in (9, 5, 1, 9, 5, 1, 9, 5, 1):
+        time.note(num_tokens, 0.01 + 0.002 * num_tokens)
+    time.note(5, 1.0)
+    base, each = time.fit()
+    assert base + 5 * each < 0.022
 
 
 def test_time_per_token_is_remembered_over_steps_of_one_size() -> None:
