@@ -124,10 +124,10 @@ ROWS = (
     ),
     Row(
         "steps",
-        "captured graphs = eager, overlap on = off, swapping = recomputing = neither: the same tokens; graphs are captured again"
-        " after others were dropped",
+        "captured graphs = eager, overlap on = off, swapping = recomputing = neither: the same tokens; drafts on = off:"
+        " the same bits; graphs are captured again after others were dropped",
         "all equal",
-        (*PYTEST, "tests/gpu/test_steps.py", "tests/gpu/test_graphs.py"),
+        (*PYTEST, "tests/gpu/test_steps.py", "tests/gpu/test_drafts.py", "tests/gpu/test_graphs.py"),
         TESTS,
         takes_s=40,
         limit_s=180,
@@ -137,15 +137,6 @@ ROWS = (
         "--batch-invariant: a request alone = among 63 others = in chunks = preempted, bit for bit",
         "all equal",
         (*PYTEST, "tests/gpu/test_invariance.py"),
-        TESTS,
-        takes_s=40,
-        limit_s=180,
-    ),
-    Row(
-        "drafts",
-        "speculative decoding with --batch-invariant: the bits of outputs with drafts are those without, with graphs and eagerly",
-        "all equal",
-        (*PYTEST, "tests/gpu/test_drafts.py"),
         TESTS,
         takes_s=40,
         limit_s=180,

@@ -121,7 +121,7 @@ STAGES: dict[str, tuple[Group, ...]] = {
     "b": (
         Group((_module("steps", "bench.gpu.steps"),), 75, 25),
         Group((_module("kernel-rates", "bench.gpu.kernels", "--only", "attention", "linear"),), 45, 20),
-        Group((_rows("processes"), _rows("memory", "drafts")), 55, 60),
+        Group((_rows("processes"), _rows("memory")), 55, 60),
         Group((_rows("kill"),), 40, 45),
         Group((_module("http", "bench.gpu.serving", "--requests", "300"),), 115, 60),
         Group((_module("graphs-off", "bench.gpu.modes", "--mode", "graphs off"),), 20, 20),
