@@ -197,6 +197,20 @@ def test_grammar_that_fails_after_an_accepted_draft_fails_the_request(
     assert driver.engine.state is not None and driver.engine.state.counters.num_accepted_tokens > 0
 
 
+def test_ended_grammar_forces_no_tokens(config: EngineConfig, device: Device) -> None:
+    """Otherwise each later step would wait for the tokens of the one before."""
+    drafted = with_scheduler(config, speculative=DRAFTS)
+    worker = worker_on(device, drafted, captured=False)
+    assert worker._speculation is not None
+    driver = Recorder(drafted, worker)
+    driver.admit(1, prompts_of((3,))[0], msgspec.structs.replace(REQUESTS[4], max_tokens=2, seed=0))
+    driver.run()
+    assert worker._speculation._grammar_drafts.is_used
+    driver.admit(2, prompts_of((8,))[0], SamplingParams(max_tokens=2, seed=0))
+    driver.run()
+    assert not worker._speculation._grammar_drafts.is_used
+
+
 @pytest.mark.whole
 def test_drafts_of_several_ranks(tmp_path: Path) -> None:
     """Ranks replay graphs of the same sizes; only rank 0 knows the drafts."""
