@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int
@@ -162,7 +163,7 @@ class Speculation:
         step = self.begin(plan)
         try:
             result = compute(step.plan)
-        except Exception:
+        except torch.OutOfMemoryError:
             self.cancel(step)
             raise
         self.end(step, result)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -278,53 +279,41 @@ def test_host_never_waits_while_plain_rows_decode(serve: Callable[..., Any], dev
     assert pendings[1].gap_ms is not None
 
 
-@BLOCKS_OF_16
-def test_oom_step_is_split(
-    serve: Callable[..., Any], device: Device, monkeypatch: pytest.MonkeyPatch
+def check_with_little_memory(
+    served: Any, device: Device, is_too_large: Callable[[int, int], bool], prompts: list[list[int]]
 ) -> None:
-    served = serve(FAMILIES["llama-mha"](), max_model_len=96)
+    """Compare the tokens with transformers' if steps of these rows and tokens run out of memory."""
     config = changed(served.config, max_num_seqs=8)
     worker = worker_on(device, config, captured=False)
     compute = worker.runner.compute
 
     def scarce(staging: torch.Tensor, num_rows: int, num_tokens: int, *sizes: int) -> Any:
-        if num_tokens > 20:
+        if is_too_large(num_rows, num_tokens):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return compute(staging, num_rows, num_tokens, *sizes)
 
-    monkeypatch.setattr(worker.runner, "compute", scarce)
     driver = CoreAndWorker(config, worker)
-    prompts = prompts_of()
     for i, prompt in enumerate(prompts):
-        driver.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=6, seed=0))
-    driver.run()
-    assert [driver.outputs[i + 1] for i in range(len(prompts))] == served.greedy(prompts, 6)
+        driver.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=10, seed=0))
+    with mock.patch.object(worker.runner, "compute", scarce):
+        driver.run()
+    assert [driver.outputs[i + 1] for i in range(len(prompts))] == served.greedy(prompts, 10)
     assert worker.num_split > 0
+
+
+@BLOCKS_OF_16
+def test_oom_step_is_split(serve: Callable[..., Any], device: Device) -> None:
+    served = serve(FAMILIES["llama-mha"](), max_model_len=96)
+    check_with_little_memory(served, device, lambda _, num_tokens: num_tokens > 20, prompts_of())
 
 
 @BLOCKS_OF_16
 def test_oom_split_into_many_parts_keeps_the_tokens_of_the_step_before(
-    serve: Callable[..., Any], device: Device, monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., Any], device: Device
 ) -> None:
     """Each part copies its tokens to a pinned buffer; the loop has not read those of the step in flight."""
-    served = serve(FAMILIES["llama-mha"](), max_model_len=96)
-    config = changed(served.config, max_num_seqs=8)
-    worker = worker_on(device, config, captured=False)
-    compute = worker.runner.compute
-
-    def scarce(staging: torch.Tensor, num_rows: int, num_tokens: int, *sizes: int) -> Any:
-        if 1 < num_rows == num_tokens:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return compute(staging, num_rows, num_tokens, *sizes)
-
-    monkeypatch.setattr(worker.runner, "compute", scarce)
-    driver = CoreAndWorker(config, worker)
-    prompts = prompts_of((1, 3, 4, 5, 7, 8, 9, 16))
-    for i, prompt in enumerate(prompts):
-        driver.admit(i + 1, prompt, SamplingParams(temperature=0.0, max_tokens=10, seed=0))
-    driver.run()
-    assert [driver.outputs[i + 1] for i in range(len(prompts))] == served.greedy(prompts, 10)
-    assert worker.num_split > 0
+    served, prompts = serve(FAMILIES["llama-mha"](), max_model_len=96), prompts_of((1, 3, 4, 5, 7, 8, 9, 16))
+    check_with_little_memory(served, device, lambda *size: 1 < size[0] == size[1], prompts)
 
 
 def test_fp8_cache_changes_logprobs_slightly(tmp_path: Path, device: Device) -> None:
