@@ -14,6 +14,7 @@ from quintet.core.block_keys import digests_of, keys_after
 from quintet.core.commit_drafts import apply_accepted
 from quintet.core.commit_logprobs import forward_logprobs
 from quintet.core.features.drafts import return_drafts
+from quintet.core.features.pooling import end_pooled
 from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefix import reach
 from quintet.core.requests.request import Request
@@ -58,6 +59,8 @@ def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessag
         if flight.drafts:
             return_drafts(state, flight)
         ended = _apply_tokens(state, flight, result.token_ids, outbox, now_ns)
+    if result.vectors:
+        end_pooled(flight, result, outbox, ended, now_ns)
     if result.failed:
         _end_failed(flight, result.failed, outbox, ended)
     if result.logprobs or result.prompt_logprobs:

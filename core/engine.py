@@ -53,7 +53,9 @@ class Engine:
         self._model = model
         self._cache = cache
         self._scheduler = scheduler
-        self._hooks = flatten(build_features(Setup(scheduler, cache, prompt_embeds), features))
+        self._hooks = flatten(
+            build_features(Setup(scheduler, cache, prompt_embeds, model.pooling is not None), features)
+        )
         self._early: list[Admit | Cancel] = []
         """Messages received before the capacity is known, in order."""
         self._frontends: dict[int, tuple[int, bool]] = {}

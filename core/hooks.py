@@ -30,6 +30,8 @@ class Setup:
     cache: CacheConfig
     prompt_embeds: bool = False
     """Requests may have embeddings in their prompts."""
+    pooling: bool = False
+    """Requests may be pooling requests."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,6 +115,7 @@ FEATURES: dict[str, str] = {
     "prefill_pacing": "quintet.core.features.prefill_pacing",
     "latency_target": "quintet.core.features.latency_target",
     "prompt_embeds": "quintet.core.features.prompt_embeds",
+    "pooling": "quintet.core.features.pooling",
     "drafts": "quintet.core.features.drafts",
 }
 """Name -> module, in the order in which the hooks are called."""

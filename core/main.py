@@ -34,6 +34,7 @@ from quintet.wire.messages import (
     Tokens,
     Unknown,
 )
+from quintet.wire.pooling import Pooled
 from quintet.wire.step import Capacity, StepResult
 from quintet.wire.supervision import Drain, Drained, SlotState, Topology
 
@@ -334,8 +335,9 @@ class Core:
                 peers.send(Role.DETOKENIZER, detokenizer, tokens)
             except FrameTooLarge as error:
                 self._end_oversized(tokens, error)
-        for failed in effects.failed:
-            peers.send(Role.FRONTEND, frontend_of(failed.request_id)[0], failed)
+        answers: list[Failed | Pooled] = [*effects.failed, *effects.pooled]
+        for answer in answers:
+            peers.send(Role.FRONTEND, frontend_of(answer.request_id)[0], answer)
         self._send_unknown(effects.unknown)
 
     def _end_oversized(self, tokens: Tokens, error: FrameTooLarge) -> None:

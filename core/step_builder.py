@@ -102,9 +102,9 @@ class StepBuilder:
             return None
         state.step += 1
         starts, counts = self.starts, self.counts
-        samples = bytes(self.samples)
         for attach in state.attaching:
             attach(state, self)
+        samples = bytes(self.samples)
         drafts = self.columns.get("drafts", b"")
         flight = InFlightPlan(
             step=state.step,

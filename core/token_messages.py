@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from quintet.core.requests.request import Request
 from quintet.wire.codec import pack_i32
 from quintet.wire.messages import PROMPT_TAIL, Failed, FinishReason, Open, Tokens
+from quintet.wire.pooling import Pooled
 from quintet.wire.step import PromptLogprobs, TokenLogprobs
 
 
@@ -18,6 +19,7 @@ class StepMessages:
     tokens: list[tuple[int, Tokens]] = field(default_factory=list)
     """Pairs of detokenizer index and message."""
     failed: list[Failed] = field(default_factory=list)
+    pooled: list[Pooled] = field(default_factory=list)
     unknown: list[int] = field(default_factory=list)
     """Choices that a frontend waits for and the core does not know."""
 
@@ -25,6 +27,7 @@ class StepMessages:
         """Append the messages of a later change."""
         self.tokens += later.tokens
         self.failed += later.failed
+        self.pooled += later.pooled
         self.unknown += later.unknown
 
 
@@ -117,11 +120,12 @@ class TokensBuilder:
 class TokensBuilders:
     """One `TokensBuilder` per detokenizer that gets a message."""
 
-    __slots__ = ("builders", "failed", "unknown")
+    __slots__ = ("builders", "failed", "pooled", "unknown")
 
     def __init__(self) -> None:
         self.builders: dict[int, TokensBuilder] = {}
         self.failed: list[Failed] = []
+        self.pooled: list[Pooled] = []
         self.unknown: list[int] = []
 
     def builder_for(self, request: Request, now_ns: int) -> TokensBuilder:
@@ -163,7 +167,7 @@ class TokensBuilders:
     def effects(self, step: int, now_ns: int) -> StepMessages:
         """Return the collected messages."""
         tokens = [(index, builder.build(step, now_ns)) for index, builder in self.builders.items()]
-        return StepMessages(tokens, self.failed, self.unknown)
+        return StepMessages(tokens, self.failed, self.pooled, self.unknown)
 
 
 def opening(request: Request, now_ns: int) -> Open:

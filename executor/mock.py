@@ -7,6 +7,7 @@ script (`mock_script.py`) it depends on the prompt and the position. Imports no 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from quintet.executor.mock_script import MockScript, read_mock_script
 from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
+from quintet.wire.pooling import RowVector
 from quintet.wire.step import NewRow, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -45,8 +47,12 @@ class MockWorker:
         step_s: float,
         span: TraceSpan = no_span,
         script: MockScript | None = None,
+        vector_width: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
+        self._vector_width = vector_width
+        self._digests: dict[int, int] = {}
+        """Checksums of prompts by slot, if the server pools."""
         self._script = script
         self._answers: dict[int, tuple[int, NDArray[np.int32]]] = {}
         """Scripted answers by slot: the prompt's length, the answer's tokens."""
@@ -102,6 +108,8 @@ class MockWorker:
         for row in plan.new_rows:
             self._used_slots.add(row.slot)
             self._seeds[row.slot] = row.seed & SEED_MASK
+            if self._vector_width:
+                self._digests[row.slot] = zlib.crc32(row.token_ids)
             if self._script is not None:
                 self._look_up(self._script, row)
             self._logprob_rows.pop(row.slot, None)
@@ -116,6 +124,9 @@ class MockWorker:
         result = StepResult(plan.step, 0, tokens.tobytes())
         if self._logprob_rows:
             self._mock_logprobs(plan, slots, sampling, tokens, result)
+        for each in plan.pooled_rows:
+            if ends[each.row] == each.num_prompt_tokens:
+                result.vectors.append(RowVector(each.row, self._vector(int(slots[each.row]))))
         while (remaining := deadline - time.perf_counter()) > 0:
             time.sleep(min(remaining, _SLEEP_S))
             self.work_done += 1
@@ -123,13 +134,16 @@ class MockWorker:
         return result
 
     def _draw(self, seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Mix seed and position (SplitMix64's finalizer, Steele, Lea and Flood 2014) into a plain id."""
-        z = seeds + positions.astype(np.uint64) * _GOLDEN
-        z = (z ^ (z >> np.uint64(30))) * _MIX_A
-        z = (z ^ (z >> np.uint64(27))) * _MIX_B
-        z ^= z >> np.uint64(31)
-        drawn: NDArray[np.int32] = self._plain[z % np.uint64(len(self._plain))]
+        """Return a plain id for each seed and position."""
+        drawn: NDArray[np.int32] = self._plain[_mixed(seeds, positions) % np.uint64(len(self._plain))]
         return drawn
+
+    def _vector(self, slot: int) -> bytes:
+        """Return a vector that depends on the prompt only, with components between -1 and 1."""
+        seeds = np.full(self._vector_width, self._digests[slot], np.uint64)
+        mixed = _mixed(seeds, np.arange(self._vector_width, dtype=np.int32))
+        vector: NDArray[np.float32] = (mixed.astype(np.float64) / (1 << 63) - 1).astype(np.float32)
+        return vector.tobytes()
 
     def _look_up(self, script: MockScript, row: NewRow) -> None:
         """Find the answer to a request that enters a slot."""
@@ -197,6 +211,15 @@ class MockWorker:
         return ids, logprobs
 
 
+def _mixed(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.uint64]:
+    """Mix seed and position (SplitMix64's finalizer, Steele, Lea and Flood 2014)."""
+    z = seeds + positions.astype(np.uint64) * _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * _MIX_A
+    z = (z ^ (z >> np.uint64(27))) * _MIX_B
+    mixed: NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    return mixed
+
+
 def plain_ids(vocab_size: int, eos_token_ids: list[int]) -> NDArray[np.int32]:
     """Return the ids that the mock may draw: ordinary words in every common vocabulary.
 
@@ -225,4 +248,5 @@ def make_worker(context: WorkerContext) -> MockWorker:
         step_s=config.executor.step_ms * 1e-3,
         span=context.span,
         script=script,
+        vector_width=0 if config.model.pooling is None else config.model.pooling.width,
     )

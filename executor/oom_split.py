@@ -169,6 +169,11 @@ def _rows(plan: StepPlan, rows: slice, *, is_first: bool) -> StepPlan:
         starts=column(plan.starts),
         counts=column(plan.counts),
         samples=plan.samples[rows],
+        pooled_rows=[
+            msgspec.structs.replace(each, row=each.row - (rows.start or 0))
+            for each in plan.pooled_rows
+            if each.row in range(len(plan.samples))[rows]
+        ],
         drafts=plan.drafts[rows],
         checksum=0,
     )
@@ -198,6 +203,8 @@ def joined(step: int, parts: Iterable[tuple[StepPlan, StepResult]]) -> StepResul
             whole.logprobs.append(msgspec.structs.replace(drawn, row=drawn.row + num_rows))
         for entry in result.prompt_logprobs:
             _append(whole.prompt_logprobs, msgspec.structs.replace(entry, row=entry.row + num_rows))
+        for vector in result.vectors:
+            whole.vectors.append(msgspec.structs.replace(vector, row=vector.row + num_rows))
         whole.failed += (np.frombuffer(result.failed, np.int32) + np.int32(num_rows)).tobytes()
         num_rows += len(slots)
         last_slot = slots[-1]

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from quintet.executor.pooling import HiddenSource
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
@@ -26,7 +27,7 @@ class LogitsSource(Protocol):
         """
 
 
-class Runner(LogitsSource, Protocol):
+class Runner(LogitsSource, HiddenSource, Protocol):
     """Forward passes of one model over the worker's KV memory.
 
     Implementations: `quintet.executor.backends.cpu.program.runner`, `quintet.executor.backends.torch.eager`, and for models of

@@ -22,6 +22,7 @@ from quintet.executor.kv_transfer.connector import KvConnector
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
 from quintet.executor.model_config.share import most_outputs
 from quintet.executor.oom_split import OomSplit
+from quintet.executor.pooling import Pooler
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import sampling_ops_of
@@ -86,6 +87,7 @@ class Worker:
         self.kv = KvConnector(blocks, config, type(runner).__name__, self.num_host_blocks, swap_in)
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
+        self._pooler = Pooler()
         self._speculation = self._open_speculation(config, grammars, make_drafter)
         self._oom_split = OomSplit(
             torch.cuda.empty_cache if device.type == "cuda" else lambda: None,
@@ -216,6 +218,8 @@ class Worker:
                 result = StepResult(plan.step, 0, tokens)
         if result is None:
             result = self._forward_then_sample(plan, rows, masks)
+        if plan.pooled_rows:
+            result.vectors = self._pooler.pool(rows, self.runner)
         if masks is not None:
             masks.note(np.frombuffer(result.token_ids, np.int32).tolist())
             result.failed = masks.failed(rows.sampling)

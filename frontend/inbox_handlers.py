@@ -21,9 +21,10 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_admin import KvReport
 from quintet.wire.messages import Detokenized, Failed, Resumed, Text, Tokenized, Unknown
 from quintet.wire.metrics import Metrics
+from quintet.wire.pooling import Pooled
 from quintet.wire.supervision import MetricsReport, Topology
 
-FrontendInbox = Text | Failed | Tokenized | Detokenized | Resumed | Unknown | KvReport
+FrontendInbox = Text | Failed | Pooled | Tokenized | Detokenized | Resumed | Unknown | KvReport
 """Inbox messages of a frontend, in addition to those of every process."""
 
 REPORT_INTERVAL_S = 5.0
@@ -48,6 +49,7 @@ class InboxHandlers:
         self.by_type: dict[type[msgspec.Struct], Callable[[Any], None]] = {
             Text: self.requests.apply_text,
             Failed: self.requests.apply_failed,
+            Pooled: self.requests.apply_pooled,
             Unknown: self.requests.resend,
             Topology: self.follow,
             Dropped: self._fail_dropped,

@@ -46,6 +46,7 @@ from quintet.wire.messages import (
 )
 from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams, shown
+from quintet.wire.pooling import Pooled
 from quintet.wire.request import RequestSpec
 from quintet.wire.supervision import Topology
 
@@ -189,6 +190,19 @@ class LiveRequests:
             self._abort_locally(choice.stream)
         else:
             self._fail(choice.stream, RequestError(failed.code, failed.message, failed.param, failed.retry_s))
+
+    def apply_pooled(self, pooled: Pooled) -> None:
+        """End a pooling request with its vector, and wake its reader."""
+        choice, now = self._live.get(pooled.request_id), time.monotonic_ns()
+        if choice is None:
+            self.metrics.duplicate_endings.inc()
+            return
+        stream, arrival_ns = choice.stream, choice.stream.submit.spec.arrival_ns
+        stream.vector = pooled.vector
+        counts = pooled.num_prompt_tokens, pooled.num_cached_tokens
+        self._start(stream, Started(pooled.request_id, *counts, arrival_ns, pooled.scheduled_ns))
+        self._end_choice(choice, Finish(pooled.request_id, FinishReason.STOP, None, 0), now)
+        self._post(stream)
 
     def apply_text(self, text: Text) -> None:
         """Apply the output of one step and wake the readers."""

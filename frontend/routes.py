@@ -16,6 +16,9 @@ from quintet.frontend.api.openai.invocations import invocations
 from quintet.frontend.api.openai.render import render_chat, render_completions
 from quintet.frontend.api.openai.tokenize import detokenize, tokenize, tokenizer_info
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from quintet.frontend.api.pooling.embeddings import embeddings
+from quintet.frontend.api.pooling.similarity import rerank, score
+from quintet.frontend.api.pooling.types import EmbeddingBody, RerankBody, ScoreBody
 from quintet.frontend.api.responses.conversations import conversation, conversations
 from quintet.frontend.api.responses.conversations import item as conversation_item
 from quintet.frontend.api.responses.conversations import items as conversation_items
@@ -201,6 +204,34 @@ ROUTES = (
         conversation_item,
         get("An item of a conversation"),
         delete("Delete an item of a conversation"),
+    ),
+    route(
+        "/v1/embeddings",
+        embeddings,
+        post("Vectors of texts", EmbeddingBody, {"input": "Hello!"}),
+        fields=("id", "object", "created", "model", "data", "usage"),
+    ),
+    *(
+        route(
+            path,
+            score,
+            post("Similarity of pairs of texts", ScoreBody, {"text_1": "Hello!", "text_2": ["Hi!", "Bye!"]}),
+            fields=("id", "object", "created", "model", "data", "usage"),
+        )
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        route(
+            path,
+            rerank,
+            post(
+                "Documents by similarity to a query",
+                RerankBody,
+                {"query": "Hello!", "documents": ["Hi!", "Bye!"]},
+            ),
+            fields=("id", "model", "usage", "results"),
+        )
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     route(
         "/inference/v1/generate",

@@ -204,6 +204,8 @@ class Stream:
         self.num_open = submit.spec.params.n
         self.started: Started | None = None
         self.error: RequestError | None = None
+        self.vector = b""
+        """Result of a pooling request: float32[width]."""
         self.tokenizer: int | None = None
         """Index of the tokenizer that holds the request; None while parked."""
         self.attempt = 0

@@ -15,9 +15,8 @@ from collections import deque
 
 import zmq
 
-from quintet.wire.config import KvEventsConfig
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_events import address_for
+from quintet.wire.kv_events import KvEventsConfig, address_for
 
 END = (-1).to_bytes(8, "big", signed=True)
 """Sequence number that ends a replay."""

@@ -40,17 +40,23 @@ class Encoder:
         self._cutter = cutter_of(tokenizer)
 
     def prompt_ids(
-        self, prompt: Prompt, params: SamplingParams, *, clamp_max_tokens: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        clamp_max_tokens: bool = False,
+        is_pooled: bool = False,
     ) -> Sequence[int]:
         """Return a request's prompt ids, truncated as requested.
 
         Raises `RequestError` if the prompt is empty, malformed, out of vocabulary or too long. The context must also hold
-        ``max_tokens`` output tokens, or one token with ``clamp_max_tokens``.
+        ``max_tokens`` output tokens, one token with ``clamp_max_tokens``, or none if ``is_pooled``.
         """
+        max_tokens = 0 if is_pooled else params.max_tokens
         if isinstance(prompt, EmbedsPrompt):
-            return self._placeholder_ids(prompt, None if clamp_max_tokens else params.max_tokens)
+            return self._placeholder_ids(prompt, None if clamp_max_tokens else max_tokens)
         field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-        num_reserved = reserved_output_tokens(params.max_tokens, clamp_max_tokens, self._max_model_len)
+        num_reserved = reserved_output_tokens(max_tokens, clamp_max_tokens, self._max_model_len)
         keep = self._tokens_to_keep(params.truncate_prompt_tokens, num_reserved)
         if isinstance(prompt, TokenPrompt):
             ids = _ids_of(prompt)
@@ -71,7 +77,7 @@ class Encoder:
         if not ids:
             raise invalid(f"{field} is empty: it has no tokens; send at least one token.", field)
         self._check_known(ids, field)
-        check_length(len(ids), self._max_model_len, field, None if clamp_max_tokens else params.max_tokens)
+        check_length(len(ids), self._max_model_len, field, None if clamp_max_tokens else max_tokens)
         return ids
 
     def _placeholder_ids(self, prompt: EmbedsPrompt, max_tokens: int | None) -> Sequence[int]:

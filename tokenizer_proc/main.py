@@ -260,7 +260,8 @@ class Tokenizer:
         embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
         if embeds is not None:
             check_embeds(submit.spec, embeds, self._process.config)
-        ids = self._encoder.prompt_ids(prompt, params, clamp_max_tokens=submit.clamp_max_tokens)
+        is_pooled, clamp = submit.spec.pooling is not None, submit.clamp_max_tokens
+        ids = self._encoder.prompt_ids(prompt, params, clamp_max_tokens=clamp, is_pooled=is_pooled)
         bad_words = self._encoder.bad_word_ids(params.bad_words) if params.bad_words else []
         if params.structured_outputs is not None:
             params = self._forms.enforceable(submit.spec, lambda: self._prompt_end(submit, ids))

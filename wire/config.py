@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from quintet.wire.kv_events import KvEventsConfig
 from quintet.wire.kv_spec import KvSpec
+from quintet.wire.pooling import PoolingConfig
 
 Quantization = Literal[
     "none", "int8", "int4", "w8a8", "gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "bitsandbytes",
@@ -130,6 +132,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Text of each template by name: the one given by flag as ``default``, or those of the model's folder."""
     chat_template_content_format: ChatContentFormat = "auto"
     parsers: ParsersConfig = ParsersConfig()
+    pooling: PoolingConfig | None = None
+    """None if the server has no endpoints of embeddings."""
 
 
 class KvDiskConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,19 +178,6 @@ class KvPeersConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory for offered blocks, per engine."""
     staging_bytes: int = 0
     """Host memory for fetches, per engine."""
-
-
-class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Publication of KV events for external routers (`quintet.wire.kv_events`)."""
-
-    endpoint: str = "tcp://127.0.0.1:5557"
-    """Endpoint of engine 0; each further engine uses the next port."""
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    """Batches kept for replay."""
-    hwm: int = 100_000
-    """Maximum batches queued per subscriber."""
-    topic: str = ""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

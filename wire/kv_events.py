@@ -12,6 +12,19 @@ MEDIUM = "GPU"
 """Memory kind in the events, on every device: routers expect this name."""
 
 
+class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Publication of KV events."""
+
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """Endpoint of engine 0; each further engine uses the next port."""
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    """Batches kept for replay."""
+    hwm: int = 100_000
+    """Maximum batches queued per subscriber."""
+    topic: str = ""
+
+
 def address_for(endpoint: str, engine: int) -> str:
     """Return the address of one engine: the port plus its index. For an endpoint without a port, append the index."""
     head, _, port = endpoint.rpartition(":")

@@ -12,6 +12,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import WIDEST_BYTES
 from quintet.wire.ids import Role
 from quintet.wire.params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_CHARS
+from quintet.wire.pooling import ITEM_BYTES
 from quintet.wire.request import MAX_SCHEMAS_BYTES
 from quintet.wire.structured import MAX_COMPILED_BYTES
 
@@ -93,6 +94,12 @@ def _logprobs(config: EngineConfig) -> int:
     return num_entries * ENTRY_BYTES
 
 
+def _vectors(config: EngineConfig) -> int:
+    """Size of the pooled vectors of all rows of a step."""
+    pooling = config.model.pooling
+    return 0 if pooling is None else config.scheduler.max_num_seqs * (ROW_BYTES + ITEM_BYTES * pooling.width)
+
+
 def _all_opens(config: EngineConfig) -> int:
     """Size of the `Open` messages of all requests of all frontends, sent at once to a new detokenizer."""
     processes = config.processes
@@ -106,7 +113,7 @@ _BOUNDS: Mapping[Role, Callable[[EngineConfig], int]] = {
         _all_opens(config) + _logprobs(config) + TOKENIZED_GROWTH * config.frontend.max_body_bytes
     ),
     Role.TOKENIZER: lambda config: JSON_GROWTH * config.frontend.max_body_bytes + _request(config),
-    Role.CORE: lambda config: _request(config) + _logprobs(config),
+    Role.CORE: lambda config: _request(config) + _logprobs(config) + _vectors(config),
     Role.EXECUTOR: lambda config: (
         config.scheduler.max_num_seqs * (_request(config) - config.frontend.max_body_bytes) + _embeds(config)
     ),

@@ -10,6 +10,7 @@ import msgspec
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Count, Id, SlotIndex
 from quintet.wire.params import MAX_CHOICES, SamplingParams
+from quintet.wire.pooling import PoolingType
 
 MAX_NAME_CHARS = 64
 """Maximum length of a parser's name."""
@@ -106,6 +107,8 @@ class RequestSpec(msgspec.Struct, array_like=True):
     """The client has no text of ``output_ids`` yet: send it as if they had just been drawn."""
     kv_transfer: KvTransfer | None = None
     """None without KV transfer."""
+    pooling: PoolingType | None = None
+    """Pool the prompt's hidden states and generate nothing (``max_tokens`` is 0); None to generate."""
 
     @property
     def num_seen(self) -> int:
@@ -142,7 +145,7 @@ def check_length(
 
 def reserved_output_tokens(max_tokens: int | None, clamp_max_tokens: bool, max_model_len: int) -> int:
     """Return the number of context tokens reserved for the output when a prompt is truncated."""
-    room = max_tokens or 1
+    room = 1 if max_tokens is None else max_tokens
     if clamp_max_tokens and 2 * room > max_model_len:
         return 1  # a default must not take more of the context than it leaves to the prompt
     return room

@@ -11,6 +11,7 @@ import msgspec
 from quintet.wire.embeds import RowEmbeds
 from quintet.wire.kv_tiers import TierCapacity
 from quintet.wire.params import SamplingParams
+from quintet.wire.pooling import PooledRow, RowVector
 
 
 class NewRow(msgspec.Struct, array_like=True, gc=False):
@@ -76,6 +77,7 @@ class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):
     """int32 pairs ``device block, host block``: contents copied back, after ``swaps_out`` and before ``copies``."""
     embeds: list[RowEmbeds] = []
     """Embeddings of tokens that have no ids."""
+    pooled_rows: list[PooledRow] = []
     drafts: bytes = b""
     """uint8[R], or empty for zeros: 1 + the number of draft tokens that the row may verify.
 
@@ -154,6 +156,7 @@ class StepResult(msgspec.Struct, array_like=True, tag="result", gc=False):
     """uint8[S]: drafts that each sampling row verified; empty where there were none."""
     failed: bytes = b""
     """int32: rows of the plan that drew a token and cannot continue. Their requests end with an error."""
+    vectors: list[RowVector] = []
 
 
 class StepsEnded(msgspec.Struct, array_like=True, tag="ended", gc=False):

@@ -42,6 +42,7 @@ from quintet.wire.params import (
     ThinkingBound,
     first_unknown,
 )
+from quintet.wire.pooling import ITEM_BYTES, Pooled, PoolingType, are_pooled, are_vectors
 from quintet.wire.request import RequestSpec
 
 MAX_ID = 1 << 63
@@ -57,6 +58,7 @@ class Validator:
         model, scheduler = config.model, config.scheduler
         self._vocab_size = model.vocab_size
         self._embedding_width = model.embedding_width
+        self._vector_bytes = 0 if model.pooling is None else ITEM_BYTES * model.pooling.width
         self._max_len = model.max_model_len
         self._num_slots = scheduler.max_num_seqs
         self._block_size = model.kv.block_size
@@ -80,6 +82,7 @@ class Validator:
             m.DetokenizeQuery: lambda msg: (
                 not len(msg.token_ids) % ID_BYTES and (msg.opened is None or self._open(msg.opened))
             ),
+            Pooled: lambda msg: len(msg.vector) == self._vector_bytes,
             m.Detokenized: lambda msg: not msg.spans or _are_spans_of(RowSpans(0, msg.spans), msg.text),
             **operator_checks(self._vocab_size, self._max_len),
             supervision.Topology: self._topology,
@@ -130,6 +133,8 @@ class Validator:
             and self._are_tokens(spec.output_ids)
             and len(spec.output_ids) <= ID_BYTES * self._max_len
             and (spec.kv_transfer is None or is_kv_transfer(spec.kv_transfer))
+            and not (spec.pooling is PoolingType.MEAN and spec.params.reads_prefix_cache)
+            and (spec.pooling is None or self._vector_bytes > 0)
         )
 
     def _submit(self, msg: m.Submit) -> bool:
@@ -182,6 +187,7 @@ class Validator:
             and (not (msg.swaps_out or msg.swaps_in) or self._swaps(msg))
             and all(self._new_row(row) for row in msg.new_rows)
             and all(self._row_embeds(row) for row in msg.embeds)
+            and (not msg.pooled_rows or are_pooled(msg.pooled_rows, msg.samples))
         )
 
     def _swaps(self, msg: s.StepPlan) -> bool:
@@ -227,6 +233,7 @@ class Validator:
             and self._prompt_logprobs(msg.prompt_logprobs, self._num_slots)
             and not len(msg.failed) % ID_BYTES
             and all_below(msg.failed, self._num_slots)
+            and (not msg.vectors or are_vectors(msg.vectors, self._num_slots, self._vector_bytes))
         )
 
     def _capacity(self, msg: s.Capacity) -> bool:

@@ -25,12 +25,13 @@ from bench.arguments import command_parser
 from bench.docs.fields import MEANINGS
 from quintet.core.metrics import CoreMetrics
 from quintet.deploy.cli import route
+from quintet.deploy.config.flag import GROUP_TITLES
 from quintet.deploy.config.flag_table import FlagSpec, flag_table
-from quintet.deploy.config.flags import GROUP_TITLES
 from quintet.frontend.api.anthropic import errors as anthropic_errors
 from quintet.frontend.api.anthropic.types import ConversationBody, MessagesBody
 from quintet.frontend.api.openai import errors as openai_errors
 from quintet.frontend.api.openai.types import FormFields, GenerationBody, SamplingFields
+from quintet.frontend.api.pooling.types import PoolingBody
 from quintet.frontend.api.responses.types import ResponsesBody
 from quintet.frontend.http.error_shape import STATUS
 from quintet.frontend.http.openapi import openapi_document
@@ -48,6 +49,7 @@ GROUPS: dict[type[msgspec.Struct], str] = {
     SamplingFields: "Sampling",
     GenerationBody: "Generation",
     ConversationBody: "Messages",
+    PoolingBody: "Pooling",
 }
 """Headings of fields that several bodies share."""
 DESCRIBED: dict[type[msgspec.Struct], str] = {

@@ -24,7 +24,7 @@ from quintet.wire.config import SchedulerConfig
 from quintet.wire.errors import RequestError, invalid
 from quintet.wire.messages import Admit, Failed
 from quintet.wire.params import SamplingParams, seed_of_choice
-from quintet.wire.request import check_length
+from quintet.wire.request import RequestSpec, check_length
 
 
 @dataclass(slots=True)
@@ -217,10 +217,10 @@ def make_requests(
     prompt = list(unpack_i32(admit.prompt_ids))
     outputs = list(unpack_i32(spec.output_ids))
     tokens = prompt + outputs
-    check_fits(len(prompt), limits)
+    check_fits(len(prompt), limits, spec)
     stops, start = _stops_of(params, eos_token_ids), salt_digest(spec.cache_salt)
     seed = admit.request_id if params.seed is None else params.seed
-    limit = length_limit(len(prompt), params.max_tokens, limits)
+    limit = length_limit(len(prompt), spec, limits)
     taken, watched = limits.taken_by(limit), params.repetition_detection
     requests: list[Request] = []
     for choice in range(params.n):
@@ -258,22 +258,25 @@ def make_requests(
     return requests
 
 
-def length_limit(num_prompt: int, max_tokens: int | None, limits: Limits) -> int:
-    """Return the maximum number of tokens of the request, prompt included."""
-    longest = limits.max_request_len
+def length_limit(num_prompt: int, spec: RequestSpec, limits: Limits) -> int:
+    """Return the maximum number of tokens of the request, prompt included; a pooling request counts one, not drawn."""
+    if spec.pooling is not None:
+        return num_prompt + 1
+    longest, max_tokens = limits.max_request_len, spec.params.max_tokens
     return longest if max_tokens is None else min(longest, num_prompt + max_tokens)
 
 
-def check_fits(num_prompt: int, limits: Limits) -> None:
-    """Raise `RequestError` unless the server can compute the prompt and one output token of a request that runs alone."""
+def check_fits(num_prompt: int, limits: Limits, spec: RequestSpec) -> None:
+    """Raise `RequestError` unless the server can compute the prompt, and one output token, of a request that runs alone."""
     if num_prompt == 0:
         raise invalid(
             "The prompt has 0 tokens; it must have at least 1. Send a non-empty prompt.",
             "prompt",
         )
-    check_length(num_prompt, limits.max_model_len)
+    least = 1 if spec.pooling is None else 0
+    check_length(num_prompt, limits.max_model_len, max_tokens=least)
     cause = f" with the server's {limits.num_blocks} KV blocks of {limits.block_size} tokens (raise --kv-cache-memory)"
-    check_length(num_prompt, limits.max_request_len, cause=cause)
+    check_length(num_prompt, limits.max_request_len, max_tokens=least, cause=cause)
     if limits.max_prompt is not None:
         cause = " without chunked prefill (enable it, or raise --max-num-batched-tokens)"
-        check_length(num_prompt, limits.max_prompt + 1, cause=cause)
+        check_length(num_prompt, limits.max_prompt + least, max_tokens=least, cause=cause)

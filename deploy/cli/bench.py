@@ -14,8 +14,8 @@ import msgspec
 from tqdm import tqdm
 
 from quintet.deploy.config.deprecated_flags import RENAMED, add_deprecated_flags
+from quintet.deploy.config.flag import GROUP_TITLES, NETWORK
 from quintet.deploy.config.flag_table import add_flags, flag_table
-from quintet.deploy.config.flags import GROUP_TITLES, NETWORK
 from quintet.deploy.http_client.connection import BadUrl, Target
 from quintet.deploy.http_client.pool import ask
 from quintet.deploy.tools.load_client.load import Load, Outcome, run_load

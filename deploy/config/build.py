@@ -49,6 +49,7 @@ from quintet.deploy.config.model.weights import (
     weight_bytes_of,
 )
 from quintet.deploy.config.parsers import choose_parsers, reasoning_parser, with_ending
+from quintet.deploy.config.pooling import pooling_config
 from quintet.deploy.config.sections import (
     Device,
     Kind,
@@ -339,6 +340,7 @@ def _model_config(
         chat_templates=templates,
         chat_template_content_format=options.chat_template_content_format,
         parsers=parsers,
+        pooling=pooling_config(options, facts, notes),
     )
 
 

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import msgspec
 
 from quintet.deploy.config.deprecated_flags import RENAMED_VALUES, warn, with_new_names
+from quintet.deploy.config.flag import GROUP_TITLES, Flag
 from quintet.deploy.config.flag_values import boolean
-from quintet.deploy.config.flags import GROUP_TITLES, Flag, Options
+from quintet.deploy.config.flags import Options
 from quintet.deploy.config.sglang_flags import flag_for
 from quintet.deploy.config.vllm_flags import SHORT
 from quintet.deploy.config.vllm_settings import translated

@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from quintet.deploy.config.flag import DEVICE, MEMORY, MODEL, NETWORK, PROCESSES, SCHEDULING, Flag
 from quintet.deploy.config.flag_values import DTYPES, LOAD_FORMATS, QUANTIZATION_ALIASES, count, json_object
 from quintet.wire.config import (
     ActivationDtype,
@@ -21,36 +20,6 @@ from quintet.wire.config import (
     Quantization,
     Routing,
 )
-
-MODEL, NETWORK, SCHEDULING, MEMORY, PROCESSES, DEVICE = (
-    "model", "network", "scheduling", "memory", "processes", "device",
-)  # fmt: skip
-
-GROUP_TITLES: dict[str, str] = {
-    MODEL: "model and tokenizer",
-    NETWORK: "network and API",
-    SCHEDULING: "scheduling",
-    MEMORY: "KV cache",
-    DEVICE: "device",
-    PROCESSES: "processes",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """Help text and parsing of one field of `Options`."""
-
-    group: str
-    help: str
-    metavar: str | None = None
-    default_text: str | None = None
-    """Default in words, for fields with the default None."""
-    read: Callable[[object, str], object] | None = None
-    """Parser of the given value; takes the value and the flag's name."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Alternative name -> choice."""
-    takes_several: bool = False
-    """True if one occurrence of a list flag accepts several values."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,6 +101,26 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             aliases={"vllm": "quintet"},
         ),
     ] = "auto"
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        Flag(
+            MODEL,
+            "pooling: also serve embeddings, of the hidden states of a text's last token, or as the model's files of "
+            "sentence-transformers say; auto: only with such files; generate: never",
+            aliases={"embed": "pooling", "embedding": "pooling", "none": "generate"},
+        ),
+    ] = "auto"
+    pooler_config: Annotated[
+        dict[str, Any],
+        Flag(
+            MODEL,
+            'JSON object with the pooling of embeddings: {"pooling_type": "MEAN", "normalize": false}; implies --runner '
+            "pooling",
+            "JSON",
+            "none",
+            read=json_object,
+        ),
+    ] = {}
     trust_remote_code: Annotated[
         bool,
         Flag(

@@ -47,6 +47,9 @@ RENAMED: dict[str, Renamed] = {
     "max_num_queued_reqs": Renamed("max_queued_requests"),
     "max_num_queued_tokens": Renamed("max_queued_tokens"),
     "shutdown_timeout": Renamed("drain_timeout"),
+    "convert": Renamed("runner"),
+    "task": Renamed("runner"),
+    "override_pooler_config": Renamed("pooler_config"),
     "enable_log_requests": Renamed("log_requests", is_switch=True),
     "disable_log_requests": Renamed("log_requests", is_switch=True, convert=_not),
 }
@@ -242,7 +245,6 @@ ACCEPTED_VALUES: dict[str, str] = {
 """Flags with a value that have no effect -> reason."""
 
 _LORA = "LoRA adapters are not supported; merge them into the weights"
-_POOLING = "embedding, scoring and reranking are not supported"
 _ON_HOSTS = "use --nnodes, --node-rank and --master-addr, or run several servers with `quintet route`"
 _PLUGIN = "vLLM plugins are not supported"
 _OFFLOAD = "weight offloading is not supported; use --quantization or more ranks"
@@ -286,7 +288,6 @@ REFUSED_VALUES: dict[str, str] = {
     "speculative_model_quantization": _SPECULATION,
     "diffusion_config": "diffusion models are not supported",
     "quantization_param_path": "KV scales are read from the checkpoint",
-    "runner": _POOLING, "convert": _POOLING, "task": _POOLING, "pooler_config": _POOLING, "override_pooler_config": _POOLING,
     "hf_config_path": "put config.json into the model folder, or use --hf-overrides",
     "code_revision": "--revision applies to all files of the model",
     "model_class_overrides": "use --model-impl transformers for unsupported architectures",

@@ -142,7 +142,11 @@ class Decoder:
 
     def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
         """See `CausalModel.logits`. The final norm covers sampling rows only. A rank returns its columns."""
-        return self.logits_of_normed(ops, hidden if self._norm is None else ops.norm(hidden, self._norm))
+        return self.logits_of_normed(ops, self.normed(ops, hidden))
+
+    def normed(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
+        """See `quintet.executor.models.model.PooledModel`."""
+        return hidden if self._norm is None else ops.norm(hidden, self._norm)
 
     def logits_of_normed(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """Return the logits of hidden states after the final norm."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -60,6 +60,17 @@ class CausalModel(Protocol):
 
     def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
         """Return ``[num_rows, vocab_size]`` of ``hidden [num_rows, hidden]``, in `Setting.logits_dtype`."""
+
+
+@runtime_checkable
+class PooledModel(Protocol):
+    """A `CausalModel` with hidden states that can be pooled."""
+
+    def normed(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
+        """Return hidden states after the final norm."""
+
+    def logits_of_normed(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
+        """Return the logits of hidden states after the final norm."""
 
 
 def build_model(architecture: str, hf_config: HfConfig, setting: Setting) -> CausalModel:

@@ -22,27 +22,21 @@ from quintet.core.engine import Engine
 from quintet.core.hooks import FEATURES
 from quintet.core.token_messages import StepMessages
 from quintet.wire import codec
-from quintet.wire.config import ModelConfig, SchedulerConfig
+from quintet.wire.config import SchedulerConfig
 from quintet.wire.embeds import EmbedsSpan
 from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
+from quintet.wire.pooling import PoolingType, RowVector
 from quintet.wire.request import RequestSpec
 from quintet.wire.step import Capacity, NewRow, StepPlan, StepResult
+from tests.core.fake_model import VOCAB, draw, make_model, vector_of
 from tests.core.kv.fake_back_ends import FakeBackEnd, FakeDisk, FakePeers, FakeStore, Past, cache_config
 from tests.wire.respec import changed
 
-EOS = 2
-VOCAB = 200
 NS_PER_TOKEN = 1_000_000
 """Compute time that the executor reports."""
-
-
-def draw(seed: int, tokens: list[int]) -> int:
-    """Return the token after ``tokens``: a function of the seed, the position and everything before."""
-    digest = blake2b(codec.pack_i32(tokens), key=(seed & (1 << 64) - 1).to_bytes(8, "little"), digest_size=4)
-    return int.from_bytes(digest.digest(), "little") % VOCAB
 
 
 Content = dict[int, tuple[int, int, bytes]]
@@ -96,6 +90,8 @@ class FakeExecutor:
         self.host: dict[int, Content] = {}
         """Shadow of host memory."""
         self.num_swapped_out = self.num_swapped_in = 0
+        self.pooled_ends: dict[int, int] = {}
+        """Slot generation -> tokens that were pooled, of a prompt that is pooled whole."""
         self.num_in_doubt: Counter[int] = Counter()
         """Drafts that were allowed since the slot's newest row with an exact start, at most."""
 
@@ -167,6 +163,7 @@ class FakeExecutor:
             assert count >= 1
             self._write(slot_state, start, count, written, drafts[slot])
             self._check_past(slot_state, start, count, drafts[slot])
+        pooled = {rows[each.row][0]: each for each in plan.pooled_rows}
         drawn, num_tokens_drawn, num_drafts = [], bytearray(), bytearray()
         for slot, start, count, samples in rows:
             slot_state = self.slot_states[slot]
@@ -176,7 +173,8 @@ class FakeExecutor:
                 for position in group.used(start, end, self.capacity.block_size):
                     block = slot_state.blocks[index, position]
                     self.users.setdefault(block, {})[slot_state.row.generation] = plan.step
-            assert samples == (end == len(slot_state.tokens) + len(drafts[slot]))
+            is_pooled = slot in pooled
+            assert samples == (not is_pooled and end == len(slot_state.tokens) + len(drafts[slot]))
             if samples:
                 accepted = self._verify(slot_state, drafts[slot])
                 self._keep_states(slot_state, end - len(drafts[slot]) + len(accepted) - 2)
@@ -193,8 +191,23 @@ class FakeExecutor:
                 num_drafts=bytes(num_drafts) if plan.drafts else b"",
                 compute_ns=num_tokens * NS_PER_TOKEN,
                 num_active_slots=len(self.slot_states),
+                vectors=self._pool(plan, rows),
             )
         )
+
+    def _pool(self, plan: StepPlan, rows: list[tuple[int, int, int, int]]) -> list[RowVector]:
+        """Return a hash of each prompt that ends. Where all tokens are pooled, check that none is missing."""
+        vectors = []
+        for each in plan.pooled_rows:
+            slot, start, count, samples = rows[each.row]
+            slot_state = self.slot_states[slot]
+            assert not samples and each.num_prompt_tokens == len(slot_state.tokens)
+            if each.kind is PoolingType.MEAN:
+                assert start == self.pooled_ends.get(slot_state.row.generation, 0)
+                self.pooled_ends[slot_state.row.generation] = start + count
+            if start + count == each.num_prompt_tokens:
+                vectors.append(RowVector(each.row, vector_of(slot_state.tokens)))
+        return vectors
 
     def _resolve(
         self, plan: StepPlan, rows: list[tuple[int, int, int, int]]
@@ -319,6 +332,7 @@ class Outcome:
     stop_id: int | None = None
     num_cached: int | None = None
     num_endings: int = 0
+    vector: bytes = b""
 
 
 class World:
@@ -536,6 +550,11 @@ class World:
         self.failed |= {failed.request_id: failed.message for failed in effects.failed}
         self.codes |= {failed.request_id: failed.code for failed in effects.failed}
         self.unknown += effects.unknown
+        for pooled in effects.pooled:
+            outcome = self.outcomes.setdefault(pooled.request_id, Outcome())
+            assert outcome.num_endings == 0 and not outcome.tokens
+            outcome.vector, outcome.num_cached = pooled.vector, pooled.num_cached_tokens
+            outcome.finish, outcome.num_endings = FinishReason.STOP, 1
         for _, tokens in effects.tokens:
             for opened in tokens.opens:
                 outcome = self.outcomes.setdefault(opened.request_id, Outcome())
@@ -570,30 +589,3 @@ class World:
         assert len(state.free_slots) == state.limits.num_slots
         host = state.pool.tiers.host
         assert not host.wanted and len(host.free) + len(host.leaving) == host.num_blocks
-
-
-def make_model(max_model_len: int, kv: KvSpec) -> ModelConfig:
-    """Return a model configuration with numbers only."""
-    return ModelConfig(
-        path="",
-        tokenizer_path="",
-        served_names=["m"],
-        architecture="",
-        dtype="float32",
-        vocab_size=VOCAB,
-        max_model_len=max_model_len,
-        eos_token_ids=[EOS],
-        kv=kv,
-    )
-
-
-def expected(
-    prompt: list[int], seed: int, max_tokens: int, stops: tuple[int, ...] = (EOS,), min_tokens: int = 0
-) -> list[int]:
-    """Return the outputs of a request that runs alone."""
-    outputs: list[int] = []
-    while len(outputs) < max_tokens:
-        outputs.append(draw(seed, prompt + outputs))
-        if outputs[-1] in stops and len(outputs) > min_tokens:
-            break
-    return outputs

@@ -48,7 +48,8 @@ from quintet.wire.supervision import Heartbeat, ProcessSlot, Ready, SlotState, S
 from tests.wire.respec import changed
 
 from ..small_frames import limit_frames
-from .fake import VOCAB, FakeExecutor, expected, make_model
+from .fake import FakeExecutor
+from .fake_model import VOCAB, expected, make_model
 
 KV = full_layers(1, 1, 2, 4, 4)
 

@@ -13,7 +13,8 @@ from quintet.wire.config import SchedulerConfig, SpeculativeConfig
 from quintet.wire.kv_spec import KvGroup
 from quintet.wire.step import StepPlan
 
-from .fake import World, expected
+from .fake import World
+from .fake_model import expected
 from .trace import assert_served, random_trace
 
 

@@ -8,7 +8,8 @@ from quintet.wire import codec
 from quintet.wire.messages import FinishReason
 from quintet.wire.params import seed_of_choice
 
-from .fake import World, expected
+from .fake import World
+from .fake_model import expected
 
 PROMPT = list(range(10, 21))  # 11 tokens: two full blocks of 4 and a partly filled one
 

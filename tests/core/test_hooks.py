@@ -16,7 +16,8 @@ from quintet.wire.config import (
     SpeculativeConfig,
 )
 
-from .fake import World, expected
+from .fake import World
+from .fake_model import expected
 
 PROMPT = list(range(10, 21))
 
@@ -71,6 +72,7 @@ def test_features_that_are_off_have_no_hooks() -> None:
         replace_config(off.scheduler),
         CacheConfig(memory_bytes=0, swap_bytes=1, disk=disk, peers=KvPeersConfig(role="both"), store=store),
         prompt_embeds=True,
+        pooling=True,
     )
     assert [feature.name for feature in build_features(on)] == list(FEATURES)
 

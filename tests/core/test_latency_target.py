@@ -13,7 +13,8 @@ from quintet.core.throughput import Throughput
 from quintet.wire import codec
 from quintet.wire.step import StepPlan
 
-from .fake import World, expected
+from .fake import World
+from .fake_model import expected
 
 MS = 1_000_000
 LONG = [3 + i * i % 190 for i in range(1500)]

@@ -9,7 +9,8 @@ from quintet.wire.request import Echo, OutputParsing
 from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
 from tests.wire.respec import changed
 
-from .fake import World, expected
+from .fake import World
+from .fake_model import expected
 
 PROMPT = list(range(10, 31))
 

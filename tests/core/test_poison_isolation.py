@@ -21,7 +21,8 @@ from quintet.wire.params import SamplingParams, seed_of_choice
 from quintet.wire.request import RequestSpec
 from quintet.wire.step import NewRow
 
-from .fake import ExecutorFails, Fault, World, expected, no_fault
+from .fake import ExecutorFails, Fault, World, no_fault
+from .fake_model import expected
 from .trace import assert_served, random_trace
 
 NUM_SUSPECTS = 64

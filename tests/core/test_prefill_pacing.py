@@ -5,7 +5,8 @@ from __future__ import annotations
 from quintet.core.features.prefill_pacing import MIN_TOKENS
 from quintet.wire import codec
 
-from .fake import World, expected
+from .fake import World
+from .fake_model import expected
 
 PROMPT = [3 + i * i % 190 for i in range(1500)]
 

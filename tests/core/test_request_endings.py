@@ -14,7 +14,8 @@ from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
 
-from .fake import EOS, World, expected
+from .fake import World
+from .fake_model import EOS, expected
 
 PROMPT = list(range(10, 21))
 

@@ -10,7 +10,8 @@ from quintet.wire.ids import RequestIds
 from quintet.wire.messages import FinishReason, Resume, Resumed
 from quintet.wire.request import ResumeToken
 
-from .fake import World, expected
+from .fake import World
+from .fake_model import expected
 
 PROMPT = list(range(10, 21))
 KEY = b"k" * 16

@@ -13,7 +13,8 @@ from quintet.core.requests.request import Status
 from quintet.wire import codec
 from quintet.wire.step import StepPlan
 
-from .fake import World, expected
+from .fake import World
+from .fake_model import expected
 from .trace import random_trace
 
 PROMPT = list(range(10, 21))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from quintet.core.metrics import CoreMetrics
 from quintet.wire.metrics import Metrics, decode_snapshot
 
-from .fake import World, expected
+from .fake import World
+from .fake_model import expected
 
 PROMPT = list(range(10, 30))
 

@@ -13,11 +13,13 @@ from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_spec import Kind, KvGroup
 from quintet.wire.messages import FinishReason
 from quintet.wire.params import seed_of_choice
+from quintet.wire.pooling import PoolingType
 from quintet.wire.request import KvTransfer
 from quintet.wire.step import NewRow
 from tests.core.kv.fake_back_ends import PEER, FakeBackEnd, FakeDisk, FakePeers, FakeStore
 
-from .fake import EOS, ExecutorFails, Fault, World, expected, no_fault
+from .fake import ExecutorFails, Fault, World, no_fault
+from .fake_model import EOS, expected, vector_of
 
 PLAIN = (KvGroup("full", [0]),)
 RAISES, DIES, RAISES_LATER, DIES_DECODING = 250, 251, 252, 253
@@ -55,6 +57,7 @@ class Sent:
     min_tokens: int
     silenced: bool = False
     cancelled: bool = False
+    pooling: PoolingType | None = None
 
 
 def random_groups(rng: random.Random) -> list[KvGroup]:
@@ -231,6 +234,16 @@ def _admit(
     prompt = prompt[:longest]
     if poisonous and rng.random() < poisonous:
         prompt[rng.randrange(len(prompt))] = rng.choice([RAISES, DIES, RAISES_LATER, DIES_DECODING])
+    if rng.random() < 0.15:
+        kind = rng.choice([*PoolingType])
+        if rng.random() < 0.2:  # as long as a request may be
+            prompt = (prompt * 30)[: longest + 1]
+        sent[next_id] = Sent(prompt, next_id, 1, (), 0, pooling=kind)
+        reads_all = kind is PoolingType.MEAN
+        salt, priority = rng.choice(["", "", "a"]), rng.randint(-1, 1)
+        options: dict[str, object] = {"max_tokens": 1, "skip_reading_prefix_cache": reads_all}
+        world.admit(next_id, prompt, pooling=kind, priority=priority, cache_salt=salt, **options)
+        return next_id + 1
     n = rng.choice([1, 1, 1, 2, 4])
     max_tokens = rng.randint(1, 20)
     stop_token_ids = rng.sample(range(3, 200), rng.choice([0, 0, 12]))
@@ -281,6 +294,11 @@ def assert_served(world: World, sent: dict[int, Sent]) -> None:
             assert outcome.tokens == wanted[: len(outcome.tokens)]
             continue
         assert outcome.num_endings == 1, request_id
+        if request.pooling is not None:
+            is_aborted = request.cancelled and outcome.finish is FinishReason.ABORT
+            assert is_aborted or outcome.vector == vector_of(request.prompt), request_id
+            assert not outcome.tokens
+            continue
         if request.cancelled and outcome.finish is FinishReason.ABORT:
             assert outcome.tokens == wanted[: len(outcome.tokens)]
             continue

@@ -20,6 +20,7 @@ from quintet.wire.config import (
 )
 from quintet.wire.ids import WorkerId
 from quintet.wire.kv_spec import full_layers
+from quintet.wire.pooling import PoolingConfig
 
 Policy = Literal["fcfs", "priority"]
 
@@ -32,6 +33,7 @@ def make_config(
     parsers: ParsersConfig | None = None,
     peers: KvPeersConfig | None = None,
     speculative: SpeculativeConfig | None = None,
+    pooling: PoolingConfig | None = None,
     **frontend: Any,
 ) -> EngineConfig:
     """Return a toy model's configuration with the given frontend settings."""
@@ -49,6 +51,7 @@ def make_config(
             kv=full_layers(1, 1, 8, 4, 16),
             chat_templates={"default": "{{ messages }}", "tool_use": "{{ tools }}"},
             parsers=parsers or ParsersConfig(),
+            pooling=pooling,
         ),
         cache=CacheConfig(memory_bytes=1 << 20, peers=peers),
         scheduler=SchedulerConfig(

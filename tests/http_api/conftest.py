@@ -13,6 +13,7 @@ import json
 import logging
 import socket
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ from quintet.wire.messages import (
     TokenPrompt,
 )
 from quintet.wire.metrics import Metrics
+from quintet.wire.pooling import Pooled
 from quintet.wire.step import DraftCounts
 from quintet.wire.supervision import (
     MetricsQuery,
@@ -173,9 +175,22 @@ class FakeEngine:
             message = f"The prompt has {len(submit.prompt.text)} tokens; the model takes at most 256."
             self.deliver(Failed(submit.request_id, ErrorCode.TOO_LONG, message, "prompt"))
             return
+        if submit.spec.pooling is not None:
+            self.pool(submit)
+            return
         num_sent = 0 if submit.spec.replays else len(submit.spec.output_ids) // 4
         sent_texts = [self.piece(submit, index) for index in range(num_sent)]
         self.step(submit, len(sent_texts), sum(map(len, sent_texts)), is_first=True)
+
+    def pool(self, submit: Submit) -> None:
+        """Send the vector of a prompt: its number of tokens or characters, 1, 2 and 2."""
+        prompt = submit.prompt
+        size = len(prompt.text) if isinstance(prompt, TextPrompt) else 3
+        if isinstance(prompt, TokenPrompt):
+            size = len(prompt.token_ids) // 4
+        self.live.pop(submit.request_id)
+        vector = array("f", [size, 1, 2, 2]).tobytes()
+        self.deliver(Pooled(submit.request_id, size, 1 if submit.spec.cache_salt else 0, 0, vector))
 
     def piece(self, submit: Submit, index: int) -> str:
         """Return the text of token ``index``."""

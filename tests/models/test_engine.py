@@ -22,6 +22,7 @@ from quintet.wire.embeds import EmbedsPrompt, EmbedsSpan, digest_of
 from quintet.wire.kv_tiers import StoredBlocks
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
+from quintet.wire.pooling import PoolingType
 from quintet.wire.request import KvTransfer, RequestSpec
 from quintet.wire.step import Capacity, StepPlan
 
@@ -42,6 +43,7 @@ class CoreAndWorker:
         self.outputs: dict[int, list[int]] = {}
         self.endings: dict[int, FinishReason] = {}
         self.cached: dict[int, int] = {}
+        self.vectors: dict[int, bytes] = {}
         num_blocks = config.cache.memory_bytes // config.model.kv.bytes_per_block
         limits = (config.scheduler.max_num_seqs, config.model.max_model_len)
         capacity = Capacity(1, num_blocks, self.block_size, *limits)
@@ -57,13 +59,14 @@ class CoreAndWorker:
         params: SamplingParams,
         priority: int = 0,
         kv_transfer: KvTransfer | None = None,
+        pooling: PoolingType | None = None,
     ) -> None:
         """prompt: ids, embeddings, or ids with spans of embeddings."""
         if isinstance(prompt, EmbedsPrompt):
             prompt = [0] * prompt.span.num_tokens, [prompt.span]
         ids, spans = (prompt, []) if isinstance(prompt, list) else prompt
         embeds = [msgspec.structs.replace(span, digest=digest_of(span)) for span in spans]
-        spec = RequestSpec(params, 0, 0, priority=priority, kv_transfer=kv_transfer)
+        spec = RequestSpec(params, 0, 0, priority=priority, kv_transfer=kv_transfer, pooling=pooling)
         admit = Admit(request_id, pack_i32(ids), spec, 0, embeds=embeds)
         self._apply(self.engine.admit(admit, 0))
 
@@ -126,6 +129,10 @@ class CoreAndWorker:
 
     def _apply(self, effects: StepMessages) -> None:
         assert not effects.failed, effects.failed
+        for pooled in effects.pooled:
+            assert pooled.request_id not in self.vectors
+            self.vectors[pooled.request_id] = pooled.vector
+            self.cached[pooled.request_id] = pooled.num_cached_tokens
         for _, tokens in effects.tokens:
             for opened in tokens.opens:
                 self.cached[opened.request_id] = opened.num_cached_tokens

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from quintet.deploy.config.flags import Options
-from quintet.wire.config import KvEventsConfig
 from quintet.wire.errors import ConfigError
+from quintet.wire.kv_events import KvEventsConfig
 from quintet.wire.kv_spec import KvSpec
 
 FLAG = "--kv-events-config"

@@ -83,6 +83,8 @@ class ModelFacts:
     """None if only transformers has the architecture."""
     embedding_width: int
     """Width of a token embedding; 0 if only the executor knows it."""
+    hidden_size: int
+    """Width of hidden states; 0 if only the executor knows it."""
     num_parameters: int | None
     """Number of parameters of all matrices; None if only the executor knows it."""
     expert_depths: frozenset[int]
@@ -159,6 +161,7 @@ def read_facts(
         vocab_size=spec.vocab_size,
         tensor_names=spec.names if isinstance(spec, DecoderSpec) else None,
         embedding_width=spec.embedding_width or spec.hidden_size if isinstance(spec, DecoderSpec) else 0,
+        hidden_size=spec.hidden_size if isinstance(spec, DecoderSpec) else 0,
         num_parameters=spec.num_parameters,
         expert_depths=_expert_depths(spec),
         max_model_len=spec.reach,

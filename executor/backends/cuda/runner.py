@@ -31,7 +31,7 @@ from quintet.executor.memory import to_device
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.linear import Linear
 from quintet.executor.models.layers.rope import Rope
-from quintet.executor.models.model import CausalModel
+from quintet.executor.models.model import CausalModel, PooledModel
 from quintet.executor.ragged import Int
 
 MAX_OUTPUTS = 256
@@ -254,6 +254,12 @@ class DeviceRunner:
         index = to_device(np.ascontiguousarray(tokens), self._device.torch_device)
         logits = self._logits(self._hidden.take(index))
         return torch.empty(0, device=self._device.torch_device) if logits is None else logits
+
+    def normed(self, tokens: Int) -> torch.Tensor:
+        """See `quintet.executor.pooling.HiddenSource`; of the last step. Each rank has whole hidden states."""
+        assert self._pass is not None and isinstance(self._model, PooledModel), self._model
+        index = to_device(np.ascontiguousarray(tokens), self._device.torch_device)
+        return self._model.normed(self._pass, self._hidden.take(index)).materialized
 
     def _logits(self, hidden: Value) -> torch.Tensor | None:
         """Return logits of the rows, gathered over the ranks' vocabulary shards; None at ranks other than 0."""

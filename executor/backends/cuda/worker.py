@@ -40,6 +40,7 @@ from quintet.executor.backends.cuda.steps import DeviceSteps, PinnedRing
 from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.oom_split import OomSplit
+from quintet.executor.pooling import Pooler
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import Grammars
 from quintet.executor.sampling.logits_processor import LogitsProcessor
@@ -107,7 +108,7 @@ class DeviceWorker:
         self._speculation: Speculation | None = None
         self._unended: deque[DeviceStep] = deque()
         """Steps in flight, oldest first."""
-        self._sampler = self._open_sampler(config)
+        self._sampler, self._pooler = self._open_sampler(config), Pooler()
         self._masked: list[DeviceStep] = []
         """Steps with structured output; the grammar matchers may lack their tokens."""
         in_flight = scheduler.max_steps_in_flight + 1
@@ -289,6 +290,8 @@ class DeviceWorker:
             drawn = self._compute(plan, packed, words, staging, embeds, graph)
             self._span("layers")
             result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self)
+            if plan.pooled_rows:  # waits for the device
+                result.vectors = self._pooler.pool(rows, self.runner)
         tokens = drawn.tokens[: packed.num_sampled]
         self._advance_matchers()
         masks = self._sampler.begin_masks(rows)

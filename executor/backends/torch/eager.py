@@ -27,6 +27,7 @@ from quintet.executor.models.layers.linear import Embedding, HeadLinear, Linear
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan, StatePart
+from quintet.executor.models.model import PooledModel
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
@@ -287,10 +288,17 @@ class EagerRunner:
     def logits(self, tokens: Int) -> torch.Tensor:
         """See `Runner.logits`."""
         assert self._pass is not None, "no step has run"
+        return self._model.logits(self._pass, self._hidden_of(tokens))
+
+    @torch.inference_mode()
+    def normed(self, tokens: Int) -> torch.Tensor:
+        """See `quintet.executor.pooling.HiddenSource`."""
+        assert self._pass is not None and isinstance(self._model, PooledModel), self._model
+        return self._model.normed(self._pass, self._hidden_of(tokens))
+
+    def _hidden_of(self, tokens: Int) -> torch.Tensor:
         hidden = self._hidden
-        if len(tokens) < len(hidden):
-            hidden = hidden[to_device(tokens, self._device)]
-        return self._model.logits(self._pass, hidden)
+        return hidden[to_device(tokens, self._device)] if len(tokens) < len(hidden) else hidden
 
     def forward_and_draw(
         self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None

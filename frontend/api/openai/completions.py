@@ -178,11 +178,15 @@ def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt |
 
 
 def token_prompt(
-    ids: Sequence[int], truncate_prompt_tokens: int | None, model: ModelConfig, field: str = "prompt"
+    ids: Sequence[int],
+    truncate_prompt_tokens: int | None,
+    model: ModelConfig,
+    field: str = "prompt",
+    max_tokens: int | None = None,
 ) -> TokenPrompt:
     """Return checked ids as a prompt. Raises `RequestError` for ``field``."""
     if truncate_prompt_tokens is None:
-        check_length(len(ids), model.max_model_len, field)
+        check_length(len(ids), model.max_model_len, field, max_tokens)
     if not ids:
         raise invalid(f"{field} holds an empty list of token ids; send at least one token.", field)
     check_token_ids(ids, model.vocab_size, field)

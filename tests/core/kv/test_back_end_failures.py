@@ -14,7 +14,8 @@ from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_tiers import KvTierResults, TierName
 from quintet.wire.request import KvTransfer
-from tests.core.fake import World, expected
+from tests.core.fake import World
+from tests.core.fake_model import expected
 from tests.core.kv.fake_back_ends import PEER, FakeBackEnd, FakeDisk, FakePeers, FakeStore
 from tests.core.trace import assert_served, random_trace
 
@@ -254,7 +255,7 @@ def test_random_traces(name: str, make: Callable[[int], FakeBackEnd], seed: int,
 @pytest.mark.parametrize("make", [lambda: FakeDisk(60, 30), lambda: FakePeers(30), lambda: FakeStore(30)])
 def test_random_traces_fetch(make: Callable[[], FakeBackEnd]) -> None:
     names = {"disk": "disk", "peer": "peers", "store": "store"}
-    back_ends = [make() for _ in range(5)]
+    back_ends = [make() for _ in range(16)]
     for seed, each in enumerate(back_ends):
         random_trace(seed, 250, 2, in_groups=seed % 2 == 1, **{names[each.tier]: each})  # type: ignore[arg-type]
     assert sum(each.num_fetched > 0 for each in back_ends) > 2, [each.num_fetched for each in back_ends]

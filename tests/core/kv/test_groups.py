@@ -8,7 +8,8 @@ import pytest
 
 from quintet.core import recurrent_state
 from quintet.wire.kv_spec import KvGroup
-from tests.core.fake import World, expected
+from tests.core.fake import World
+from tests.core.fake_model import expected
 from tests.core.trace import assert_served, random_trace
 
 SLIDING = [KvGroup("sliding", [0], 8)]

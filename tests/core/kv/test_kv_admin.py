@@ -15,7 +15,8 @@ from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_admin import KvPrefix, KvQuery, KvReport, Verb
 from quintet.wire.kv_spec import KvGroup
-from tests.core.fake import World, expected
+from tests.core.fake import World
+from tests.core.fake_model import expected
 from tests.core.kv.fake_back_ends import FakeDisk
 from tests.core.kv.test_groups import HYBRID, MIXED, SLIDING, STATES
 

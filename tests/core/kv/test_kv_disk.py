@@ -10,7 +10,8 @@ from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, TierCapacity
-from tests.core.fake import World, expected
+from tests.core.fake import World
+from tests.core.fake_model import expected
 from tests.core.kv.fake_back_ends import FakeDisk
 from tests.core.trace import assert_served, random_trace
 

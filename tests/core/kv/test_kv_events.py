@@ -8,9 +8,8 @@ import pytest
 
 from quintet.core.kv.prefix import salt_digest
 from quintet.core.scheduler_state import SchedulerState
-from quintet.wire.config import KvEventsConfig
 from quintet.wire.embeds import EmbedsSpan
-from quintet.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from quintet.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventsConfig
 from quintet.wire.kv_spec import KvGroup
 from tests.core.fake import World
 from tests.core.kv.test_groups import SLIDING

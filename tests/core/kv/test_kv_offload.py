@@ -12,7 +12,8 @@ from quintet.core.kv.tiers import Tiers
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire import codec
 from quintet.wire.step import StepPlan
-from tests.core.fake import NS_PER_TOKEN, World, expected
+from tests.core.fake import NS_PER_TOKEN, World
+from tests.core.fake_model import expected
 
 BLOCK_BYTES = 64
 """KV size of the model of `World`."""

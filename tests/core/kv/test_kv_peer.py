@@ -12,7 +12,8 @@ from quintet.core.kv.tier import Source, Wanted
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.kv_spec import KvGroup
 from quintet.wire.request import KvTransfer
-from tests.core.fake import World, expected
+from tests.core.fake import World
+from tests.core.fake_model import expected
 from tests.core.kv.fake_back_ends import PEER, FakeDisk, FakePeers
 
 PROMPT = list(range(10, 31))

@@ -17,7 +17,8 @@ from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, Search, SearchResult, TierCapacity
-from tests.core.fake import World, expected
+from tests.core.fake import World
+from tests.core.fake_model import expected
 from tests.core.kv.fake_back_ends import FakeDisk, FakeStore
 
 PROMPT = list(range(10, 31))

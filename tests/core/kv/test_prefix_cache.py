@@ -10,7 +10,8 @@ from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import content_of, extend_chain, salt_digest
 from quintet.wire.embeds import EmbedsSpan
 from quintet.wire.kv_spec import KvGroup
-from tests.core.fake import World, expected
+from tests.core.fake import World
+from tests.core.fake_model import expected
 
 PROMPT = list(range(10, 30))  # 5 blocks of 4
 

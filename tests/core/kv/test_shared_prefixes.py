@@ -7,7 +7,8 @@ import pytest
 
 from quintet.wire import codec
 from quintet.wire.step import StepPlan
-from tests.core.fake import World, expected
+from tests.core.fake import World
+from tests.core.fake_model import expected
 
 PREFIX = [3 + i * i % 190 for i in range(1024)]
 NUM_REQUESTS, NUM_OWN, NUM_OUTPUTS = 32, 24, 4

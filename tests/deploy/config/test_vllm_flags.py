@@ -108,7 +108,7 @@ COMMON: list[tuple[list[str], dict[str, Any]]] = [
       '--hf-overrides {"a": "b c"}'],
      {"max_model_len": 1000, "served_model_name": ["a", "b"], "enforce_eager": True,
       "trust_remote_code": True, "hf_overrides": {"a": "b c"}}),
-    (["--task", "generate", "--runner=auto", "--logprobs-mode", "raw_logprobs"], {}),
+    (["--task", "generate", "--logprobs-mode", "raw_logprobs"], {"runner": "generate"}),
     (["--speculative-config.method", "ngram", "--speculative_config.num_speculative_tokens=3"],
      {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     (["-sc.method", "ngram", "--speculative-config", '{"num_speculative_tokens": 3}'],

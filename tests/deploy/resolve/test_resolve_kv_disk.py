@@ -17,8 +17,9 @@ from quintet.deploy.config.kv.disk import free_bytes
 from quintet.deploy.supervisor.store_lock import lock_stores
 from quintet.deploy.tools.kv_plan import disk_plan
 from quintet.process import own_files
-from quintet.wire.config import EngineConfig, KvDiskConfig, KvEventsConfig
+from quintet.wire.config import EngineConfig, KvDiskConfig
 from quintet.wire.errors import ConfigError
+from quintet.wire.kv_events import KvEventsConfig
 
 MAMBA = {
     "architectures": ["MambaForCausalLM"],

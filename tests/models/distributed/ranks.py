@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import zmq
@@ -46,6 +46,7 @@ def config_of(
     context: int = 1,
     max_model_len: int = MAX_MODEL_LEN,
     speculative_config: str | None = None,
+    runner: Literal["auto", "pooling"] = "auto",
 ) -> EngineConfig:
     """Resolve as `quintet serve` does."""
     requested = Options(
@@ -69,6 +70,7 @@ def config_of(
         layout_invariant=invariant,
         pipeline_parallel_size=stages,
         speculative_config=speculative_config,
+        runner=runner,
     )
     return with_blocks(resolve(requested, RUN_DIR, http=False).config, NUM_BLOCKS)
 

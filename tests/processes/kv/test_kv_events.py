@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from quintet.process.kv_publisher import KvPublisher
-from quintet.wire.config import KvEventsConfig
+from quintet.wire.kv_events import KvEventsConfig
 from tests.processes.server import Server, serve, wait_until
 
 BLOCK_SIZE = 16

@@ -74,7 +74,7 @@ class GraphBuilder:
         self._max_rows = {Extent.TOKENS: max_tokens, Extent.OUTPUTS: max_outputs}
         self._operations: list[Operation] = []
         self._kept: set[int] = set()
-        self._marks: list[int] = []
+        self._marks: dict[int, bool] = {}
         self.memory: list[torch.Tensor] = []
         """Memory of the values; must outlive the program."""
         self.expert_layers: list[HostExperts] = []
@@ -442,12 +442,9 @@ class GraphBuilder:
 
         return self._append(f"gather {kept.whole} columns of all ranks", emit, (x,), whole)
 
-    def mark(self) -> None:
-        """Begin a part of the program that runs separately; each run records the time at which the part starts.
-
-        Values of earlier parts that it reads must be kept (`keep`).
-        """
-        self._marks.append(len(self._operations))
+    def mark(self, *, is_timed: bool = True) -> None:
+        """Begin a part that runs separately. A run records the time of its start, if ``is_timed``. Keep values that it reads."""
+        self._marks[len(self._operations)] = is_timed
 
     def keep(self, *values: Value) -> None:
         """Reserve the memory of values that are read after the pass, or by a later part."""
@@ -462,8 +459,9 @@ class GraphBuilder:
         for number, operation in enumerate(operations):
             begin = self._library.size(self.handle)
             if number in self._marks:
-                self._library.mark(self.handle)
                 parts.append(begin)
+                if self._marks[number]:
+                    self._library.mark(self.handle)
             if operation is not None:
                 planner.assign(number, operation)
                 operation.emit()

@@ -15,6 +15,7 @@ import torch
 from quintet.executor.backends.cpu.program.graph_builder import GraphBuilder
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.rotations import Rotations
+from quintet.executor.backends.cpu.program.values import Value
 from quintet.executor.distributed.parallel.balancer import Balancer
 from quintet.executor.distributed.parallel.expert_copies import ExpertCopies
 from quintet.executor.distributed.parallel.library import OrderKind
@@ -24,7 +25,7 @@ from quintet.executor.expert_metrics import ExpertCounts
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.share import Share, most_outputs
 from quintet.executor.models.eagle import observed_forward
-from quintet.executor.models.model import CausalModel
+from quintet.executor.models.model import CausalModel, PooledModel
 from quintet.wire.config import EngineConfig
 
 
@@ -54,25 +55,25 @@ class ModelProgram:
         builder = GraphBuilder(library, dtype, kv, self.max_tokens, self.max_outputs, ranks)
         hidden, observed = observed_forward(model, builder, aux_layers, are_joined=share.stages == 1)
         builder.keep(hidden, *observed)
-        logits = None
+        logits = normed = None
         if share.is_last:
-            builder.mark()
-            logits = model.logits(builder, builder.take_outputs(hidden))
-            if ranks is not None:
-                logits = builder.gather_logits(logits)
-            builder.keep(logits)
+            logits, normed = _record_outputs(builder, model, hidden, pools=config.model.pooling is not None)
+            builder.keep(logits := logits if ranks is None else builder.gather_logits(logits))
         recorded = builder.finish()
         self.spans = recorded.spans
         self.handle = builder.handle
         self._keep_alive = (model, builder.memory)  # the program holds addresses into these
         self.end = self.spans[-1].end  # of the last operation, which may be that of the logits
         self.layers_end = recorded.parts[0] if recorded.parts else self.end
+        self.normed_end = recorded.parts[1] if normed is not None else self.layers_end
         self.received_hidden = None if builder.received_hidden is None else builder.received_hidden.tensor
         """``[max_tokens, hidden]``: hidden states from the previous stage; None in the first stage."""
         self.hidden = hidden.tensor
         """``[max_tokens, hidden]``: hidden states for the next stage."""
         self.aux_hidden: Sequence[torch.Tensor] = [value.tensor for value in observed]
         """``[max_tokens, hidden]`` after each of ``aux_layers``: joined in an only stage; in the first of several, of all."""
+        self.normed = None if normed is None else normed.tensor
+        """``[max_outputs, hidden]``: outputs after the final norm, if the server pools."""
         self.logits = None if logits is None else logits.tensor
         assert self.logits is None or self.logits.dtype is self.logits_dtype, self.logits.dtype
         """``[max_outputs, vocab]``; None if another stage computes them."""
@@ -157,3 +158,17 @@ class ModelProgram:
         records = np.frombuffer(items, vector_records(self._embedded.shape[1], self.dtype))
         vectors = torch.from_numpy(records["vector"].copy()).view(self.dtype)
         StepEmbeds(torch.from_numpy(records["token"].astype(np.int64)), vectors).put(self._embedded)
+
+
+def _record_outputs(
+    builder: GraphBuilder, model: CausalModel, hidden: Value, *, pools: bool
+) -> tuple[Value, Value | None]:
+    """Record the logits of the outputs; return them, and the outputs after the final norm if they are pooled."""
+    builder.mark()
+    outputs = builder.take_outputs(hidden)
+    if not (pools and isinstance(model, PooledModel)):
+        return model.logits(builder, outputs), None
+    normed = model.normed(builder, outputs)
+    builder.keep(normed)
+    builder.mark(is_timed=False)
+    return model.logits_of_normed(builder, normed), normed

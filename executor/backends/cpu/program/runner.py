@@ -60,6 +60,14 @@ class ProgramRunner:
             self.run(self.program.layers_end, self.program.end)
         return self._logits[: len(tokens)]
 
+    def normed(self, tokens: Int) -> torch.Tensor:
+        """See `quintet.executor.pooling.HiddenSource`."""
+        program = self.program
+        assert program.normed is not None, "the configuration of the program has no pooling"
+        with self.step.with_outputs(tokens):
+            self.run(program.layers_end, program.normed_end)
+        return program.normed[: len(tokens)]
+
     def forward_and_draw(
         self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
     ) -> bytes:

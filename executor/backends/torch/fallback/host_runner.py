@@ -72,10 +72,13 @@ class HostRunner:
     @torch.inference_mode()
     def logits(self, tokens: Int) -> torch.Tensor:
         """See `Runner.logits`."""
+        return self._model.logits(self, self.normed(tokens))
+
+    @torch.inference_mode()
+    def normed(self, tokens: Int) -> torch.Tensor:
+        """See `quintet.executor.pooling.HiddenSource`. The last hidden states of transformers' models are normed."""
         hidden = self._hidden
-        return self._model.logits(
-            self, hidden if len(tokens) == len(hidden) else hidden[torch.from_numpy(tokens)]
-        )
+        return hidden if len(tokens) == len(hidden) else hidden[torch.from_numpy(tokens)]
 
     def forward_and_draw(
         self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None

@@ -1,0 +1,1 @@
+"""APIs of embeddings: vectors of texts, and similarities of texts."""
