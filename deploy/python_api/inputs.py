@@ -57,6 +57,13 @@ def read_prompt(given: PromptInput, vocab_size: int) -> ReadPrompt:
     raise _bad(f"a {type(given).__name__}; pass text, a list of token ids, or a dictionary with either")
 
 
+def is_one_prompt(prompts: object) -> bool:
+    """Return whether this is a single prompt, not several."""
+    if isinstance(prompts, str | bytes | Mapping):
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+
+
 def read_text(given: str, name: str) -> str:
     """Validate a text. Raises `RequestError` for a lone surrogate."""
     try:

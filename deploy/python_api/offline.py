@@ -35,6 +35,7 @@ from quintet.deploy.python_api.beams import (
     BeamSearchSequence,
     beam_search,
 )
+from quintet.deploy.python_api.embed import EmbeddingRequestOutput, embed
 from quintet.deploy.python_api.engine import WAS_SHUT_DOWN, EngineError, LocalServer, options_of_call
 from quintet.deploy.python_api.gather import LOOK_S, CheckedPrompt, Gather, refused
 from quintet.deploy.python_api.inputs import (
@@ -43,6 +44,7 @@ from quintet.deploy.python_api.inputs import (
     PromptInput,
     ReadPrompt,
     default_params,
+    is_one_prompt,
     read_params,
     read_priority,
     read_prompt,
@@ -68,6 +70,7 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineError",
     "LLMEngine",
     "Logprob",
@@ -157,7 +160,7 @@ class LLM:
         def read(prompt: PromptInput) -> ReadPrompt:
             return read_prompt(prompt, vocab_size)
 
-        inputs = cast(Iterable[PromptInput], [prompts] if _is_one_prompt(prompts) else prompts)
+        inputs = cast(Iterable[PromptInput], [prompts] if is_one_prompt(prompts) else prompts)
         return self._run(inputs, read, sampling_params, priority, use_tqdm, errors)
 
     @overload
@@ -218,9 +221,21 @@ class LLM:
         self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
         """Run beam search, equivalent to ``generate(num_beams=…)`` of transformers; see `generate`."""
-        inputs = cast(Sequence[PromptInput], [prompts] if _is_one_prompt(prompts) else prompts)
+        inputs = cast(Sequence[PromptInput], [prompts] if is_one_prompt(prompts) else prompts)
         read = [read_prompt(each, self.vocab_size) for each in inputs]
         return self._wait(beam_search(self._engine, read, params))
+
+    def embed(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vectors of prompts (``docs/embeddings.md``), of an engine with ``runner="pooling"``; see `generate`."""
+        inputs = cast(Sequence[PromptInput], [prompts] if is_one_prompt(prompts) else prompts)
+        read = [read_prompt(each, self.vocab_size) for each in inputs]
+        return self._wait(embed(self._engine, read, truncate_prompt_tokens, use_tqdm=use_tqdm))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
@@ -316,12 +331,6 @@ class LLM:
                 yield CheckedPrompt(request_id, read(given), last_read, read_priority(rank), clamp_max_tokens)
             except RequestError as error:
                 yield refused(request_id, error)
-
-
-def _is_one_prompt(prompts: object) -> bool:
-    if isinstance(prompts, str | bytes | Mapping):
-        return True
-    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
 
 
 def _with_progress(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         BeamSearchOutput,
         BeamSearchParams,
         CompletionOutput,
+        EmbeddingRequestOutput,
         LLMEngine,
         RequestOutput,
     )
@@ -27,6 +28,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "LLMEngine",
     "RequestOutput",
     "SamplingParams",
@@ -39,6 +41,7 @@ _MODULES = {
     "BeamSearchOutput": "quintet.deploy.python_api.offline",
     "BeamSearchParams": "quintet.deploy.python_api.offline",
     "CompletionOutput": "quintet.deploy.python_api.offline",
+    "EmbeddingRequestOutput": "quintet.deploy.python_api.offline",
     "LLMEngine": "quintet.deploy.python_api.offline",
     "RequestOutput": "quintet.deploy.python_api.offline",
     "SamplingParams": "quintet.wire.params",

@@ -262,8 +262,10 @@ def _architecture(config: Json, path: Path) -> str:
 
 
 def _is_wrapper(name: object, architecture: str) -> bool:
-    """Return whether a class is a training wrapper of a known architecture: ``FSDPLlamaForCausalLM``."""
-    return isinstance(name, str) and name.endswith(architecture) and is_known(architecture)
+    """Return whether a class is a known architecture in a training wrapper, as ``FSDPLlamaForCausalLM``, or without its output
+    layer, as ``MistralModel``."""
+    base = f"{architecture.removesuffix('ForCausalLM')}Model"
+    return isinstance(name, str) and (name.endswith(architecture) or name == base) and is_known(architecture)
 
 
 _DTYPES: dict[str, Dtype] = {
