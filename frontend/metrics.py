@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from quintet.frontend.http.http_request import Header, HttpRequest
 from quintet.frontend.service import Service
+from quintet.process.metrics_merging import add_counters, add_histograms, merged, supervised
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role
 from quintet.wire.metrics import (
@@ -30,7 +31,6 @@ from quintet.wire.metrics import (
     Snapshot,
     decode_snapshot,
 )
-from quintet.wire.metrics_merging import add_counters, add_histograms, merged, supervised
 from quintet.wire.supervision import MetricsReport, ProcessMetrics, SlotState
 
 MAX_WAIT_S = 5.0

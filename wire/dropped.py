@@ -17,6 +17,7 @@ from quintet.wire.codec import REQUEST_BYTES, UNREADABLE, unpack_i64
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role
 from quintet.wire.kv_admin import KvReport
+from quintet.wire.pooling import Pooled
 
 MAX_ID = 1 << 63
 
@@ -24,6 +25,7 @@ CARRIERS: Mapping[type[msgspec.Struct], tuple[str, ...]] = {
     m.Submit: ("request_id",),
     m.Admit: ("request_id",),
     m.Failed: ("request_id",),
+    Pooled: ("request_id",),
     m.Cancel: ("request_ids",),
     m.Tokens: ("request_ids", "opens"),
     m.Text: ("request_ids", "started", "finishes"),

@@ -1,4 +1,4 @@
-"""Pooling: a request whose result is one vector of its prompt's hidden states, without output tokens.
+"""Pooling: the result of a request is one vector of its prompt's hidden states, without output tokens.
 
     core ── StepPlan.pooled_rows ──▶ executor ── StepResult.vectors ──▶ core ── Pooled ──▶ frontend
 
@@ -19,7 +19,7 @@ ITEM_BYTES = 4
 
 
 class PoolingType(IntEnum):
-    """Which of the prompt's last hidden states are pooled."""
+    """The hidden states of a prompt that are pooled."""
 
     LAST = 0
     """That of the last token."""

@@ -108,7 +108,7 @@ class RequestSpec(msgspec.Struct, array_like=True):
     kv_transfer: KvTransfer | None = None
     """None without KV transfer."""
     pooling: PoolingType | None = None
-    """Pool the prompt's hidden states and generate nothing (``max_tokens`` is 0); None to generate."""
+    """Pool the prompt's hidden states and generate nothing (``max_tokens`` is ignored); None to generate."""
 
     @property
     def num_seen(self) -> int:

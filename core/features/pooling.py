@@ -26,7 +26,7 @@ def claim(state: SchedulerState, request: Request) -> bool:
 
 
 def attach(state: SchedulerState, step: StepBuilder) -> None:
-    """Attach the rows whose hidden states are pooled: the last one of a prompt, or all."""
+    """Attach the rows with hidden states that are pooled: the last one of a prompt, or all."""
     pooled = []
     for row, request in enumerate(step.rows):
         kind = request.spec.pooling

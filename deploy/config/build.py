@@ -35,6 +35,7 @@ from quintet.deploy.config.model.chat_templates import read_chat_templates
 from quintet.deploy.config.model.hf_config import ModelFacts, Overrides, read_facts
 from quintet.deploy.config.model.implementation import check_transformers_flags, note_of
 from quintet.deploy.config.model.packaged_models import packaged_generation
+from quintet.deploy.config.model.pooling import pooling_config
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.model.stop_tokens import end_token_ids
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
@@ -49,7 +50,6 @@ from quintet.deploy.config.model.weights import (
     weight_bytes_of,
 )
 from quintet.deploy.config.parsers import choose_parsers, reasoning_parser, with_ending
-from quintet.deploy.config.pooling import pooling_config
 from quintet.deploy.config.sections import (
     Device,
     Kind,

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quintet.deploy.supervisor.spawn import ChildProcess
+from quintet.process.metrics_merging import merged, supervised
 from quintet.process.sockets import address_of
 from quintet.wire.config import ProcessesConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.metrics import decode_snapshot, encode_snapshot
-from quintet.wire.metrics_merging import merged, supervised
 from quintet.wire.supervision import Heartbeat, ProcessMetrics, ProcessSlot, SlotHistory, SlotState, Topology
 
 

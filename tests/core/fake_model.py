@@ -1,4 +1,4 @@
-"""What the fake model is, and what it draws: functions of a request alone."""
+"""The fake model: its configuration, and its draws as functions of a request alone."""
 
 from __future__ import annotations
 

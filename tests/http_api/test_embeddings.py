@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from quintet.frontend.api.pooling.vectors import vector_of
+from quintet.wire.errors import RequestError
 from quintet.wire.messages import Cancel, ChatPrompt, Submit, TextPrompt
 from quintet.wire.pooling import PoolingConfig, PoolingType
 from tests.frontend.configs import make_config
@@ -122,9 +124,17 @@ def test_ranks_of_documents(path: str, pooling: Server) -> None:
     assert only["index"] == 2 and "document" not in only
 
 
+def test_vector_that_is_not_finite() -> None:
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(RequestError, match="not finite"):
+            vector_of(array("f", [1, wrong]).tobytes(), normalize=True)
+    assert vector_of(array("f", [0, 0]).tobytes(), normalize=True).tolist() == [0, 0]
+
+
 CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (E, {}, 400, "input", ["input is missing"]),
     (E, {"input": []}, 400, "input", ["[]"]),
+    (E, {"input": ["a"] * 4097}, 400, "n", ["4097", "at most 4096"]),
     (E, {"input": [1, "a"]}, 400, "input", ["mixes"]),
     (E, {"input": [[]]}, 400, "input", ["empty list"]),
     (E, {"input": [1000]}, 400, "input", ["1000", "between 0 and 999"]),

@@ -18,6 +18,7 @@ from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.dropped import CARRIERS, Dropped, carried_by, carried_by_bytes
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_admin import KvReport
+from quintet.wire.pooling import Pooled
 from quintet.wire.request import Echo
 from quintet.wire.validate import Validator
 from tests.wire.test_validate import admit, plan, result, submit, text, tokens
@@ -32,6 +33,7 @@ CARRIED: list[tuple[msgspec.Struct, Dropped]] = [
     (admit(request_id=5, prompt_ids=pack_i32([9])), Dropped("admit", [5])),
     (m.Cancel([5, -1, 1 << 70, 6], 0), Dropped("cancel", [5, 6])),
     (m.Failed(5, m.ErrorCode.INVALID, ""), Dropped("failed", [5])),
+    (Pooled(5, 1, 0, 0, b"odd"), Dropped("pooled", [5])),
     (tokens(opens=[OPEN], request_ids=pack_i64([9, -4, 7])), Dropped("tokens", [9, 7])),
     (tokens(opens=[OPEN], request_ids=b"odd"), Dropped("tokens", [7])),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import sys
 import time
@@ -22,6 +23,8 @@ from quintet.wire.params import shown
 from quintet.wire.pooling import PoolingConfig
 
 FORMATS = ("float", "base64")
+TOGETHER = 16
+"""Vectors that are converted before other clients are served."""
 _decoder = msgspec.json.Decoder(EmbeddingBody)
 
 
@@ -41,18 +44,20 @@ async def embeddings(service: Service, http_request: HttpRequest) -> None:
         "object": "list",
         "created": int(time.time()),
         "model": config.model.served_names[0],
-        "data": _data(found, body, pooling),
+        "data": await _data(found, body, pooling),
         "usage": found.usage,
     }
     await http_request.respond_json(response)
 
 
-def _data(found: Vectors, body: EmbeddingBody, pooling: PoolingConfig) -> list[dict[str, object]]:
+async def _data(found: Vectors, body: EmbeddingBody, pooling: PoolingConfig) -> list[dict[str, object]]:
     normalize = pooling.normalize
     for asked in (body.normalize, body.use_activation):
         normalize = normalize if asked is None else asked
     data: list[dict[str, object]] = []
     for index, hidden in enumerate(found.hidden):
+        if index % TOGETHER == 0:
+            await asyncio.sleep(0)  # other clients are served
         vector = vector_of(hidden, normalize=normalize, dimensions=body.dimensions)
         if body.encoding_format == "base64" and sys.byteorder == "big":
             vector.byteswap()

@@ -46,7 +46,7 @@ class EmbeddingBody(PoolingBody, kw_only=True):
     dimensions: int | None = None
     """Leading components that are returned, for models trained for it (Matryoshka). Normalized after the cut."""
     use_activation: bool | None = None
-    """Whether vectors are normalized; default: as the model's configuration says."""
+    """Normalize vectors; default: as the model's configuration says."""
     normalize: bool | None = None
     """As ``use_activation``, in older versions of vLLM."""
     embed_dtype: str | None = None

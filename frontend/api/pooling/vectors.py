@@ -18,7 +18,7 @@ from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Stream
 from quintet.wire.config import ModelConfig
-from quintet.wire.errors import RequestError, invalid
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.messages import Prompt, TextPrompt
 from quintet.wire.params import SamplingParams
 from quintet.wire.pooling import PoolingConfig, PoolingType
@@ -131,6 +131,7 @@ async def pool(
     )
     deadline_ns = parse.deadline_ns(fields, http_request)
     spec = RequestSpec(params, http_request.arrival_ns, deadline_ns=deadline_ns, pooling=pooling.kind)
+    service.admission.check_number(len(prompts))
     session, streams = session_of(http_request, body.user), list[Stream]()
     together = min(MAX_TOGETHER, config.frontend.max_queued_requests)
     try:
@@ -176,8 +177,16 @@ def renamed_field(error: RequestError, field: str) -> RequestError:
 
 
 def vector_of(hidden: bytes, *, normalize: bool, dimensions: int | None = None) -> array[float]:
-    """Return float32[dimensions] of a pooled hidden state. A vector of zeros stays as it is."""
+    """Return float32[dimensions] of a pooled hidden state. A vector of zeros stays as it is.
+
+    Raises `RequestError` if a component is not a finite number.
+    """
     vector = array("f", hidden)
+    if not all(map(math.isfinite, vector)):
+        raise RequestError(
+            ErrorCode.INTERNAL,
+            "The model's hidden states are not finite numbers. Start the server with --dtype float32 or bfloat16.",
+        )
     if dimensions is not None:
         del vector[dimensions:]
     if not normalize:

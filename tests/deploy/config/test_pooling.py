@@ -13,7 +13,7 @@ from tests.deploy.config.test_vllm_flags import parsed
 
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.hf_config import read_facts
-from quintet.deploy.config.pooling import pooling_config
+from quintet.deploy.config.model.pooling import pooling_config
 from quintet.wire.errors import ConfigError
 from quintet.wire.pooling import PoolingConfig, PoolingType
 
@@ -55,7 +55,6 @@ def write_modules(folder: Path, pooling: dict[str, Any], *kinds: str) -> Path:
             {"runner": "pooling", "pooler_config": {"normalize": False, "pooling_type": None}},
             section(LAST, False),
         ),
-        ({"runner": "generate", "pooler_config": {"pooling_type": "MEAN"}}, None),
     ],
 )
 def test_flags(options: dict[str, Any], expected: PoolingConfig | None, tmp_path: Path) -> None:
@@ -135,6 +134,7 @@ def test_unsupported_folders(pooling: dict[str, Any], kinds: list[str], words: s
             "'enable_chunked_processing' is not supported",
         ),
         ({"runner": "pooling", "pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({"runner": "generate", "pooler_config": {"pooling_type": "MEAN"}}, "drop one of them"),
     ],
 )
 def test_refused_values(options: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 from tests.models.equality import load
+from tests.models.pooling.test_vectors import CLOSE, alone, reference
 from tests.models.random_checkpoints import SMALL, randomise
 from tests.models.small_models import prompts_of
-from tests.models.test_pooling import CLOSE, alone, reference
 
 
 @pytest.mark.drawn(1)

@@ -26,6 +26,8 @@ def pooling_config(options: Options, facts: ModelFacts, notes: list[str]) -> Poo
     given = _given(options)
     stored, reason = _of_folder(facts.path)
     is_asked = options.runner == "pooling" or bool(options.pooler_config)
+    if options.runner == "generate" and options.pooler_config:
+        raise ConfigError(f"{FLAG} needs --runner pooling or auto, but it is generate: drop one of them")
     if options.runner == "generate" or not (is_asked or stored or reason):
         return None
     if not is_asked:
