@@ -30,16 +30,13 @@ def pooling_config(options: Options, facts: ModelFacts, notes: list[str]) -> Poo
         raise ConfigError(f"{FLAG} needs --runner pooling or auto, but it is generate: drop one of them")
     if options.runner == "generate" or not (is_asked or stored or reason):
         return None
-    if not is_asked:
-        reason = reason or _obstacle(options, facts)
-    elif reason and "kind" not in given:
+    if is_asked and reason and "kind" not in given:
         raise ConfigError(f'{facts.path}: {reason}: choose {FLAG} \'{{"pooling_type": "LAST"}}\' or "MEAN"')
-    else:
-        reason = _obstacle(options, facts)
-        if reason:
-            raise ConfigError(f"--runner pooling: {reason}")
-    if reason:
-        notes.append(f"no endpoints of embeddings: {reason}")
+    obstacle = _obstacle(options, facts)
+    if is_asked and obstacle:
+        raise ConfigError(f"--runner pooling: {obstacle}")
+    if not is_asked and (reason or obstacle):
+        notes.append(f"no endpoints of embeddings: {reason or obstacle}")
         return None
     values: dict[str, Any] = {"kind": PoolingType.LAST, **stored, **given}
     notes.append(

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quintet.frontend.api.answer import explain, session_of, submit_all
+from quintet.frontend.api.answer import collect_outputs, session_of, submit_all
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.types import GenerationBody
 from quintet.frontend.api.pooling.types import PoolingBody
-from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Stream
 from quintet.wire.config import ModelConfig
@@ -138,23 +138,10 @@ async def pool(
         for begin in range(0, len(prompts), together):
             part = prompts[begin : begin + together]
             submissions = submit_all(service, body, part, spec, clamp_max_tokens=False, session=session)
-            watcher = http_request.watch_disconnect(submissions.disconnect)
-            try:
-                while submissions.num_unread:
-                    ready = await submissions.mailbox.wait()
-                    if submissions.client_gone:
-                        raise ClientDisconnected
-                    for stream in ready:
-                        batch = submissions.take(stream)
-                        if batch.error is not None:
-                            raise batch.error
-            finally:
-                watcher.cancel()
-                submissions.close()
+            await collect_outputs(http_request, submissions)
             streams += submissions.streams
     except RequestError as error:
         raise renamed_field(error, field) from None
-    explain(http_request, streams)
     starts = [stream.started for stream in streams if stream.started is not None]
     return Vectors(
         [stream.vector for stream in streams],
@@ -170,7 +157,7 @@ def renamed_field(error: RequestError, field: str) -> RequestError:
     message = error.message.replace("of the prompt", f"of the {field}").replace(
         "in the prompt", f"in the {field}"
     )
-    message = message.removesuffix(" or completion.")
+    message = message.replace(f"of the {field} or completion", f"of the {field}")
     if message.startswith("prompt"):
         message = field + message.removeprefix("prompt")
     return RequestError(error.code, message, field, error.retry_s)
