@@ -189,6 +189,7 @@ def test_server_that_does_not_pool(path: str, body: Any, shared: Server) -> None
     reply = shared.ask("POST", path, body)
     assert reply.status == 400
     assert "--runner pooling" in reply.json["error"]["message"]
+    assert reply.json["error"]["param"] == "model"
 
 
 def test_client_that_leaves(pooling: Server) -> None:

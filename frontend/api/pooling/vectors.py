@@ -54,10 +54,11 @@ class Vectors:
 def pooling_of(config: ModelConfig) -> PoolingConfig:
     """Return the server's pooling. Raises `RequestError` if it has none."""
     if config.pooling is None:
-        raise parse.not_implemented(
-            f"A request for embeddings of `{config.served_names[0]}`",
-            "them for this model",
-            "Start the server with --runner pooling, or serve a folder of sentence-transformers.",
+        raise RequestError(
+            ErrorCode.NOT_IMPLEMENTED,
+            f"This server has no embeddings of `{config.served_names[0]}`. Start it with --runner pooling, or serve a folder of "
+            "sentence-transformers.",
+            "model",
         )
     return config.pooling
 
