@@ -72,6 +72,7 @@ class StepBuilder:
             bad_word_ids=request.bad_word_ids,
             num_embedded=num_leading(request.embeds) if request.embeds else 0,
             draft_scope=int.from_bytes(request.salt_digest[:8], "little"),
+            adapter=request.spec.adapter,
         )
         self.new_rows.append(row)
         self.new_row_bytes += len(encode(row))

@@ -42,6 +42,8 @@ class Batch:
     """int64[T] for each group of layers: the block that holds the token's keys and values."""
     offsets: torch.Tensor
     """int64[T]: offset in that block."""
+    adapters: torch.Tensor
+    """int64[T]: see `SlotTables.adapters`."""
     attention: dict[View, tuple[AttentionBucket, ...]]
     """Attention buckets of each distinct view of the model's layers."""
     states: dict[int, StateRows]
@@ -96,6 +98,7 @@ class BatchBuilder:
                 for table in tables.block_table
             ),
             offsets=to_device(positions % block_size, device),
+            adapters=to_device(tables.adapters[slots].astype(np.int64), device),
             attention={view: self._buckets(rows, tables, view) for view in self._views},
             states={
                 index: state_rows(rows, tables, index)

@@ -19,6 +19,7 @@ from quintet.executor.checkpoints.quant.registry import RoundedInputs, open_quan
 from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.checkpoints.weights.packed_cache import PackedCache
+from quintet.executor.lora.adapters import Adapters
 from quintet.executor.model_config.draft_heads import DRAFT_HEADS
 from quintet.executor.model_config.hf_config import hf_config_of
 from quintet.executor.model_config.share import WHOLE, Share
@@ -53,8 +54,12 @@ def load_model(
     rounded = RoundedInputs(quantization) if config.executor.activation_dtype == "int8" else None
     dtype = MODEL_DTYPES[config.model.dtype]
     logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype
-    setting = Setting(platform.device, dtype, rounded or quantization, share, logits_dtype)
+    adapters = Adapters(config.model.adapters, dtype, platform.device) if config.model.adapters else None
+    setting = Setting(platform.device, dtype, rounded or quantization, share, logits_dtype, adapters)
     model = build_model(config.model.architecture, hf_config, setting)
+    if adapters is not None:
+        adapters.check_used(config.model.architecture)
+        model.weights.num_bytes += adapters.num_bytes
     if (
         rounded is not None and not rounded.num_layers and share.stages == 1
     ):  # other stages may have integer weights

@@ -8,6 +8,7 @@ refer to a token before the host knows it.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.ragged import Int, ranges
 from quintet.wire.kv_spec import KvSpec
+from quintet.wire.model_files import AdapterConfig
 from quintet.wire.step import StepPlan
 
 
@@ -82,6 +84,7 @@ class SlotTables:
         kv: KvSpec,
         device: torch.device,
         token_ids: torch.Tensor | None = None,
+        adapters: Sequence[AdapterConfig] = (),
     ) -> None:
         """token_ids: an existing int32[max_num_seqs, max_model_len + 1] on ``device``, to share."""
         self.device = device
@@ -99,6 +102,9 @@ class SlotTables:
         self.is_used: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         """Generation of the slot's request, or of its last one."""
+        self.adapters: NDArray[np.int32] = np.zeros(max_num_seqs, np.int32)
+        """Index of the request's adapter plus 1; 0 without one."""
+        self._adapter_numbers = {b"": 0} | {each.digest: n for n, each in enumerate(adapters, 1)}
 
     def apply(self, plan: StepPlan) -> None:
         """Apply the plan's deltas to all tables."""
@@ -115,6 +121,7 @@ class SlotTables:
             self.num_prompt_tokens[row.slot] = row.num_prompt_tokens
             self.num_embedded[row.slot] = row.num_embedded
             self.is_used[row.slot], self.generations[row.slot] = True, row.generation
+            self.adapters[row.slot] = self._adapter_numbers[row.adapter]
         if plan.blocks:
             entries = np.frombuffer(plan.blocks, np.int32).reshape(-1, 4)
             self.block_table[entries[:, 1], entries[:, 0], entries[:, 2]] = entries[:, 3]

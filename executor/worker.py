@@ -68,7 +68,7 @@ class Worker:
         self._num_started = 0
         config, device = context.config, context.platform.device
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
-        self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, device)
+        self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, device, adapters=model.adapters)
         speculative = config.scheduler.speculative
         max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
         grammars = Grammars(max_num_seqs, model, max_drafts=max_drafts)

@@ -9,6 +9,7 @@ from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN
+from quintet.wire.request import model_names
 from quintet.wire.supervision import MetricsReport, ProcessMetrics
 
 SUPERVISOR_ANSWERS_S = 1.0
@@ -106,7 +107,7 @@ async def show_version(_service: Service, http_request: HttpRequest) -> None:
 
 async def models(service: Service, http_request: HttpRequest) -> None:
     """Answer with the served model names, on one page."""
-    names = service.config.model.served_names
+    names = model_names(service.config.model)
     data = [_model(service, name) for name in names]
     pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
     # Codex, which sends its version, requires this field. Its entries have a format of its own.
@@ -123,10 +124,10 @@ async def model(service: Service, http_request: HttpRequest) -> None:
 
 def _served(service: Service, name: str) -> str:
     """Return the served name, or raise `RequestError`."""
-    if f"{name}/" in service.config.model.served_names:
+    if f"{name}/" in model_names(service.config.model):
         return f"{name}/"  # a folder: routing stripped its final slash
-    if name not in service.config.model.served_names:
-        served = ", ".join(f"`{n}`" for n in service.config.model.served_names)
+    if name not in model_names(service.config.model):
+        served = ", ".join(f"`{n}`" for n in model_names(service.config.model))
         raise RequestError(
             ErrorCode.MODEL_NOT_FOUND,
             f"The model `{name[:MAX_SHOWN]}` does not exist. This server serves {served}.",
@@ -138,6 +139,7 @@ def _served(service: Service, name: str) -> str:
 def _model(service: Service, name: str) -> dict[str, object]:
     """Return a model in the common format of the OpenAI and Anthropic APIs."""
     config = service.config.model
+    adapter = next((each for each in config.adapters if each.name == name), None)
     return {
         "id": name,
         "object": "model",
@@ -146,8 +148,8 @@ def _model(service: Service, name: str) -> dict[str, object]:
         "display_name": name,
         "created_at": datetime.fromtimestamp(service.started_at, UTC).isoformat(),
         "owned_by": "quintet",
-        "root": config.path,
-        "parent": None,
+        "root": config.path if adapter is None else adapter.path,
+        "parent": None if adapter is None else config.served_names[0],
         "max_model_len": config.max_model_len,
         "generation_defaults": config.generation_defaults,
         "permission": [

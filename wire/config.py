@@ -12,6 +12,7 @@ import msgspec
 
 from quintet.wire.kv_events import KvEventsConfig
 from quintet.wire.kv_spec import KvSpec
+from quintet.wire.model_files import AdapterConfig
 from quintet.wire.pooling import PoolingConfig
 
 Quantization = Literal[
@@ -134,6 +135,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     parsers: ParsersConfig = ParsersConfig()
     pooling: PoolingConfig | None = None
     """None if the server has no endpoints of embeddings."""
+    adapters: list[AdapterConfig] = []
+    """LoRA adapters, which requests select by their names."""
 
 
 class KvDiskConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,11 +7,25 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from quintet.wire.errors import ConfigError
 
 GGUF = ".gguf"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_PARTS = 1 << 12
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter of the served model (Hu et al., "LoRA: low-rank adaptation of large language models", 2021)."""
+
+    name: str
+    """Model name of its requests."""
+    path: str
+    """Local folder with `ADAPTER_CONFIG` and `ADAPTER_WEIGHTS`, in the format of PEFT."""
+    digest: bytes
+    """SHA-256 of both files: identifies the adapter in messages and in the keys of KV blocks."""
 
 
 def is_gguf(model: Path) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 
+from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Count, Id, SlotIndex
 from quintet.wire.params import MAX_CHOICES, SamplingParams
@@ -109,11 +110,28 @@ class RequestSpec(msgspec.Struct, array_like=True):
     """None without KV transfer."""
     pooling: PoolingType | None = None
     """Pool the prompt's hidden states and generate nothing (``max_tokens`` is ignored); None to generate."""
+    adapter: bytes = b""
+    """Digest of the LoRA adapter; empty without one."""
 
     @property
     def num_seen(self) -> int:
         """Number of outputs that need not be sent again."""
         return 0 if self.replays else len(self.output_ids) // 4
+
+
+def model_names(config: ModelConfig) -> list[str]:
+    """Return the names that requests may give: of the model, then of its adapters."""
+    return [*config.served_names, *(adapter.name for adapter in config.adapters)]
+
+
+def adapter_digest(config: ModelConfig, name: str | None) -> bytes:
+    """Return `RequestSpec.adapter` of requests with this model name."""
+    return next((adapter.digest for adapter in config.adapters if adapter.name == name), b"")
+
+
+def name_in_responses(config: ModelConfig, name: str | None) -> str:
+    """Return the requested adapter's name, or the first one of the model."""
+    return name if name and adapter_digest(config, name) else config.served_names[0]
 
 
 def check_length(

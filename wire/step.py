@@ -34,7 +34,9 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     num_embedded: int = 0
     """Number of leading prompt tokens given as embeddings; penalties ignore their placeholder ids."""
     draft_scope: int = 0
-    """Suffix decoding uses outputs of earlier requests with the same number: a hash of the cache salt."""
+    """Suffix decoding uses outputs of earlier requests with the same number: a hash of cache salt and adapter."""
+    adapter: bytes = b""
+    """See `quintet.wire.request.RequestSpec`."""
 
 
 class StepPlan(msgspec.Struct, array_like=True, tag="plan", gc=False):

@@ -59,6 +59,7 @@ class Validator:
         self._vocab_size = model.vocab_size
         self._embedding_width = model.embedding_width
         self._vector_bytes = 0 if model.pooling is None else ITEM_BYTES * model.pooling.width
+        self._adapters = {adapter.digest for adapter in model.adapters}
         self._max_len = model.max_model_len
         self._num_slots = scheduler.max_num_seqs
         self._block_size = model.kv.block_size
@@ -135,6 +136,7 @@ class Validator:
             and (spec.kv_transfer is None or is_kv_transfer(spec.kv_transfer))
             and not (spec.pooling is PoolingType.MEAN and spec.params.reads_prefix_cache)
             and (spec.pooling is None or self._vector_bytes > 0)
+            and (not spec.adapter or spec.adapter in self._adapters)
         )
 
     def _submit(self, msg: m.Submit) -> bool:

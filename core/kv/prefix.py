@@ -35,9 +35,9 @@ from quintet.wire.kv_spec import KvGroup
 DIGEST_BYTES = 32
 
 
-def salt_digest(salt: str) -> bytes:
-    """Return the start of the chain for requests with this salt."""
-    return sha256(b"quintet.kv\0" + salt.encode()).digest()
+def salt_digest(salt: str, adapter: bytes = b"") -> bytes:
+    """Return the start of the chain for requests with this salt, and with the adapter of this digest."""
+    return sha256((b"quintet.lora\0" + adapter if adapter else b"quintet.kv\0") + salt.encode()).digest()
 
 
 def content_of(

@@ -34,6 +34,7 @@ from quintet.deploy.config.memory import (
 from quintet.deploy.config.model.chat_templates import read_chat_templates
 from quintet.deploy.config.model.hf_config import ModelFacts, Overrides, read_facts
 from quintet.deploy.config.model.implementation import check_transformers_flags, note_of
+from quintet.deploy.config.model.lora import adapter_bytes, adapters_config
 from quintet.deploy.config.model.packaged_models import packaged_generation
 from quintet.deploy.config.model.pooling import pooling_config
 from quintet.deploy.config.model.source import locate_model
@@ -75,7 +76,7 @@ from quintet.wire.config import (
 )
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
-from quintet.wire.model_files import hf_config_path, is_gguf
+from quintet.wire.model_files import AdapterConfig, hf_config_path, is_gguf
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +127,14 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     ranks.check_gpu_rows(options, facts, device, item_bytes)
     notes += _notes_on_model(options, kind, device, facts, kv, dtype)
     num_parameters = num_parameters_of(facts, weights)
-    copied = ranks.num_copied_parameters(options, facts)
-    weight_bytes = weight_bytes_of(
+    copied, adapters = ranks.num_copied_parameters(options, facts), adapters_config(options, facts, device)
+    weight_bytes = adapter_bytes(adapters) + weight_bytes_of(
         num_parameters or 0, item_bytes, quantization, facts.stored, weights, copied
     )
     memory = _rank_memory(options, kind, device, facts, item_bytes, weight_bytes, draft)
     cache, fitted = _cache_config(options, kind, device, facts, kv, memory, notes)
     notes += filter(None, (network.check(options) if http else None,))
-    model = _model_config(options, facts, dtype, kv, fitted, notes)
+    model = _model_config(options, facts, dtype, kv, fitted, adapters, notes)
     stage_bytes = memory.weight_bytes // options.pipeline_parallel_size if reads_weights else 0
     config = EngineConfig(
         run_dir=str(run_dir),
@@ -302,7 +303,13 @@ def _cache_config(
 
 
 def _model_config(
-    options: Options, facts: ModelFacts, dtype: Dtype, kv: KvSpec, max_model_len: int, notes: list[str]
+    options: Options,
+    facts: ModelFacts,
+    dtype: Dtype,
+    kv: KvSpec,
+    max_model_len: int,
+    adapters: list[AdapterConfig],
+    notes: list[str],
 ) -> ModelConfig:
     """Return the model section. Appends to ``notes``."""
     tokenizer = facts.path
@@ -341,6 +348,7 @@ def _model_config(
         chat_template_content_format=options.chat_template_content_format,
         parsers=parsers,
         pooling=pooling_config(options, facts, notes),
+        adapters=adapters,
     )
 
 

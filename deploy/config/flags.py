@@ -121,6 +121,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             read=json_object,
         ),
     ] = {}
+    lora_modules: Annotated[
+        list[str],
+        Flag(
+            MODEL,
+            "LoRA adapters, NAME=PATH each: folders or hub names in the format of PEFT; a request selects one by its "
+            "name as the model",
+            "NAME=PATH",
+            "none",
+            takes_several=True,
+        ),
+    ] = []
     trust_remote_code: Annotated[
         bool,
         Flag(

@@ -67,7 +67,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "set --log-level",
     "VLLM_USE_MODELSCOPE": "models are downloaded from the Hugging Face hub; give a folder as MODEL",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "extend the context with --hf-overrides",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "LoRA adapters are not supported",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "adapters are loaded at start: --lora-modules",
     "VLLM_SERVER_DEV_MODE": "its endpoints are not served",
     "VLLM_BATCH_INVARIANT": "set --batch-invariant for a GPU; a CPU is always batch-invariant",
 }
@@ -94,6 +94,7 @@ _OTLP = "OpenTelemetry is not supported; use `quintet trace`"
 _SPECULATION = "use --speculative-config"
 
 ACCEPTED_SWITCHES: dict[str, str] = {
+    "enable_lora": "adapters are loaded at start: --lora-modules",
     "async_scheduling": "steps are always scheduled ahead (--max-steps-in-flight)",
     "disable_log_stats": _LOGS,
     "aggregate_engine_logging": _LOGS,
@@ -161,6 +162,9 @@ ACCEPTED_SWITCHES: dict[str, str] = {
 ACCEPTED_VALUES: dict[str, str] = {
     "tokenizer_mode": "tokenizer.json is used, and generated if missing",
     "config_format": "config.json is used",
+    **dict.fromkeys(("max_loras", "max_cpu_loras"), "all adapters of --lora-modules are used together"),
+    "max_lora_rank": "adapters may have any rank",
+    "lora_dtype": "adapters have the model's --dtype",
     "response_role": "the response role is always assistant",
     "uvicorn_log_level": "use --log-level, for all processes",
     "log_config_file": "use --log-level, for all processes",
@@ -244,13 +248,12 @@ ACCEPTED_VALUES: dict[str, str] = {
 }  # fmt: skip
 """Flags with a value that have no effect -> reason."""
 
-_LORA = "LoRA adapters are not supported; merge them into the weights"
+_LORA = "adapters of linear layers are supported, by --lora-modules alone"
 _ON_HOSTS = "use --nnodes, --node-rank and --master-addr, or run several servers with `quintet route`"
 _PLUGIN = "vLLM plugins are not supported"
 _OFFLOAD = "weight offloading is not supported; use --quantization or more ranks"
 
 REFUSED_SWITCHES: dict[str, str] = {
-    "enable_lora": _LORA,
     "fully_sharded_loras": _LORA,
     "enable_lora_bias": _LORA,
     "enable_tower_connector_lora": _LORA,
@@ -279,8 +282,7 @@ REFUSED_SWITCHES: dict[str, str] = {
 """Flags without a value that are refused -> alternative."""
 
 REFUSED_VALUES: dict[str, str] = {
-    "lora_modules": _LORA, "max_loras": _LORA, "max_lora_rank": _LORA, "max_cpu_loras": _LORA,
-    "lora_dtype": _LORA, "lora_target_modules": _LORA, "default_mm_loras": _LORA,
+    "lora_target_modules": _LORA, "default_mm_loras": _LORA,
     "lora_extra_vocab_size": _LORA, "long_lora_scaling_factors": _LORA, "prompt_adapters": _LORA,
     "max_prompt_adapters": _LORA, "max_prompt_adapter_token": _LORA, "qlora_adapter_name_or_path": _LORA,
     "speculative_model": _SPECULATION, "num_speculative_tokens": _SPECULATION,

@@ -19,6 +19,7 @@ from quintet.deploy.python_api.inputs import (
     read_text,
     read_token_ids,
 )
+from quintet.deploy.python_api.lora import LoRARequest, with_adapter
 from quintet.deploy.python_api.outputs import Assembler, RequestOutput
 from quintet.frontend.streams import Stream
 from quintet.wire.codec import unpack_i32
@@ -47,13 +48,15 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yield outputs as tokens arrive, in the form of ``output_kind``.
 
         `abort` with the same ``request_id``, or closing the iterator early, ends the request with ``finish_reason`` "abort".
         Raises `RequestError`.
         """
-        read = read_prompt(prompt, self._engine.config.model.vocab_size)
+        model = self._engine.config.model
+        read = with_adapter(read_prompt(prompt, model.vocab_size), lora_request, model)
         async for output in self._serve(read, sampling_params, request_id, priority):
             yield output
 
@@ -65,9 +68,11 @@ class AsyncLLM:
         *,
         options: ChatOptions = ChatOptions(),  # noqa: B008 - frozen
         priority: int = 0,
+        lora_request: LoRARequest | str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one conversation; otherwise like `generate`."""
-        async for output in self._serve(options.read(messages), sampling_params, request_id, priority):
+        read = with_adapter(options.read(messages), lora_request, self._engine.config.model)
+        async for output in self._serve(read, sampling_params, request_id, priority):
             yield output
 
     async def abort(self, request_id: str) -> None:

@@ -78,14 +78,12 @@ async def beam_search(
         output_limit(len(each), params.max_tokens, model.max_model_len, "prompt")
     slots = asyncio.Semaphore(max(1, server.config.scheduler.max_num_seqs // width))
 
-    async def answer(own: list[int], salt: str) -> BeamSearchOutput:
+    async def answer(own: list[int], read: ReadPrompt) -> BeamSearchOutput:
         async with slots:
-            (beams,) = await search([own], [options], _NextTokens(server, salt).request)
+            (beams,) = await search([own], [options], _NextTokens(server, read).request)
             return BeamSearchOutput([await _sequence(server, own, beam, ends) for beam in beams])
 
-    tasks = [
-        asyncio.create_task(answer(own, each.cache_salt)) for own, each in zip(ids, prompts, strict=True)
-    ]
+    tasks = [asyncio.create_task(answer(own, each)) for own, each in zip(ids, prompts, strict=True)]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -96,9 +94,9 @@ async def beam_search(
 class _NextTokens:
     """Requests the next-token log-probabilities of several prompts."""
 
-    def __init__(self, server: LocalServer, cache_salt: str) -> None:
+    def __init__(self, server: LocalServer, read: ReadPrompt) -> None:
         self._server = server
-        self._cache_salt = cache_salt
+        self._read = read
 
     async def request(self, prompts: Sequence[TokenPrompt], params: SamplingParams) -> list[PositionLogprobs]:
         mailbox = Mailbox()
@@ -111,7 +109,8 @@ class _NextTokens:
                         prompt,
                         RequestSpec(
                             params,
-                            cache_salt=self._cache_salt,
+                            cache_salt=self._read.cache_salt,
+                            adapter=self._read.adapter,
                         ),
                         mailbox=mailbox,
                         final_only=True,

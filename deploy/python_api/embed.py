@@ -42,7 +42,9 @@ async def embed(
 
     async def vector(given: ReadPrompt) -> EmbeddingRequestOutput:
         async with slots:
-            spec = RequestSpec(params, cache_salt=given.cache_salt, pooling=pooling.kind)
+            spec = RequestSpec(
+                params, cache_salt=given.cache_salt, pooling=pooling.kind, adapter=given.adapter
+            )
             stream = server.requests.submit(given.prompt, spec, final_only=True)
             try:
                 async for _ in stream:

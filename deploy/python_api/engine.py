@@ -219,6 +219,7 @@ class LocalServer:
                 self.requests.checked(read_params(chosen)),
                 priority=read_priority(priority),
                 cache_salt=read.cache_salt,
+                adapter=read.adapter,
                 return_prompt_ids=True,
             ),
             mailbox=mailbox,

@@ -161,6 +161,7 @@ class Gather:
                 self._engine.requests.checked(prompt.params),
                 priority=prompt.priority,
                 cache_salt=read.cache_salt,
+                adapter=read.adapter,
                 return_prompt_ids=True,
             ),
             mailbox=self._mailbox,

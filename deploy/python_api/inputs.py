@@ -44,6 +44,8 @@ class ReadPrompt:
     text: str | None
     """Prompt text, repeated in the output."""
     cache_salt: str = ""
+    adapter: bytes = b""
+    """See `quintet.wire.request.RequestSpec`."""
 
 
 def read_prompt(given: PromptInput, vocab_size: int) -> ReadPrompt:

@@ -14,6 +14,7 @@ from typing import Self
 
 from quintet.deploy.python_api.engine import LocalServer, options_of_call
 from quintet.deploy.python_api.inputs import PromptInput, read_prompt
+from quintet.deploy.python_api.lora import LoRARequest, with_adapter
 from quintet.deploy.python_api.outputs import Assembler, RequestOutput
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.params import SamplingParams
@@ -42,6 +43,7 @@ class LLMEngine:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | str | None = None,
     ) -> None:
         """Submit a request; `step` returns its outputs in the form of ``output_kind``.
 
@@ -53,7 +55,8 @@ class LLMEngine:
             raise TypeError(f"request_id is {request_id!r}; it must be a string")
         if request_id in self._open:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
-        read = read_prompt(prompt, self._server.config.model.vocab_size)
+        model = self._server.config.model
+        read = with_adapter(read_prompt(prompt, model.vocab_size), lora_request, model)
 
         async def submit() -> Stream:
             self._server.attach(self._loop)

@@ -52,6 +52,8 @@ from quintet.deploy.python_api.inputs import (
     read_token_ids,
 )
 from quintet.deploy.python_api.llm_engine import LLMEngine
+from quintet.deploy.python_api.loop_thread import run_loop, shut_down
+from quintet.deploy.python_api.lora import LoRARequest, with_adapter
 from quintet.deploy.python_api.outputs import (
     CompletionOutput,
     Logprob,
@@ -73,6 +75,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineError",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "RequestError",
     "RequestMetrics",
@@ -105,10 +108,10 @@ class LLM:
         self._engine = LocalServer(options_of_call(model, batch | flags, "LLM(...)"))
         self._request_ids = itertools.count()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="quintet-llm", daemon=True)
+        self._thread = threading.Thread(target=run_loop, args=(self._loop,), name="quintet-llm", daemon=True)
         self._thread.start()
         self._loop.call_soon_threadsafe(self._engine.attach, self._loop)
-        self._shutdown = weakref.finalize(self, _shut_down, self._engine, self._loop, self._thread)
+        self._shutdown = weakref.finalize(self, shut_down, self._engine, self._loop, self._thread)
 
     @property
     def vocab_size(self) -> int:
@@ -123,6 +126,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Iterable[int] = 0,
+        lora_request: LoRARequest | str | None = None,
         errors: OnError = "raise",
     ) -> list[RequestOutput]: ...
 
@@ -134,6 +138,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Iterable[int] = 0,
+        lora_request: LoRARequest | str | None = None,
         errors: OnError = "raise",
     ) -> Iterator[RequestOutput]: ...
 
@@ -144,6 +149,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Iterable[int] = 0,
+        lora_request: LoRARequest | str | None = None,
         errors: OnError = "raise",
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Complete prompts: text, token ids, or ``{"prompt": …}`` / ``{"prompt_token_ids": …}``.
@@ -152,13 +158,15 @@ class LLM:
         iterator, which reads prompts only as far ahead as the engine needs; the iterable may be endless.
 
         ``sampling_params`` and ``priority`` are one for all, or one per prompt. Without parameters, the model's defaults apply,
-        with at most 16 tokens. A failed prompt raises `RequestError` and cancels the others; with ``errors="return"``, its
+        with at most 16 tokens. ``lora_request``: an adapter of ``lora_modules``.
+
+        A failed prompt raises `RequestError` and cancels the others; with ``errors="return"``, its
         output has ``error`` set instead.
         """
-        vocab_size = self._engine.config.model.vocab_size
+        model = self._engine.config.model
 
         def read(prompt: PromptInput) -> ReadPrompt:
-            return read_prompt(prompt, vocab_size)
+            return with_adapter(read_prompt(prompt, model.vocab_size), lora_request, model)
 
         inputs = cast(Iterable[PromptInput], [prompts] if is_one_prompt(prompts) else prompts)
         return self._run(inputs, read, sampling_params, priority, use_tqdm, errors)
@@ -176,6 +184,7 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         priority: int | Iterable[int] = 0,
+        lora_request: LoRARequest | str | None = None,
         errors: OnError = "raise",
     ) -> list[RequestOutput]: ...
 
@@ -192,6 +201,7 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         priority: int | Iterable[int] = 0,
+        lora_request: LoRARequest | str | None = None,
         errors: OnError = "raise",
     ) -> Iterator[RequestOutput]: ...
 
@@ -207,6 +217,7 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         priority: int | Iterable[int] = 0,
+        lora_request: LoRARequest | str | None = None,
         errors: OnError = "raise",
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Complete one conversation (a list of messages) or several (a list or iterator of them); see `generate`."""
@@ -215,14 +226,22 @@ class LLM:
         )
         is_one = isinstance(messages, Sequence) and (not messages or isinstance(messages[0], Mapping))
         conversations = cast(Iterable[Conversation], [messages] if is_one else messages)
-        return self._run(conversations, options.read, sampling_params, priority, use_tqdm, errors)
+
+        def read(conversation: Conversation) -> ReadPrompt:
+            return with_adapter(options.read(conversation), lora_request, self._engine.config.model)
+
+        return self._run(conversations, read, sampling_params, priority, use_tqdm, errors)
 
     def beam_search(
-        self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | str | None = None,
     ) -> list[BeamSearchOutput]:
         """Run beam search, equivalent to ``generate(num_beams=…)`` of transformers; see `generate`."""
         inputs = cast(Sequence[PromptInput], [prompts] if is_one_prompt(prompts) else prompts)
-        read = [read_prompt(each, self.vocab_size) for each in inputs]
+        model = self._engine.config.model
+        read = [with_adapter(read_prompt(each, self.vocab_size), lora_request, model) for each in inputs]
         return self._wait(beam_search(self._engine, read, params))
 
     def embed(
@@ -230,11 +249,13 @@ class LLM:
         prompts: PromptInput | Sequence[PromptInput],
         *,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequest | str | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """Return the vectors of prompts (``docs/embeddings.md``), of an engine with ``runner="pooling"``; see `generate`."""
         inputs = cast(Sequence[PromptInput], [prompts] if is_one_prompt(prompts) else prompts)
-        read = [read_prompt(each, self.vocab_size) for each in inputs]
+        model = self._engine.config.model
+        read = [with_adapter(read_prompt(each, self.vocab_size), lora_request, model) for each in inputs]
         return self._wait(embed(self._engine, read, truncate_prompt_tokens, use_tqdm=use_tqdm))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -358,43 +379,3 @@ def _without_errors(
                 engine.check()
                 raise output.error
             yield output
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
-
-
-def _shut_down(engine: LocalServer, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Shut down an `LLM`: fail requests in flight, stop the loop's thread, then the processes.
-
-    The garbage collector may call it in any thread, also in the loop's own.
-    """
-
-    if not engine.is_ours:
-        return
-
-    async def stop_loop() -> None:
-        try:
-            engine.fail_for_shutdown()
-        finally:
-            engine.detach()
-            await asyncio.sleep(0)  # two iterations, so that collectors deliver the errors
-            await asyncio.sleep(0)
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            loop.call_soon(loop.stop)
-
-    stopping = asyncio.run_coroutine_threadsafe(stop_loop(), loop) if thread.is_alive() else None
-    if stopping is not None and thread is threading.current_thread():
-        stopping.add_done_callback(lambda _: engine.stop())
-        return
-    thread.join(5)
-    engine.stop()
-    if stopping is not None and stopping.done():
-        stopping.result()

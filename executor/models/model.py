@@ -11,6 +11,7 @@ import torch
 from quintet.executor.backends.platforms.platform import entry_point_path, import_string
 from quintet.executor.checkpoints.quant.method import Quantization
 from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.lora.adapters import Adapters
 from quintet.executor.model_config.draft_heads import DRAFT_HEADS
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES, nearest
@@ -34,6 +35,7 @@ class Setting:
     """The share of the model that this process computes."""
     logits_dtype: torch.dtype = torch.float32
     """Dtype of logits: float32, or ``dtype``."""
+    adapters: Adapters | None = None
 
 
 class CausalModel(Protocol):

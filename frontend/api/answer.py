@@ -1,13 +1,12 @@
 """Responses from streams of deltas, for every API: waiting, one write per wake-up, and the end.
 
-An API implements an `AnswerWriter` for streamed responses, and builds unstreamed ones from `Output`s.
+An API implements an `AnswerWriter`. `quintet.frontend.api.outputs` has unstreamed responses.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -18,11 +17,10 @@ from quintet.frontend.http.stream_timers import KeepAliveTimer, Reader
 from quintet.frontend.resume.stream_state import StreamId
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Batch, Mailbox, Received, Stream
-from quintet.wire.channels import TextSpan
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import RequestError
-from quintet.wire.messages import Finish, PositionLogprobs, Prompt, TokenPrompt
-from quintet.wire.request import Echo, RequestSpec
+from quintet.wire.messages import Prompt, TokenPrompt
+from quintet.wire.request import Echo, RequestSpec, adapter_digest
 
 SESSION_HEADER = "x-session-id"
 EXPLAIN_HEADER = "x-quintet-explain"
@@ -55,6 +53,7 @@ class AnswerWriter(Protocol):
 class Body(Protocol):
     """Fields of every generation request."""
 
+    model: str | None
     stream: bool | None
     priority: int | None
     cache_salt: str | None
@@ -139,7 +138,8 @@ def submit_all(
     """
     service.admission.check(prompts, spec.params)
     submissions = Submissions()
-    spec = msgspec.structs.replace(spec, priority=body.priority or 0, cache_salt=body.cache_salt or "")
+    salt, adapter = body.cache_salt or "", adapter_digest(service.config.model, body.model)
+    spec = msgspec.structs.replace(spec, priority=body.priority or 0, cache_salt=salt, adapter=adapter)
     try:
         for index, prompt in enumerate(prompts):
             params = msgspec.structs.replace(spec.params, seed=seeds[index]) if seeds else spec.params
@@ -221,54 +221,6 @@ async def stream_answer(
         write_timeout.forget(reader)
         watcher.cancel()
         submissions.close(keep=http_request.started)
-
-
-@dataclass(slots=True)
-class Output:
-    """One choice of an unstreamed response."""
-
-    index: int
-    text: str
-    token_ids: Sequence[int]
-    logprobs: list[PositionLogprobs]
-    finish: Finish
-    stream: Stream
-    spans: Sequence[TextSpan]
-    """Spans of the text: see `quintet.frontend.streams.text_spans`."""
-
-
-async def collect_outputs(http_request: HttpRequest, submissions: Submissions) -> list[Output]:
-    """Wait for the end of every stream and return the choices in order of prompts.
-
-    Raises the first stream's error, or `ClientDisconnected`; both cancel the other streams.
-    """
-    bases: dict[int, int] = {}
-    num_choices = 0
-    for stream in submissions.streams:
-        bases[stream.request_id] = num_choices
-        num_choices += len(stream.choices)
-    outputs: dict[int, Output] = {}
-    watcher = http_request.watch_disconnect(submissions.disconnect)
-    try:
-        while submissions.num_unread:
-            ready = await submissions.mailbox.wait()
-            if submissions.client_gone:
-                raise ClientDisconnected
-            for stream in ready:
-                batch = submissions.take(stream)
-                if batch.error is not None:
-                    raise batch.error
-                for delta in batch.deltas:
-                    index = bases[stream.request_id] + delta.choice
-                    assert delta.finish is not None, f"choice {index} delivered before its end"
-                    outputs[index] = Output(
-                        index, delta.text, delta.token_ids, delta.logprobs, delta.finish, stream, delta.spans
-                    )
-    finally:
-        watcher.cancel()
-        submissions.close()
-    explain(http_request, submissions.streams)
-    return [outputs[index] for index in sorted(outputs)]
 
 
 def session_of(http_request: HttpRequest, *names: str | None) -> str:

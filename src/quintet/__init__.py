@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CompletionOutput,
         EmbeddingRequestOutput,
         LLMEngine,
+        LoRARequest,
         RequestOutput,
     )
     from quintet.wire.params import SamplingParams
@@ -30,6 +31,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "LLMEngine",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -43,6 +45,7 @@ _MODULES = {
     "CompletionOutput": "quintet.deploy.python_api.offline",
     "EmbeddingRequestOutput": "quintet.deploy.python_api.offline",
     "LLMEngine": "quintet.deploy.python_api.offline",
+    "LoRARequest": "quintet.deploy.python_api.offline",
     "RequestOutput": "quintet.deploy.python_api.offline",
     "SamplingParams": "quintet.wire.params",
     "StructuredOutputsParams": "quintet.wire.structured",

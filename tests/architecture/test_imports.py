@@ -92,12 +92,16 @@ INNER = {
         "executor.model_config.names",
         "wire",
     },
+    "executor/lora": {
+        *("executor.lora", "executor.model_config.names", CPU_OPS),
+        *(f"{CHECKPOINTS}.quant", f"{CHECKPOINTS}.weights", "wire"),
+    },
     "executor/models/layers": {
-        *("executor.model_config", "executor.models.layers", CPU_OPS),
+        *("executor.model_config", "executor.models.layers", "executor.lora", CPU_OPS),
         *(f"{CHECKPOINTS}.quant", f"{CHECKPOINTS}.weights", "wire"),
     },
     "executor/models": {
-        *("executor.model_config", "executor.models", "executor.backends.platforms"),
+        *("executor.model_config", "executor.models", "executor.lora", "executor.backends.platforms"),
         *(CPU_OPS, f"{CHECKPOINTS}.quant", f"{CHECKPOINTS}.weights", "wire"),
     },
 }

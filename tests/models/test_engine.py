@@ -60,13 +60,16 @@ class CoreAndWorker:
         priority: int = 0,
         kv_transfer: KvTransfer | None = None,
         pooling: PoolingType | None = None,
+        adapter: bytes = b"",
     ) -> None:
         """prompt: ids, embeddings, or ids with spans of embeddings."""
         if isinstance(prompt, EmbedsPrompt):
             prompt = [0] * prompt.span.num_tokens, [prompt.span]
         ids, spans = (prompt, []) if isinstance(prompt, list) else prompt
         embeds = [msgspec.structs.replace(span, digest=digest_of(span)) for span in spans]
-        spec = RequestSpec(params, 0, 0, priority=priority, kv_transfer=kv_transfer, pooling=pooling)
+        spec = RequestSpec(
+            params, 0, 0, priority=priority, kv_transfer=kv_transfer, pooling=pooling, adapter=adapter
+        )
         admit = Admit(request_id, pack_i32(ids), spec, 0, embeds=embeds)
         self._apply(self.engine.admit(admit, 0))
 

@@ -25,6 +25,7 @@ void LinearGroup::add(const Weight* weight, index_t rows, index_t threads, const
   LinearCall call = like_;
   call.weight = weight;
   call.x = x, call.x_stride = x_stride, call.bias = bias, call.y = y;
+  if (like_.residual) call.residual = y;
   cut_call(call, preparation_, rows, threads, cut_of(*weight, rows, threads));
   const bool again = !calls_.empty() && rows == 1 && calls_.back().rows == 1 && calls_.back().x == x;  // next expert of the
                                                                                                        // same token: x is

@@ -10,7 +10,7 @@ namespace qt {
 // The pieces of the work are those of its products, one product after another. Described again for every step.
 class LinearGroup {
  public:
-  // like: a call with the fields that all products share, strides included.
+  // like: a call with the fields that all products share, strides included. With a residual, each product is added to its y.
   explicit LinearGroup(const LinearCall& like);
 
   const Preparation& preparation() const { return preparation_; }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quintet.deploy.config.model.packaged_models import PACKAGED_MODELS, locate_packaged
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import is_gguf, part_paths
+from quintet.wire.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_gguf, part_paths
 
 _HF_CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
@@ -75,6 +75,16 @@ def locate_model(
             f"{flag} {name!r} is a repository of GGUF files: name a type or a file, {name}:Q4_K_M"
         )
     return folder
+
+
+def fetch_adapter(name: str, flag: str) -> Path:
+    """Return the local folder of a LoRA adapter; download it if ``name`` is a hub name. Raises `ConfigError`."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise ConfigError(f"{flag} {name!r}: folder not found")
+    return _fetch(name, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], flag)
 
 
 def _fetch_type(repository: str, kind: str, with_weights: bool, flag: str, revision: str | None) -> Path:

@@ -104,7 +104,8 @@ class EagerPass:
     def linear(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""
         self.num_started += 1
-        return layer(x)
+        y = layer(x)
+        return y if layer.lora is None else layer.lora.add(x, y, self._batch.adapters)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""

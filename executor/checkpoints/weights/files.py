@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import is_gguf, part_paths, read_json
+from quintet.wire.model_files import ADAPTER_CONFIG, is_gguf, part_paths, read_json
 from quintet.wire.params import shown
 
 SINGLE_FILE = "model.safetensors"
@@ -19,7 +19,6 @@ SQUEEZELLM_FILES = "sq-*.pt"
 MEDUSA_FILE = "medusa_lm_head.pt"
 """File name of Medusa's authors."""
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
-ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER = "adapter_model"
 """Beginning of the file names of an adapter's weights, which may lie beside those of the model."""
 MAX_NAME_BYTES = 255
@@ -81,8 +80,8 @@ def check_no_adapter(folder: Path) -> None:
     if (folder / ADAPTER_CONFIG).exists():
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         raise ConfigError(
-            f"{folder} is an adapter of {shown(base)}, not a model: merge it into that model, for example with PEFT's"
-            " merge_and_unload, and serve the result"
+            f"{folder} is an adapter of {shown(base)}, not a model: serve that model, with the adapter as"
+            " --lora-modules NAME=PATH"
         )
 
 

@@ -21,6 +21,7 @@ from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape,
 from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.checkpoints.quant.stack import StackMethod, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.lora.adapters import LoraLayer
 from quintet.executor.models.layers.experts import StackQuantization
 
 __all__ = ["Embedding", "GatedActivation", "HeadLinear", "Linear", "RowRange"]
@@ -37,7 +38,7 @@ class LinearSetting(Protocol):
 class Linear:
     """``activation(x @ weight.T + bias)``, with the weights of several parts stacked."""
 
-    __slots__ = ("method", "shape")
+    __slots__ = ("lora", "method", "shape")
 
     def __init__(
         self,
@@ -56,6 +57,8 @@ class Linear:
             tuple(parts), depth, biased, activation, is_output_layer, is_exact, result_dtype
         )
         self.method: LinearMethod = setting.quantization.linear(self.shape, plan)
+        self.lora: LoraLayer | None = None
+        """Matrices of adapters, which a backend applies to the rows of their requests."""
 
     @property
     def columns(self) -> int:
@@ -78,7 +81,7 @@ class Linear:
         return self.shape.activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's result ``[num_tokens, width]`` for x ``[num_tokens, depth]``; see `LinearMethod.apply`."""
+        """Return the result ``[num_tokens, width]`` for x ``[num_tokens, depth]``, without adapters; see `LinearMethod.apply`."""
         return self.method.apply(x)
 
 

@@ -37,7 +37,7 @@ class FeedForward:
                 self._activation = kind
         self._gate: Linear | None = None
         shape = LinearShape(parts, scope.hidden_size, spec.biased, gates)
-        if gates and not scope.setting.quantization.pairs(shape, scope.weights):
+        if gates and not scope.pairs(shape):
             assert isinstance(spec.activation, Activation), spec
             self._gate_kind, gates = spec.activation, GatedActivation.NONE
             self._gate = scope.linear(parts[:1], scope.hidden_size, biased=spec.biased)

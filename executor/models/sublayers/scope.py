@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quintet.executor.checkpoints.quant.method import LinearShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import RopeSpec
@@ -62,7 +63,7 @@ class Scope:
         is_exact: bool = False,
     ) -> Linear:
         """Declare a linear layer."""
-        return Linear(
+        linear = Linear(
             self.setting,
             self.weights,
             parts,
@@ -73,6 +74,15 @@ class Scope:
             is_exact=is_exact,
             result_dtype=self.setting.logits_dtype if is_output_layer else None,
         )
+        if self.setting.adapters is not None:
+            linear.lora = self.setting.adapters.of_layer(linear.shape, self.weights.prefix)
+        return linear
+
+    def pairs(self, shape: LinearShape) -> bool:
+        """Return True if one layer can hold gate and up projections, with their activation: no adapter changes them."""
+        adapters, prefix = self.setting.adapters, self.weights.prefix
+        is_changed = adapters is not None and adapters.changes(shape, prefix)
+        return not is_changed and self.setting.quantization.pairs(shape, self.weights)
 
     def norm(self, spec: NormSpec | None, name: str, width: int | None = None) -> Norm | None:
         """Declare a norm of ``width`` elements, by default the hidden size; None without a spec."""

@@ -16,10 +16,10 @@ from hashlib import sha256
 import msgspec
 
 from quintet.frontend.api import sse
-from quintet.frontend.api.answer import Output
 from quintet.frontend.api.anthropic.errors import error_body
 from quintet.frontend.api.channels import Channels
 from quintet.frontend.api.openai.answer import encode_json
+from quintet.frontend.api.outputs import Output
 from quintet.frontend.http.http_request import Header
 from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, StreamState
 from quintet.frontend.resume.token_relay import ids_comment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.api.answer import collect_outputs, session_of, stream_answer, submit_all
+from quintet.frontend.api.answer import session_of, stream_answer, submit_all
 from quintet.frontend.api.anthropic.events import MessagesAnswer, MessagesWriter, message_of
 from quintet.frontend.api.anthropic.parse import CLIENT_NAMES, chat_body
 from quintet.frontend.api.anthropic.types import CountTokensBody, MessagesBody
@@ -14,6 +14,7 @@ from quintet.frontend.api.openai.chat_body import Conversation, checked_chat, pa
 from quintet.frontend.api.openai.render import respond_rendered
 from quintet.frontend.api.openai.tokenize import num_tokens
 from quintet.frontend.api.openai.types import ChatBody
+from quintet.frontend.api.outputs import collect_outputs
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.stream_state import FROM_START, resume_token_for
 from quintet.frontend.resume.token_relay import enable_relay, resume_state
@@ -21,7 +22,7 @@ from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import OutputParsing, RequestSpec
+from quintet.wire.request import OutputParsing, RequestSpec, name_in_responses
 
 _decoder = msgspec.json.Decoder(MessagesBody)
 _count_decoder = msgspec.json.Decoder(CountTokensBody)
@@ -34,7 +35,8 @@ async def messages(service: Service, http_request: HttpRequest) -> None:
     chat, conversation, params, parsing = _checked(body, config)
     request_id = parse.request_id(chat, http_request)
     channels = channels_of(chat, conversation, request_id, config, http_request)
-    answer = MessagesAnswer(1, 1, 1, request_id, config.model.served_names[0], body.max_tokens, channels)
+    name = name_in_responses(config.model, body.model)
+    answer = MessagesAnswer(1, 1, 1, request_id, name, body.max_tokens, channels)
     resume_token = resume_token_for(answer, config) if body.stream and http_request.reads_event_ids else None
     deadline_ns = parse.deadline_ns(chat, http_request)
     earlier = http_request.partial_response

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.api.answer import (
-    Output,
-    Submissions,
-    collect_outputs,
-    session_of,
-    stream_answer,
-    submit_all,
-)
+from quintet.frontend.api.answer import Submissions, session_of, stream_answer, submit_all
 from quintet.frontend.api.inference.types import GenerateBody
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
@@ -26,6 +19,7 @@ from quintet.frontend.api.openai.answer import (
 from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.api.openai.types import CompletionBody
+from quintet.frontend.api.outputs import Output, collect_outputs
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.stream_state import FROM_START, Answer, StreamCursor, StreamId, resume_token_for
 from quintet.frontend.resume.token_relay import enable_relay, resume_state

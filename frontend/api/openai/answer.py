@@ -23,6 +23,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
 from quintet.wire.params import SamplingParams
+from quintet.wire.request import name_in_responses
 
 USAGE_SENT = "u"
 """`StreamCursor.note` after the usage event."""
@@ -89,7 +90,7 @@ def options_of(
         created=int(time.time())
         if http_request.partial_response is None
         else http_request.partial_response.created,
-        model=config.model.served_names[0],
+        model=name_in_responses(config.model, body.model),
         num_choices=params.n,
         include_usage=include_usage,
         continuous_usage=include_usage and wanted is not None and bool(wanted.continuous_usage_stats),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, collect_outputs, session_of, submit_all
+from quintet.frontend.api.answer import session_of, submit_all
 from quintet.frontend.api.channels import channels_of
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import options_of, usage_of
@@ -18,6 +18,7 @@ from quintet.frontend.api.openai.chat_body import (
 )
 from quintet.frontend.api.openai.logprobs import prompt_logprobs
 from quintet.frontend.api.openai.types import ChatBody
+from quintet.frontend.api.outputs import Output, collect_outputs
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32

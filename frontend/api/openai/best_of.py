@@ -12,11 +12,12 @@ from typing import Literal
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, Submissions, collect_outputs, echo_of, stream_answer
+from quintet.frontend.api.answer import Submissions, echo_of, stream_answer
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, ChunkWriter
 from quintet.frontend.api.openai.structured import form_field
 from quintet.frontend.api.openai.types import SHARED_SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody
+from quintet.frontend.api.outputs import Output, collect_outputs
 from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping, output_limit, replay_params, search
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
@@ -27,7 +28,7 @@ from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import invalid
 from quintet.wire.messages import PositionLogprobs, Prompt, TokenPrompt
 from quintet.wire.params import GREEDY_VALUES, SamplingParams, shown
-from quintet.wire.request import OutputParsing, RequestSpec
+from quintet.wire.request import OutputParsing, RequestSpec, adapter_digest
 
 WITH_BEAMS = frozenset(
     {
@@ -201,6 +202,7 @@ def _submit(
                         params,
                         priority=request.body.priority or 0,
                         cache_salt=request.body.cache_salt or "",
+                        adapter=adapter_digest(service.config.model, request.body.model),
                         echo=echo_of(prompt, has_echo and bool(replayed_ids)),
                         return_prompt_ids=request.answer.return_token_ids and bool(replayed_ids),
                         deadline_ns=request.deadline_ns,

@@ -7,14 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quintet.frontend.api.answer import (
-    Output,
-    Submissions,
-    collect_outputs,
-    session_of,
-    stream_answer,
-    submit_all,
-)
+from quintet.frontend.api.answer import Submissions, session_of, stream_answer, submit_all
 from quintet.frontend.api.channels import Channels, channels_of
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
@@ -35,6 +28,7 @@ from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer, wit
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.api.openai.redetokenize import replay_usage
 from quintet.frontend.api.openai.types import ChatBody
+from quintet.frontend.api.outputs import Output, collect_outputs
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.stream_state import FROM_START, Answer, StreamCursor, StreamId, resume_token_for
 from quintet.frontend.resume.token_relay import enable_relay, resume_state

@@ -7,14 +7,7 @@ from functools import partial
 
 import msgspec
 
-from quintet.frontend.api.answer import (
-    Output,
-    Submissions,
-    collect_outputs,
-    session_of,
-    stream_answer,
-    submit_all,
-)
+from quintet.frontend.api.answer import Submissions, session_of, stream_answer, submit_all
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
     AnswerOptions,
@@ -39,6 +32,7 @@ from quintet.frontend.api.openai.logprobs import (
 )
 from quintet.frontend.api.openai.redetokenize import replay_usage
 from quintet.frontend.api.openai.types import CompletionBody
+from quintet.frontend.api.outputs import Output, collect_outputs
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.stream_state import FROM_START, Answer, StreamCursor, StreamId, resume_token_for
 from quintet.frontend.resume.token_relay import enable_relay, resume_state

@@ -30,6 +30,7 @@ from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.params import MAX_SHOWN, RepetitionDetectionParams, SamplingParams, shown
+from quintet.wire.request import model_names
 
 BodyT = TypeVar("BodyT")
 NamingT = TypeVar("NamingT", bound="NamesModel")
@@ -102,8 +103,8 @@ def json_of(raw: RawField) -> bytes:
 
 def check_model(model: str | None, config: ModelConfig) -> None:
     """Reject a model that is not served. An empty name selects the first one."""
-    if model and model not in config.served_names:
-        names = ", ".join(f"`{name}`" for name in config.served_names)
+    if model and model not in model_names(config):
+        names = ", ".join(f"`{name}`" for name in model_names(config))
         raise RequestError(
             ErrorCode.MODEL_NOT_FOUND,
             f"The model `{model[:MAX_SHOWN]}` does not exist. This server serves {names}.",

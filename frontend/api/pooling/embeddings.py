@@ -21,6 +21,7 @@ from quintet.wire.errors import invalid
 from quintet.wire.messages import Prompt
 from quintet.wire.params import shown
 from quintet.wire.pooling import PoolingConfig
+from quintet.wire.request import name_in_responses
 
 FORMATS = ("float", "base64")
 TOGETHER = 16
@@ -43,7 +44,7 @@ async def embeddings(service: Service, http_request: HttpRequest) -> None:
         "id": f"embd-{parse.request_id(fields_of(body), http_request)}",
         "object": "list",
         "created": int(time.time()),
-        "model": config.model.served_names[0],
+        "model": name_in_responses(config.model, body.model),
         "data": await _data(found, body, pooling),
         "usage": found.usage,
     }

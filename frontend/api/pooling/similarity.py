@@ -16,6 +16,7 @@ from quintet.frontend.service import Service
 from quintet.wire.errors import invalid
 from quintet.wire.messages import TextPrompt
 from quintet.wire.params import shown
+from quintet.wire.request import name_in_responses
 
 _score_decoder, _rerank_decoder = msgspec.json.Decoder(ScoreBody), msgspec.json.Decoder(RerankBody)
 FIRST, SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
@@ -44,7 +45,7 @@ async def score(service: Service, http_request: HttpRequest) -> None:
             "id": f"score-{parse.request_id(fields_of(body), http_request)}",
             "object": "list",
             "created": int(time.time()),
-            "model": service.config.model.served_names[0],
+            "model": name_in_responses(service.config.model, body.model),
             "data": [{"index": i, "object": "score", "score": each} for i, each in enumerate(scores)],
             "usage": found.usage,
         }
@@ -74,7 +75,7 @@ async def rerank(service: Service, http_request: HttpRequest) -> None:
     await http_request.respond_json(
         {
             "id": f"rerank-{parse.request_id(fields_of(body), http_request)}",
-            "model": service.config.model.served_names[0],
+            "model": name_in_responses(service.config.model, body.model),
             "usage": found.usage,
             "results": results,
         }

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quintet.frontend.api.answer import collect_outputs, session_of, submit_all
+from quintet.frontend.api.answer import session_of, submit_all
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.types import GenerationBody
+from quintet.frontend.api.outputs import collect_outputs
 from quintet.frontend.api.pooling.types import PoolingBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
@@ -78,7 +79,11 @@ def pooling_params(pooling: PoolingConfig, **given: object) -> SamplingParams:
 def fields_of(body: PoolingBody) -> GenerationBody:
     """Return the fields that requests for text have too."""
     return GenerationBody(
-        priority=body.priority, cache_salt=body.cache_salt, request_id=body.request_id, timeout=body.timeout
+        model=body.model,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        request_id=body.request_id,
+        timeout=body.timeout,
     )
 
 

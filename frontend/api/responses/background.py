@@ -24,7 +24,7 @@ from quintet.frontend.resume.stream_state import StreamCursor, StreamId, resume_
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Submit
-from quintet.wire.request import RequestSpec
+from quintet.wire.request import RequestSpec, adapter_digest, model_names
 
 PAUSE_S = 0.5
 MAX_OWNERS = 6
@@ -126,7 +126,7 @@ async def _resume(service: Service, record: Record) -> None:
         reason = f"the {MAX_OWNERS} processes that answered it were lost"
     elif not record.request:
         reason = "the process that was to answer it was lost before it started"
-    elif answer.options.model not in service.config.model.served_names:
+    elif answer.options.model not in model_names(service.config.model):
         reason = f"the server that answered it stopped, and {answer.options.model} is no longer served"
     if reason:
         await _end(
@@ -185,6 +185,7 @@ def _resubmitted(service: Service, record: Record, answer: ResponsesAnswer) -> S
                 spec.params,
                 priority=spec.priority,
                 cache_salt=spec.cache_salt,
+                adapter=adapter_digest(service.config.model, answer.options.model),
                 resume_token=resume_token_for(answer, service.config),
                 deadline_ns=spec.deadline_ns,
                 parsing=spec.parsing,

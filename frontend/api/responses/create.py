@@ -12,13 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from quintet.frontend.api import sse
-from quintet.frontend.api.answer import (
-    Submissions,
-    collect_outputs,
-    session_of,
-    stream_answer,
-    submit_all,
-)
+from quintet.frontend.api.answer import Submissions, session_of, stream_answer, submit_all
 from quintet.frontend.api.channels import channels_of
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
@@ -27,6 +21,7 @@ from quintet.frontend.api.openai.offered_tools import Translation
 from quintet.frontend.api.openai.render import respond_rendered
 from quintet.frontend.api.openai.tokenize import num_tokens
 from quintet.frontend.api.openai.types import ChatBody
+from quintet.frontend.api.outputs import collect_outputs
 from quintet.frontend.api.responses.background import note_request, run, start, wake_on_start
 from quintet.frontend.api.responses.conversations import items_so_far
 from quintet.frontend.api.responses.events import ResponsesWriter, response_of_output
@@ -59,7 +54,7 @@ from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.messages import ChatPrompt
 from quintet.wire.params import SamplingParams, shown
-from quintet.wire.request import OutputParsing, RequestSpec, ResumeToken
+from quintet.wire.request import OutputParsing, RequestSpec, ResumeToken, name_in_responses
 
 ID_BYTES = 24
 RESPONSE_ID = re.compile(r"resp_[0-9a-f]{48}")
@@ -159,7 +154,7 @@ async def _read(service: Service, http_request: HttpRequest, body: ResponsesBody
     options = AnswerOptions(
         response_id=f"resp_{secrets.token_hex(ID_BYTES)}" if partial is None else partial.name,
         created=int(time.time()) if partial is None else partial.created,
-        model=config.model.served_names[0],
+        model=name_in_responses(config.model, body.model),
         num_choices=1,
         logprobs=params.logprobs,
         max_alternatives=parse.max_alternatives(params),

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from quintet.frontend.api import sse
-from quintet.frontend.api.answer import Output
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.logprobs import chat_logprobs
+from quintet.frontend.api.outputs import Output
 from quintet.frontend.api.responses.output import (
     CALL_KINDS,
     CANCELLED,

@@ -20,6 +20,7 @@ from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES, FLOAT_COD
 from quintet.executor.backends.cpu.ops.host_experts import HostExperts
 from quintet.executor.backends.cpu.program.kv import kv_place
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
+from quintet.executor.backends.cpu.program.lora import append_lora
 from quintet.executor.backends.cpu.program.memory_planner import Lifetimes, MemoryPlanner, fuse
 from quintet.executor.backends.cpu.program.states import StateOperations
 from quintet.executor.backends.cpu.program.values import EmitWith, Extent, Operation, Value
@@ -140,6 +141,7 @@ class GraphBuilder:
         assert runs, "recorded without the host kernels"
         assert x.width == layer.depth, (x.width, layer.depth)
         run_inputs = [x if run.order is None else self._take_columns(x, run.order) for run in runs]
+        lora, most_rows = layer.lora, self._max_rows[x.extent]
 
         def emit(result: Value, residual: Value | None, activation: int) -> None:
             assert residual is None or residual.stride == result.stride, (residual, result)
@@ -149,23 +151,18 @@ class GraphBuilder:
                 added = None if residual is None else self.columns(residual, begin, width).address
                 y = self.columns(result, begin, width)
                 self._library.linear(
-                    *(
-                        self.handle,
-                        packed.handle,
-                        run_input.address,
-                        run_input.stride,
-                        self._max_rows[x.extent],
-                        self._code,
-                    ),
+                    *(self.handle, packed.handle, run_input.address, run_input.stride, most_rows, self._code),
                     *(None if bias is None else bias.data_ptr(), added, y.address, y.stride),
-                    *(activation, run.inputs, code, x.extent),
+                    *(0 if lora else activation, run.inputs, code, x.extent),
                 )
                 begin += width
+            if lora is not None:
+                append_lora(self._library, self.handle, lora, x, result, most_rows, code, activation)
 
         name = f"linear {layer.depth} to {layer.width}"
         is_plain = layer.activation is GatedActivation.NONE and code == self._code
         emit_alone = partial(emit, y, None, layer.activation)
-        reads = tuple(dict.fromkeys(run_inputs))
+        reads = tuple(dict.fromkeys([*run_inputs, x] if lora else run_inputs))
         return self._append(name, emit_alone, reads, y, emit_with=emit if is_plain else None)
 
     def _linear_of_ranks(self, layer: Linear, x: Value) -> Value:

@@ -62,6 +62,7 @@ class ProgramLibrary:
         self.rope_kv_write = declare(library, "qt_program_rope_kv_write", a, a, a, n, a, n, a, n, a, a, n)
         self.experts = declare(library, "qt_program_experts", a, a, a, n, a, n, n, a, n, i)
         self.head_linear = declare(library, "qt_program_head_linear", a, a, n, a, n, n, i, a, n)
+        self.lora = declare(library, "qt_program_lora", a, a, a, n, a, n, n, i, a, n)
         self.draw = declare(library, "qt_program_draw", a, a, n, i, n)
         self.kv_block_bytes = declare(library, "qt_kv_block_bytes", i, n, n, n, n, n, result=n)
         self.attention = declare(library, "qt_program_attention", a, a, a, n, a, a, n, n)

@@ -58,6 +58,7 @@ class CStep(ctypes.Structure):
         ("drawn", _ADDRESS),
         ("masks", _ADDRESS),
         ("marks", _ADDRESS),
+        ("slot_adapters", _ADDRESS),
     )
 
 
@@ -139,7 +140,7 @@ class Step:
         )
         c.slot_tokens, c.slot_tokens_stride = token_ids.data_ptr(), token_ids.shape[1]
         _, c.num_slots, c.block_table_stride = block_table.shape
-        c.block_table = block_table.ctypes.data
+        c.block_table, c.slot_adapters = block_table.ctypes.data, tables.adapters.ctypes.data
         c.block_table_group_stride = c.num_slots * c.block_table_stride
         c.settings = None if settings is None else settings.ctypes.data
         self._tables, self._settings = tables, settings

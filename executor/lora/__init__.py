@@ -1,0 +1,1 @@
+"""LoRA adapters: their files, and their weights by layer."""
