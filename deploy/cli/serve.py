@@ -117,8 +117,10 @@ def options_of(arguments: argparse.Namespace) -> tuple[Options, list[str]]:
 
 
 def _ends_with_model(words: list[str]) -> bool:
-    """Return whether the last value of a list flag is MODEL: a path or a hub name."""
-    return len(words) > 1 and ("/" in words[-1] or os.path.exists(words[-1]))
+    """Return whether the last value of a list flag is MODEL: a path or a hub name, but not NAME=PATH or JSON."""
+    last = words[-1]
+    is_name = "/" in last and "=" not in last.partition("/")[0] and not last.startswith("{")
+    return len(words) > 1 and (is_name or os.path.exists(last))
 
 
 def run(arguments: argparse.Namespace) -> int:

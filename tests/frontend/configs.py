@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from quintet.wire.config import (
 )
 from quintet.wire.ids import WorkerId
 from quintet.wire.kv_spec import full_layers
+from quintet.wire.model_files import AdapterConfig
 from quintet.wire.pooling import PoolingConfig
 
 Policy = Literal["fcfs", "priority"]
@@ -34,6 +36,7 @@ def make_config(
     peers: KvPeersConfig | None = None,
     speculative: SpeculativeConfig | None = None,
     pooling: PoolingConfig | None = None,
+    adapters: Sequence[AdapterConfig] = (),
     **frontend: Any,
 ) -> EngineConfig:
     """Return a toy model's configuration with the given frontend settings."""
@@ -52,6 +55,7 @@ def make_config(
             chat_templates={"default": "{{ messages }}", "tool_use": "{{ tools }}"},
             parsers=parsers or ParsersConfig(),
             pooling=pooling,
+            adapters=[*adapters],
         ),
         cache=CacheConfig(memory_bytes=1 << 20, peers=peers),
         scheduler=SchedulerConfig(
