@@ -125,7 +125,7 @@ class Engine:
         )
         self.kv_admin.begin(state)
         if cache.events is not None:
-            state.events = KvEvents(limits.groups)
+            state.events = KvEvents(limits.groups, self._model.adapters)
             tiers.evict_listener = state.events.removed
         if before is None:
             effects = StepMessages()

@@ -45,7 +45,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, gc=False, frozen
     medium: str | None
     lora_name: str | None
     extra_keys: list[list[str]] | None = None
-    """Additional hash inputs of each block: a digest of the request's salt or embeddings."""
+    """Additional hash inputs of each block: a digest of the request's salt and adapter, or of embeddings."""
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, gc=False, frozen=True):

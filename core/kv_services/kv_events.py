@@ -5,10 +5,13 @@ With several groups of layers, events cover one group: full attention if there i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefix import DIGEST_BYTES, key_of, salt_digest
 from quintet.core.requests.request import Request
 from quintet.wire.kv_events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from quintet.wire.model_files import AdapterConfig
 
 _HASH_BYTES = 8
 _NO_SALT = salt_digest("")
@@ -17,8 +20,9 @@ _NO_SALT = salt_digest("")
 class KvEvents:
     """Collects events in order until `take` is called. Starts with `AllBlocksCleared`."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, adapters: Sequence[AdapterConfig] = ()) -> None:
         """At least one group must hold tokens."""
+        self._adapter_names = {adapter.digest: adapter.name for adapter in adapters}
         full = [index for index in groups.tokens if groups.all[index].kind == "full"]
         self.group = (full or groups.tokens)[0]
         self._block_size = groups.spec.block_size
@@ -42,7 +46,7 @@ class KvEvents:
                 block_size=size,
                 lora_id=None,
                 medium=MEDIUM,
-                lora_name=None,
+                lora_name=self._adapter_names.get(request.spec.adapter),
                 extra_keys=_extra_keys(request, range(first, first + len(keys)), size),
             )
         )
@@ -60,7 +64,7 @@ class KvEvents:
 
 
 def _extra_keys(request: Request, blocks: range, size: int) -> list[list[str]] | None:
-    """Return what identifies each block besides its tokens: the salt, and the spans of embeddings in it."""
+    """Return what identifies each block besides its tokens: the salt with the adapter, and the spans of embeddings in it."""
     salt = [] if request.salt_digest == _NO_SALT else [request.salt_digest.hex()]
     keys = [
         salt

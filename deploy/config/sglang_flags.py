@@ -21,6 +21,7 @@ SGLANG_FLAGS: dict[str, str] = {
     "ep": "--enable-expert-parallel",
     "ep_size": "--enable-expert-parallel",
     "random_seed": "--seed",
+    "lora_paths": "--lora-modules",
 }
 """Key of SGLang's flag -> Quintet's flag."""
 
@@ -32,6 +33,7 @@ LLAMA_CPP_FLAGS: dict[str, str] = {
     **dict.fromkeys(("ngl", "n_gpu_layers", "gpu_layers"), "--device"),
     **dict.fromkeys(("a", "alias"), "--served-model-name"),
     **dict.fromkeys(("ctk", "cache_type_k", "ctv", "cache_type_v"), "--kv-cache-dtype"),
+    **dict.fromkeys(("lora", "lora_scaled"), "--lora-modules"),
     "t": "--threads",
     "chat_template_file": "--chat-template",
     "reasoning_format": "--reasoning-parser",

@@ -21,6 +21,9 @@ from quintet.executor.model_config.names import spellings
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import AdapterConfig
 
+TILE_COLUMNS = 64
+"""Columns that the host kernels pad a weight to."""
+
 Handles = ctypes.Array[ctypes.c_void_p]
 
 
@@ -33,12 +36,16 @@ class LoraLayer:
 
     @cached_property
     def packed(self) -> tuple[Sequence[PackedWeight], Sequence[PackedWeight]]:
-        """The matrices packed for the host kernels; must outlive the program."""
-        return _pack(self._a), _pack(self._b)
+        """The matrices packed for the host kernels, A of several adapters in one weight; must outlive the program."""
+        count, rank, depth = self._a.shape
+        together = max(1, TILE_COLUMNS // rank)
+        bundles = self._a.new_zeros((-(-count // together), together * rank, depth))
+        bundles.view(-1, rank, depth)[:count] = self._a
+        return _pack(bundles), _pack(self._b)
 
     @cached_property
     def handles(self) -> tuple[Handles, Handles]:
-        """Handles of the packed matrices."""
+        """Handles of the packed matrices: of A by bundle, of B by adapter."""
         a, b = (
             (ctypes.c_void_p * len(weights))(*(each.handle for each in weights)) for weights in self.packed
         )

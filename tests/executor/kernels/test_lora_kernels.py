@@ -29,16 +29,23 @@ MIXES: dict[str, list[tuple[int, int]]] = {
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("depth", "rank", "columns"), [(1, 1, 1), (64, 8, 64), (67, 5, 130), (200, 66, 63)])
-def test_mixes_of_rows(num_threads: int, dtype: torch.dtype, depth: int, rank: int, columns: int) -> None:
+@pytest.mark.parametrize("together", [1, 2])
+def test_mixes_of_rows(
+    num_threads: int, dtype: torch.dtype, depth: int, rank: int, columns: int, together: int
+) -> None:
     library, code = programs(), FLOAT_CODES[dtype]
     set_threads(num_threads)
-    a = [pack(noise(rank, depth, dtype=dtype, seed=i), FLOATS[dtype], 0) for i in range(NUM_ADAPTERS)]
+    matrices = noise(4 * rank, depth, dtype=dtype).view(4, rank, depth)
+    a = [pack(each, FLOATS[dtype], 0) for each in matrices]
+    bundles = [pack(each.flatten(0, 1), FLOATS[dtype], 0) for each in matrices.split(together)]
     b = [pack(noise(columns, rank, dtype=dtype, seed=9 + i), FLOATS[dtype], 0) for i in range(NUM_ADAPTERS)]
     x, before = (
         noise(MAX_TOKENS, width + 3, dtype=dtype, seed=20 + width)[:, :width] for width in (depth, columns)
     )
     y = torch.empty(MAX_TOKENS, columns + 5, dtype=dtype)[:, :columns]
-    handles = [(ctypes.c_void_p * NUM_ADAPTERS)(*(each.handle for each in weights)) for weights in (a, b)]
+    handles = [
+        (ctypes.c_void_p * len(weights))(*(each.handle for each in weights)) for weights in (bundles, b)
+    ]
     program = library.new()
     library.lora(
         *(program, *map(ctypes.addressof, handles), NUM_ADAPTERS, x.data_ptr(), x.stride(0), MAX_TOKENS),

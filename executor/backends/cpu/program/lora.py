@@ -23,7 +23,7 @@ def append_lora(
     assert x.extent is Extent.TOKENS, "only layers over all tokens have adapters"
     a, b = lora.handles
     library.lora(
-        *(handle, ctypes.addressof(a), ctypes.addressof(b), len(a), x.address, x.stride, max_tokens),
+        *(handle, ctypes.addressof(a), ctypes.addressof(b), len(b), x.address, x.stride, max_tokens),
         *(code, y.address, y.stride),
     )
     if activation:
