@@ -64,7 +64,7 @@ def test_invalid_value_is_rejected_in_one_line_or_ignored(tmp_path: Path, file: 
     ("file", "words"),
     [
         ("q4.gguf", r"has no config\.json, but GGUF files: give one, for example .*q4\.gguf"),
-        ("adapter_config.json", r"is an adapter of 'owner/base', not a model: merge it"),
+        ("adapter_config.json", r"is an adapter of 'owner/base', not a model: serve that model"),
         ("params.json", r"in Mistral's own format \(params\.json\)"),
         ("other.json", r"config\.json does not exist; a model folder has"),
     ],
@@ -80,7 +80,7 @@ def test_an_adapter_with_the_config_of_its_model_is_explained(tmp_path: Path) ->
     folder = write_model(tmp_path)
     write_weights(folder / "adapter_model.safetensors", {"base_model.model.lm_head.lora_A.weight": [4, 64]})
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
-    with pytest.raises(ConfigError, match=r"is an adapter of 'owner/base', not a model: merge it"):
+    with pytest.raises(ConfigError, match=r"is an adapter of 'owner/base', not a model: serve that model"):
         resolve(Options(model=str(folder)), RUN_DIR)
 
 
