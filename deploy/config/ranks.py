@@ -208,7 +208,12 @@ def memory_shared(
     eplb = eplb_config(options)
     places = 0 if eplb is None else eplb.num_redundant_experts // size
     context = options.decode_context_parallel_size
-    share = Share(0, size, options.enable_expert_parallel, 0, stages, places=places, context_size=context)
+    share = Share(
+        *(0, size, options.enable_expert_parallel, 0, stages),
+        places=places,
+        context_size=context,
+        has_adapters=bool(options.lora_modules),
+    )
     crossing = KV_GATHER_BYTES * leaves_executor(options)
     of_logits = DTYPE_BYTES["float32"] if options.logits_dtype == "float32" else item_bytes
     limits = step_tokens, options.max_num_seqs

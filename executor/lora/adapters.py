@@ -7,7 +7,7 @@ matrix B with a block for each. All adapters have equal shapes in a layer; small
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 import torch
@@ -83,8 +83,8 @@ class Adapters:
         found = {name: self._of_part(name, prefix) for name in names}
         ranks = [max((each.a.shape[0] for each in found[name].values()), default=0) for name in names]
         begins = dict(zip(names, [sum(ranks[:i]) for i in range(len(ranks))], strict=True))
-        count, rank = len(self._configs), sum(ranks)
-        a = torch.zeros((count, rank, shape.depth), dtype=self._dtype)
+        count, rank, depth = len(self._configs), sum(ranks), _depth_of(shape)
+        a = torch.zeros((count, rank, depth), dtype=self._dtype)
         b = torch.zeros((count, shape.columns, rank), dtype=self._dtype)
         for name in names:
             for index, low in found[name].items():
@@ -99,10 +99,14 @@ class Adapters:
         self.num_bytes += a.nbytes + b.nbytes
         return LoraLayer(a.to(self._device), b.to(self._device))
 
-    def check_used(self, architecture: str) -> None:
-        """Raise `ConfigError` for matrices of a module that no layer has taken."""
+    def check_used(self, architecture: str, on_other_ranks: Collection[str]) -> None:
+        """Raise `ConfigError` for matrices of a module that no layer has taken.
+
+        on_other_ranks: name prefixes of modules that other stages have (`WeightPlan.on_other_ranks`).
+        """
+        elsewhere = tuple(f"{prefix}." for prefix in on_other_ranks)
         for config, modules in zip(self._configs, self._modules, strict=True):
-            unused = sorted(set(modules) - self._used)
+            unused = [name for name in sorted(set(modules) - self._used) if not name.startswith(elsewhere)]
             if unused:
                 more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
                 raise ConfigError(
@@ -123,12 +127,19 @@ class Adapters:
 
     def _check(self, index: int, name: str, low: LowRank, shape: LinearShape) -> None:
         height = next(part.height for part in shape.parts if part.name == name)
-        if low.a.shape[1] != shape.depth or low.b.shape[0] != height:
+        depth = _depth_of(shape)
+        if low.a.shape[1] != depth or low.b.shape[0] != height:
             config = self._configs[index]
             raise ConfigError(
                 f"LoRA adapter {config.name!r}, {config.path}: {name} has {low.a.shape[1]} inputs and {low.b.shape[0]} outputs;"
-                f" the model has {shape.depth} and {height}: the adapter belongs to another model"
+                f" the model has {depth} and {height}: the adapter belongs to another model"
             )
+
+
+def _depth_of(shape: LinearShape) -> int:
+    """Return the layer's number of inputs, over all ranks."""
+    kept = shape.parts[0].kept_inputs
+    return shape.depth if kept is None else kept.whole
 
 
 def _pack(weights: torch.Tensor) -> Sequence[PackedWeight]:

@@ -119,6 +119,8 @@ class Share:
     """Leaves of the summation tree over divided results, for any number of ranks; 1: one leaf per rank."""
     context_size: int = 1
     """Number of consecutive ranks with the same KV head that share KV memory; each keeps some of its blocks."""
+    has_adapters: bool = False
+    """For sizes of memory: True if LoRA adapters read gathered inputs."""
 
     @property
     def kv_copy(self) -> int:
@@ -263,9 +265,14 @@ def rotated_width(spec: DecoderSpec) -> int:
     return 2 * sum(rope.rotary_dim for rope in spec.ropes if rope.depends_on_length)
 
 
-def gathered_width(spec: DecoderSpec, size: int) -> int:
-    """Return the maximum width of a norm over columns of all ranks, in elements per token; 0 without one."""
-    return max((width for layer in spec.layers for width in _normed_over(layer, size)), default=0)
+def gathered_width(spec: DecoderSpec, size: int, *, has_adapters: bool) -> int:
+    """Return the maximum width of values gathered from all ranks, in elements per token; 0 without one.
+
+    Norms over all columns read them, and adapters of layers with divided inputs.
+    """
+    normed = (width for layer in spec.layers for width in _normed_over(layer, size))
+    divided = (width for layer in spec.layers if has_adapters for width in _divided_inputs(layer))
+    return max((*normed, *divided), default=0)
 
 
 def chosen_bytes(spec: DecoderSpec, item_bytes: int) -> int:
@@ -337,7 +344,7 @@ def shared_bytes(
 def _shared_by_ranks(spec: DecoderSpec, share: Share, tokens: int, item_bytes: int) -> int:
     """Return the shared bytes of one stage for sums, gathered norms, rotations and attention over shared KV."""
     size = share.size
-    copied = 2 * gathered_width(spec, size) + rotated_width(spec)
+    copied = 2 * gathered_width(spec, size, has_adapters=share.has_adapters) + rotated_width(spec)
     token_bytes = 2 * size * sums_width(spec) * SUM_BYTES + copied * item_bytes
     if share.stripe.is_alone:
         return tokens * token_bytes
@@ -356,3 +363,15 @@ def _normed_over(layer: LayerSpec, size: int) -> Iterator[int]:
         yield state.channels
     if isinstance(mlp, MlpSpec) and mlp.down_norm is not None:
         yield mlp.width
+
+
+def _divided_inputs(layer: LayerSpec) -> Iterator[int]:
+    """Yield the input widths of layers that ranks divide by inputs, over all ranks."""
+    attention, state, mlp = layer.attention, layer.state, layer.mlp
+    if attention is not None:
+        width = attention.value_dim if isinstance(attention, AttentionSpec) else attention.head_width
+        yield attention.num_heads * width
+    if state is not None:
+        yield state.channels
+    if mlp is not None:
+        yield mlp.width if isinstance(mlp, MlpSpec) else mlp.shared_width or 0

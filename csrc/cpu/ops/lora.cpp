@@ -52,7 +52,7 @@ class LoraLinear {
 
   void describe(const Step& step, index_t threads, char* scratch) {
     down_.clear(), up_.clear(), copied_x_.clear(), copied_y_.clear();
-    if (!step.slot_adapters || !group_tokens(step)) return;
+    if (!step.row_adapters || !group_tokens(step)) return;
     gathered_x_ = scratch, gathered_y_ = gathered_x_ + in_lines(max_tokens_ * x_stride_ * size_);
     low_ = gathered_y_ + in_lines(max_tokens_ * y_stride_ * size_);
     char* prepared = low_ + in_lines(max_tokens_ * low_stride_ * size_);
@@ -96,8 +96,8 @@ class LoraLinear {
     counts_.assign(counts_.size(), 0);
     index_t total = 0;
     for (index_t row = 0; row < step.num_rows; ++row) {
-      const std::int32_t adapter = step.slot_adapters[step.row_slots[row]];
-      QT_REQUIRE(adapter >= 0 && adapter <= index_t(counts_.size()), "adapter %d of %zu", adapter, counts_.size());
+      const index_t adapter = step.row_adapters[row];
+      QT_REQUIRE(adapter >= 0 && adapter <= index_t(counts_.size()), "adapter %lld of %zu", (long long)adapter, counts_.size());
       if (adapter > 0) counts_[std::size_t(adapter - 1)] += step.row_counts[row], total += step.row_counts[row];
     }
     if (total == 0) return false;
@@ -105,7 +105,7 @@ class LoraLinear {
     for (std::size_t i = 1; i < counts_.size(); ++i) ends_[i] = ends_[i - 1] + counts_[i - 1];
     tokens_.resize(std::size_t(total));
     for (index_t row = 0; row < step.num_rows; ++row) {
-      const std::int32_t adapter = step.slot_adapters[step.row_slots[row]];
+      const index_t adapter = step.row_adapters[row];
       for (index_t i = 0; adapter > 0 && i < step.row_counts[row]; ++i)
         tokens_[std::size_t(ends_[std::size_t(adapter - 1)]++)] = step.row_offsets[row] + i;
     }
@@ -171,8 +171,8 @@ class LoraOp final : public Op {
 }  // namespace
 }  // namespace qt
 
-// Appends the adapters of a layer, for the step's tokens, at most max_tokens. The number of a slot's adapter is its index plus 1
-// (Step::slot_adapters). b: [columns of y, rank] of each adapter. a: [n * rank, depth of x] of each bundle: n adapters in order,
+// Appends the adapters of a layer, for the step's tokens, at most max_tokens. The number of a row's adapter is its index plus 1
+// (Step::row_adapters). b: [columns of y, rank] of each adapter. a: [n * rank, depth of x] of each bundle: n adapters in order,
 // fewer in the last one, of which the other rows are unused. The weights must outlive the program. dtype: of x, y and the weights.
 QT_EXPORT void qt_program_lora(qt::Program* program, const qt::Weight* const* a, const qt::Weight* const* b, index_t adapters,
                                const void* x, index_t x_stride, index_t max_tokens, int dtype, void* y, index_t y_stride) {

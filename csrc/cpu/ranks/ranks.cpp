@@ -118,6 +118,7 @@ Ranks::Ranks(const RanksShape& shape, void* memory, index_t rank, int spins) : s
   step_.row_starts = parts.take<std::int64_t>(depth * shape.max_rows);
   step_.row_counts = parts.take<std::int64_t>(depth * shape.max_rows);
   step_.row_offsets = parts.take<std::int64_t>(depth * shape.max_rows);
+  step_.row_adapters = parts.take<std::int64_t>(depth * shape.max_rows);
   step_.output_tokens = parts.take<std::int64_t>(depth * shape.max_outputs);
   table_ = parts.take<std::int32_t>(depth * shape.tables * shape.slots * shape.table_stride);
   items_ = parts.take<std::int32_t>(depth * kItemInts);
@@ -145,7 +146,7 @@ Step Ranks::step_at(index_t place) const {
   step.token_ids += place * shape_.max_tokens, step.positions += place * shape_.max_tokens;
   step.row_slots += place * shape_.max_rows, step.row_starts += place * shape_.max_rows;
   step.row_counts += place * shape_.max_rows, step.row_offsets += place * shape_.max_rows;
-  step.output_tokens += place * shape_.max_outputs;
+  step.row_adapters += place * shape_.max_rows, step.output_tokens += place * shape_.max_outputs;
   step.block_table += place * shape_.tables * shape_.slots * shape_.table_stride;
   return step;
 }
@@ -172,6 +173,7 @@ void Ranks::send(const Order& order, const Step* step) {
     copy(mine.row_starts, s.row_starts, s.num_rows);
     copy(mine.row_counts, s.row_counts, s.num_rows);
     copy(mine.row_offsets, s.row_offsets, s.num_rows);
+    if (shape_.adapters > 0) copy(mine.row_adapters, s.row_adapters, s.num_rows);
     copy(mine.output_tokens, s.output_tokens, s.num_outputs);
     for (index_t row = 0; row < s.num_rows; ++row) {
       const index_t slot = s.row_slots[row], entries = table_entries(s.row_starts[row] + s.row_counts[row]);

@@ -51,6 +51,7 @@ struct RanksShape {
   index_t kv_copies;                          // number of these memories
   index_t query_row_bytes;                    // most bytes of a token's queries, of all heads over one of these memories
   index_t partial_floats;                     // of the partial attention states of these heads, for all partitions
+  index_t adapters;                           // number of LoRA adapters
 };
 
 // A command of rank 0, with the layout of `quintet.executor.distributed.parallel.library.COrder`. Python defines all kinds

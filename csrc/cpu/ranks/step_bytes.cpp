@@ -1,6 +1,6 @@
 // Serialization of a step's arrays for ranks on another machine: the arrays of Ranks::send, in the same order.
 //
-//     | token ids | positions | slots, starts, counts, offsets of rows | outputs | of each row, of each table: its entries |
+//     | token ids | positions | slots, starts, counts, offsets, adapters of rows | outputs | of each row, of each table: its entries |
 //
 // Received bytes are validated: table rows and entries that are written, and the preconditions of the kernels. Block ids are
 // those of the sender.
@@ -17,7 +17,8 @@ void each_array(const Step& step, Visit visit) {
   const auto show = [&](auto* array, index_t count) { visit(reinterpret_cast<char*>(array), count * index_t(sizeof *array)); };
   show(step.token_ids, step.num_tokens);
   show(step.positions, step.num_tokens);
-  for (auto* array : {step.row_slots, step.row_starts, step.row_counts, step.row_offsets}) show(array, step.num_rows);
+  for (auto* array : {step.row_slots, step.row_starts, step.row_counts, step.row_offsets, step.row_adapters})
+    show(array, step.num_rows);
   show(step.output_tokens, step.num_outputs);
 }
 
@@ -47,7 +48,7 @@ bool makes_sense(const RanksShape& shape, const Step& step, index_t length) {
   for (index_t row = 0; row < step.num_rows; ++row) {
     const index_t start = step.row_starts[row], count = step.row_counts[row];
     if (!is_within(step.row_slots[row], shape.slots) || !is_within(start, most) || count < 1 || count > most - start ||
-        start + count > length || step.row_offsets[row] != tokens)
+        start + count > length || step.row_offsets[row] != tokens || !is_within(step.row_adapters[row], shape.adapters + 1))
       return false;
     for (index_t token = 0; token < count && tokens + token < step.num_tokens; ++token)
       if (step.positions[tokens + token] != start + token) return false;

@@ -75,6 +75,7 @@ QT_EXPORT index_t qt_fill_step(qt::Step* step, const std::int32_t* slots, const 
     if (!fits || row >= s.max_rows || token + count > s.max_tokens) return -1 - row;
     if (draws > count || output + draws > s.max_rows) return -1 - row;
     s.row_slots[row] = slot, s.row_starts[row] = start, s.row_counts[row] = count, s.row_offsets[row] = token;
+    if (s.row_adapters) s.row_adapters[row] = s.slot_adapters ? s.slot_adapters[slot] : 0;
     const std::int32_t* tokens = s.slot_tokens + slot * s.slot_tokens_stride;
     for (index_t position = start; position < end; ++position, ++token) {
       s.token_ids[token] = tokens[position];

@@ -56,7 +56,8 @@ struct Step {
   std::int32_t* drawn;              // [num_outputs]: the sampled tokens
   const Masks* masks;               // of all outputs; or null
   std::int64_t* marks;              // timestamps of the program's marks, in ns of the monotonic clock; or null
-  const std::int32_t* slot_adapters;  // [slots]: number of the adapter of each slot's request, 0 without; or null
+  const std::int32_t* slot_adapters;  // qt_fill_step only: [slots], number of the adapter of each slot's request, or 0; or null
+  std::int64_t* row_adapters;       // [R]: the same of each row; or null: no adapters
 };
 
 // Rows of an operation: all tokens of the step, or those that need logits.

@@ -60,13 +60,8 @@ def adapter_bytes(adapters: list[AdapterConfig]) -> int:
 
 
 def _check_support(options: Options, facts: ModelFacts, device: str) -> None:
-    ranks = {
-        "--tensor-parallel-size": options.tensor_parallel_size,
-        "--pipeline-parallel-size": options.pipeline_parallel_size,
-    }
-    for flag, size in ranks.items():
-        if size > 1:
-            raise ConfigError(f"{FLAG} is not supported with {flag} {size}: drop one of them")
+    if options.nnodes > 1:
+        raise ConfigError(f"{FLAG} is not supported with --nnodes {options.nnodes}: drop one of them")
     if facts.implementation == "transformers":
         raise ConfigError(
             f"{FLAG}: {facts.architecture} runs in transformers, which is not supported: merge the adapter"

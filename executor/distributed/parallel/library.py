@@ -84,6 +84,7 @@ class CRanksShape(ctypes.Structure):
         ("kv_copies", _SIZE),
         ("query_row_bytes", _SIZE),
         ("partial_floats", _SIZE),
+        ("adapters", _SIZE),
     )
 
 

@@ -116,7 +116,9 @@ class PipelineWorker:
         self._num_started = 0
         self._pending: deque[PipelinedStep] = deque()
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
-        self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, torch.device("cpu"))
+        self.tables = SlotTables(
+            max_num_seqs, model.max_model_len, model.kv, torch.device("cpu"), adapters=model.adapters
+        )
         limits = config.scheduler
         max_drafts = 0 if limits.speculative is None else limits.speculative.num_speculative_tokens
         grammars = Grammars(max_num_seqs, model, max_drafts=max_drafts)

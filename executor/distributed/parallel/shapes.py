@@ -45,13 +45,17 @@ def shape_of(config: EngineConfig) -> CRanksShape:
         sums_width=sums_width(spec),
         logits_row_bytes=model.vocab_size * config.logits_item_bytes,
         rotated_row_bytes=rotated_width(spec) * item_bytes,
-        gathered_row_bytes=gathered_width(spec, config.executor.tensor_parallel_size) * item_bytes,
+        gathered_row_bytes=gathered_width(
+            spec, config.executor.tensor_parallel_size, has_adapters=bool(model.adapters)
+        )
+        * item_bytes,
         experts_row_bytes=chosen_bytes(spec, item_bytes) if config.executor.expert_parallel else 0,
         staging_bytes=STAGING_BYTES if config.executor.eplb is not None else 0,
         depth=1,
         payload_bytes=max_tokens * spec.hidden_size * item_bytes
         if config.executor.pipeline_parallel_size > 1
         else 0,
+        adapters=len(model.adapters),
         **_shared_kv_fields(config, spec, item_bytes),
     )
 

@@ -120,8 +120,7 @@ def test_missing_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        ({"nnodes": 2}, "--nnodes 2"),
         ({"device": "cuda"}, "not supported on GPUs"),
     ],
 )

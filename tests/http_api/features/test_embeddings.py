@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
+from tests.frontend.configs import make_config
+from tests.http_api.conftest import Server
 
 from quintet.frontend.api.pooling.vectors import vector_of
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Cancel, ChatPrompt, Submit, TextPrompt
 from quintet.wire.pooling import PoolingConfig, PoolingType
-from tests.frontend.configs import make_config
-from tests.http_api.conftest import Server
 
 E = "/v1/embeddings"
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
+from tests.frontend.configs import make_config
+from tests.http_api.conftest import Server
 
 from quintet.wire.messages import Submit
 from quintet.wire.model_files import AdapterConfig
-from tests.frontend.configs import make_config
-from tests.http_api.conftest import Server
 
 SQL, PIRATE = (
     AdapterConfig(name=name, path=f"/adapters/{name}", digest=name.encode()) for name in ("sql", "pirate")

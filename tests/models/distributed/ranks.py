@@ -47,6 +47,7 @@ def config_of(
     max_model_len: int = MAX_MODEL_LEN,
     speculative_config: str | None = None,
     runner: Literal["auto", "pooling"] = "auto",
+    lora_modules: Sequence[str] = (),
 ) -> EngineConfig:
     """Resolve as `quintet serve` does."""
     requested = Options(
@@ -71,6 +72,7 @@ def config_of(
         pipeline_parallel_size=stages,
         speculative_config=speculative_config,
         runner=runner,
+        lora_modules=[*lora_modules],
     )
     return with_blocks(resolve(requested, RUN_DIR, http=False).config, NUM_BLOCKS)
 

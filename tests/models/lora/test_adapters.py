@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models import equality
+from tests.models.distributed.ranks import in_ranks
 from tests.models.equality import Dtype, Loaded, few_blocks, load, with_blocks
 from tests.models.kv.test_swapping import with_host_memory
 from tests.models.lora.random_adapters import RandomAdapter, write_adapter
@@ -196,3 +197,39 @@ def test_torch_gives_the_tokens_too(tmp_path: Path) -> None:
             changed(loaded.config), loaded.worker, {k: each.prompt for k, each in expected.items()}
         )
     assert outputs == {key: each.outputs for key, each in expected.items()}
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(
+    ("name", "dtype", "size", "stages", "context"),
+    [
+        ("llama", "bfloat16", 2, 1, 1),
+        ("llama", "bfloat16", 4, 1, 2),
+        ("llama", "float32", 1, 3, 1),
+        ("llama", "bfloat16", 2, 2, 1),
+        ("gpt2", "bfloat16", 2, 1, 1),
+        ("deepseek v3", "float32", 2, 2, 1),
+        ("mamba2", "bfloat16", 2, 1, 1),
+        ("mixtral", "bfloat16", 2, 1, 1),
+    ],
+)
+def test_ranks_and_stages_have_the_bits_of_one_process(
+    name: str, dtype: Dtype, size: int, stages: int, context: int, tmp_path: Path
+) -> None:
+    model, _, flags = written(name, tmp_path)
+    loaded = load(model, dtype, layout_invariant=True, **flags)
+    prompts = prompts_for(loaded.config)
+    expected, _ = alone(loaded, prompts)
+    layout = {"stages": stages, "context": context, "experts": name in ("mixtral", "deepseek v3")}
+    with in_ranks(model, size, dtype, invariant=True, **layout, **flags) as loaded:
+        for schedule, settings in equality.SCHEDULES.items():
+            config = changed(loaded.config, **settings)
+            driver = CoreAndWorker(
+                with_blocks(config, few_blocks(config)) if "preemption" in schedule else config, loaded.worker
+            )
+            for number, ((adapter, _), prompt) in enumerate(prompts.items()):
+                driver.admit(number, prompt, equality.GREEDY, adapter=adapter_digest(config.model, adapter))
+            driver.run()
+            assert [driver.outputs[number] for number in range(len(prompts))] == [*expected.values()], (
+                schedule
+            )

@@ -167,15 +167,20 @@ class GraphBuilder:
 
     def _linear_of_ranks(self, layer: Linear, x: Value) -> Value:
         """Record a row-parallel layer: each rank holds a part of the inputs."""
-        y, ranks = Value(layer.width, x.extent), self._ranks
+        y, ranks, lora = Value(layer.width, x.extent), self._ranks, layer.lora
         assert ranks is not None and x.width == layer.depth, (ranks, x.width, layer.depth)
+        [kept] = (part.kept_inputs for part in layer.shape.parts)
+        whole = x if lora is None or kept is None else self.of_all_ranks(x, kept)
 
         def emit(result: Value, residual: Value | None, activation: int) -> None:
             assert not activation, activation
             ranks.linear(layer, x, residual, result)
+            if lora is not None:
+                most_rows = self._max_rows[x.extent]
+                append_lora(self._library, self.handle, lora, whole, result, most_rows, self._code, 0)
 
         name = f"linear {layer.depth} to {layer.width}, all ranks"
-        return self._append(name, partial(emit, y, None, 0), (x,), y, emit_with=emit)
+        return self._append(name, partial(emit, y, None, 0), (x, whole), y, emit_with=emit)
 
     def _take_columns(self, x: Value, columns: torch.Tensor) -> Value:
         """Gather columns of ``x``. columns: indices, int32 ``[width]``."""

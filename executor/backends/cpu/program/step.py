@@ -18,7 +18,7 @@ _SIZE, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
 NUM_MARKS = 2
 COLUMNS_OF_ROWS = (
-    *("row_slots", "row_starts", "row_counts", "row_offsets"),
+    *("row_slots", "row_starts", "row_counts", "row_offsets", "row_adapters"),
     *("output_tokens", "output_slots", "output_positions"),
 )
 
@@ -59,6 +59,7 @@ class CStep(ctypes.Structure):
         ("masks", _ADDRESS),
         ("marks", _ADDRESS),
         ("slot_adapters", _ADDRESS),
+        ("row_adapters", _ADDRESS),
     )
 
 

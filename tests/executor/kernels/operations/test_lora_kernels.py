@@ -54,11 +54,10 @@ def test_mixes_of_rows(
     for name, mix in MIXES.items():
         y.copy_(before)
         counts = np.array([count for _, count in mix])
-        slots, ends = np.arange(len(mix))[::-1].copy(), np.cumsum(counts)
-        starts, adapters = ends - counts, np.zeros(len(mix), np.int32)
-        adapters[slots] = [adapter for adapter, _ in mix]
-        step = CStep(num_tokens=int(ends[-1]), num_rows=len(mix), slot_adapters=adapters.ctypes.data)
-        for column, array in (("row_slots", slots), ("row_counts", counts), ("row_offsets", starts)):
+        ends = np.cumsum(counts)
+        starts, adapters = ends - counts, np.array([adapter for adapter, _ in mix])
+        step = CStep(num_tokens=int(ends[-1]), num_rows=len(mix))
+        for column, array in (("row_adapters", adapters), ("row_counts", counts), ("row_offsets", starts)):
             setattr(step, column, array.ctypes.data)
         library.run(program, ctypes.byref(step), 0, library.size(program))
         expected = before.clone()
