@@ -52,7 +52,7 @@ class Encoder:
         Raises `RequestError` if the prompt is empty, malformed, out of vocabulary or too long. The context must also hold
         ``max_tokens`` output tokens, one token with ``clamp_max_tokens``, or none if ``is_pooled``.
         """
-        max_tokens = 0 if is_pooled else params.max_tokens
+        max_tokens, least = (0, 0) if is_pooled else (params.max_tokens, None)
         if isinstance(prompt, EmbedsPrompt):
             return self._placeholder_ids(prompt, None if clamp_max_tokens else max_tokens)
         field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
@@ -65,13 +65,13 @@ class Encoder:
         else:
             text = self.text_of(prompt)
             if isinstance(prompt, TextPrompt) and prompt.suffix:
-                self._check_characters(text + prompt.suffix, field)
+                self._check_characters(text + prompt.suffix, field, least)
                 ids = self._infill_ids(text, prompt)
             elif keep is None:
-                self._check_characters(text, field)
+                self._check_characters(text, field, least)
                 ids = self.encode_long(text, prompt.add_special_tokens, self._max_model_len)
                 if len(ids) > self._max_model_len:
-                    check_length(len(ids), self._max_model_len, field, is_least=True)
+                    check_length(len(ids), self._max_model_len, field, least, is_least=True)
             else:
                 ids = self._encode_truncated(text, prompt.add_special_tokens, keep, params.truncation_side)
         if not ids:
@@ -210,10 +210,11 @@ class Encoder:
             field,
         )
 
-    def _check_characters(self, text: str, field: str) -> None:
+    def _check_characters(self, text: str, field: str, max_tokens: int | None) -> None:
         """Reject a text that is too long for any tokenization, before seconds are spent on encoding it."""
         if self._most_chars is not None:
-            check_length(-(-len(text) // self._most_chars), self._max_model_len, field, is_least=True)
+            num_least = -(-len(text) // self._most_chars)
+            check_length(num_least, self._max_model_len, field, max_tokens, is_least=True)
 
 
 def _not_unicode(error: Exception) -> RequestError:

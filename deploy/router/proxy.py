@@ -38,15 +38,17 @@ RETRYABLE = frozenset({429, 502, 503})
 """Retryable status codes: another server may accept the request."""
 NOT_IDEMPOTENT = "/v1/conversations"
 """Paths with non-idempotent requests: retried only if the server never received the request."""
-HEDGED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/inference/v1/generate"})
+HEDGED = {
+    *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/inference/v1/generate"),
+    *("/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+}
 """Paths that may be hedged, because servers store nothing. Responses are stored, so hedging would store two."""
 STORED = ("/v1/responses/", "/v1/conversations/", "/v1/streams/")
 """Paths of objects stored on one server, which is found by asking the servers in turn."""
 LAST_EVENT = b"last-event-id"
 """Header with which a client resumes a stream by repeating its request."""
-POLL_S = 0.05
-MAX_PAUSE_S = 5.0
-"""Maximum backoff between two resume requests to one server, unless its Retry-After is longer."""
+POLL_S, MAX_PAUSE_S = 0.05, 5.0
+"""Interval of a wait for a free server; maximum backoff between two resume requests to one server, unless its Retry-After is longer."""
 MAX_REFUSALS = 3
 """Servers tried while all refuse with a retryable status; more tries would add load to full servers."""
 MAX_LOST = 2

@@ -127,6 +127,13 @@ def test_a_text_too_long_to_fit_is_refused_before_encoding(
     assert "at least" in error.message
 
 
+@pytest.mark.parametrize("text", ["x" * 1_000_000, "he " * 120])
+def test_a_pooled_text_that_is_too_long_has_no_output(encoder: Encoder, text: str) -> None:
+    """Both before encoding and after it."""
+    with pytest.raises(RequestError, match="0 in the completion"):
+        encoder.prompt_ids(TextPrompt(text), params(), is_pooled=True)
+
+
 def test_texts_that_a_normalizer_shrinks_are_encoded_first(
     encoder_of: Callable[..., Encoder], tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:

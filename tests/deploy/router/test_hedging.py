@@ -64,6 +64,19 @@ def accounts_are_clear(w: World) -> bool:
     return all(server.num_open == server.num_queued == 0 and not server.holds for server in w.servers)
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v2/rerank", "/score"])
+def test_copy_of_a_pooling_request_answers(path: str) -> None:
+    async def scenario() -> None:
+        slow = Slow()
+        async with world(slow, whole, hedge_after_s=0.02) as w:
+            prefer_first(w)
+            assert (await w.request(path, {"input": "x"})).status == 200
+            await slow.was_left.wait()
+            assert await counted(w) == 1 and accounts_are_clear(w)
+
+    run(scenario())
+
+
 def test_copy_answers_and_slow_server_is_cancelled() -> None:
     async def scenario() -> None:
         slow = Slow()
