@@ -11,6 +11,7 @@ import msgspec
 from quintet.deploy.cli.serve import add_option_arguments, options_of
 from quintet.deploy.config.build import Resolution, resolve
 from quintet.deploy.config.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
+from quintet.deploy.config.model.lora import adapter_bytes
 from quintet.deploy.tools.draft_plan import DraftPlan, draft_plan, draft_rows, draft_state_bytes
 from quintet.deploy.tools.kv_plan import KvDiskPlan, disk_plan, peers_plan, rows_of, store_plan
 from quintet.executor.model_config.describe import describe
@@ -82,6 +83,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int | None
     """From the weight headers, else from ``config.json``; None if only the executor knows it."""
     weight_bytes: int | None
+    adapters: dict[str, int]
+    """Size of each LoRA adapter's weights in its file, in bytes, by name."""
     max_model_len: int
     kv_bytes_per_token: int
     kv_groups: list[GroupPlan]
@@ -169,6 +172,7 @@ def make_plan(resolution: Resolution) -> Plan:
         executor=config.executor.kind,
         num_parameters=resolution.num_parameters,
         weight_bytes=weights.size_bytes if weights else None,
+        adapters={adapter.name: adapter_bytes([adapter]) for adapter in config.model.adapters},
         max_model_len=config.model.max_model_len,
         kv_bytes_per_token=kv.bytes_per_token,
         kv_groups=_groups(kv, config.model.max_model_len, config.scheduler.max_num_batched_tokens),
@@ -337,6 +341,7 @@ def plan_lines(plan: Plan) -> list[str]:
         *([("activations", plan.activation_dtype)] if plan.activation_dtype != "auto" else []),
         *([("checkpoint", plan.checkpoint_format)] if plan.checkpoint_format is not None else []),
         ("weights", weights),
+        *(("LoRA adapter", f"{name}: {format_size(size)} on disk") for name, size in plan.adapters.items()),
         *draft_rows(plan.draft, plan.num_ranks, plan.num_stages, plan.num_hosts),
         ("memory available", format_size(plan.available_memory_bytes)),
         ("KV per token", format_size(plan.kv_bytes_per_token)),

@@ -48,7 +48,7 @@ STORED = ("/v1/responses/", "/v1/conversations/", "/v1/streams/")
 LAST_EVENT = b"last-event-id"
 """Header with which a client resumes a stream by repeating its request."""
 POLL_S, MAX_PAUSE_S = 0.05, 5.0
-"""Interval of a wait for a free server; maximum backoff between two resume requests to one server, unless its Retry-After is longer."""
+"""Interval of a wait for a server; maximum backoff between two resume requests to one, unless its Retry-After is longer."""
 MAX_REFUSALS = 3
 """Servers tried while all refuse with a retryable status; more tries would add load to full servers."""
 MAX_LOST = 2

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.deploy.config.model_folder import write_model
+from tests.deploy.config.model_folder import write_model, write_weights
 from tests.deploy.config.test_vllm_flags import parsed
 
+from quintet.deploy.cli.main import main
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.hf_config import read_facts
 from quintet.deploy.config.model.lora import adapters_config
@@ -127,3 +128,14 @@ def test_missing_weights(tmp_path: Path) -> None:
 def test_unsupported_settings(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=expected):
         adapters(tmp_path, f"a={write_files(tmp_path / 'a')}", **options)
+
+
+def test_plan_shows_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path / "model")
+    write_weights(folder / "model.safetensors", {"a": [100, 50]})
+    adapter = write_files(tmp_path / "a", bytes(3 << 10))
+    words = ["plan", str(folder), "--device", "cpu", "--lora-modules", f"sql={adapter}"]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["adapters"] == {"sql": 3 << 10}
+    assert main(words) == 0
+    assert "LoRA adapter      sql: 3.0 KiB on disk" in capsys.readouterr().out
