@@ -16,6 +16,7 @@ from quintet.wire.messages import Prompt, TextPrompt, TokenPrompt
 class _Body(msgspec.Struct):
     """Relevant fields of request bodies of all APIs."""
 
+    model: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
     input: msgspec.Raw = msgspec.Raw(b"")
@@ -62,7 +63,7 @@ def read(body: bytes, session: str) -> RequestSummary:
         of_body = next(filter(None, map(_text, sessions)), "")
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, ValueError, RecursionError):
         return RequestSummary(session=session)
-    names = hash_prefixes(prompt, salt)
+    names = hash_prefixes(prompt, salt, bytes(fields.model))
     is_streamed = bytes(fields.stream) in (b"true", b'"true"', b"1")
     max_outputs = next(
         filter(

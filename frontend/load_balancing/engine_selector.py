@@ -58,9 +58,9 @@ class EngineSelector:
         if len(indexes) < 2:
             return EngineChoice(indexes[0], "only engine") if indexes else None
         self._num_chosen += 1
-        submit = stream.submit
-        names = stream.prefix_hashes = hash_prefixes(submit.prompt, submit.spec.cache_salt)
-        readable = names if submit.spec.params.reads_prefix_cache else []
+        submit, spec = stream.submit, stream.submit.spec
+        names = stream.prefix_hashes = hash_prefixes(submit.prompt, spec.cache_salt, spec.adapter)
+        readable = names if spec.params.reads_prefix_cache else []
         kv_tokens = self._kv_tokens // max(1, self._workers.num_frontends)
         engines = [self._candidate(index, readable, kv_tokens) for index in indexes]
         session = submit.session or (str(names[0]) if names else "")

@@ -26,10 +26,10 @@ MAX_HASHES = 1 << 16
 """Entries per engine with a KV cache of unknown size."""
 
 
-def hash_prefixes(prompt: Prompt, salt: str = "") -> list[int]:
+def hash_prefixes(prompt: Prompt, salt: str = "", adapter: bytes = b"") -> list[int]:
     """Return the prefix hashes of a prompt, shortest first; empty for a prompt shorter than a piece."""
     content = _bytes_of(prompt)
-    names, name = [], crc32(salt.encode(errors="surrogatepass"))
+    names, name = [], crc32(salt.encode(errors="surrogatepass"), crc32(adapter))
     for begin in range(0, min(len(content), MAX_PIECES * PIECE_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):
         name = crc32(content[begin : begin + PIECE_BYTES], name)
         names.append(name)

@@ -297,6 +297,24 @@ def test_requests_without_cache_reads_do_not_change_affinity() -> None:
     run(scenario())
 
 
+def test_adapters_share_no_affinity() -> None:
+    """Their KV blocks differ: the first request of an adapter goes to the engine with fewer tokens."""
+
+    async def scenario() -> None:
+        world = engines(2)
+        first = world.requests.submit(LONG, spec_of())
+        world.text([], started=[first.request_id], finished=[(first.request_id, FinishReason.STOP)])
+        at = first.submit.core
+        streams = [world.requests.submit(LONG, spec_of(adapter=each)) for each in (b"a", b"b")]
+        assert sorted(each.submit.core for each in streams) == [0, 1]
+        for each in streams:
+            world.text([], started=[each.request_id], finished=[(each.request_id, FinishReason.STOP)])
+        again = [world.requests.submit(LONG, spec_of(adapter=each)) for each in (b"b", b"a", b"")]
+        assert [each.submit.core for each in again] == [*(e.submit.core for e in streams[::-1]), at]
+
+    run(scenario())
+
+
 def test_moved_request_counts_all_its_tokens_until_prefilled() -> None:
     async def scenario() -> None:
         world = engines(2)

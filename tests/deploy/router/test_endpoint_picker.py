@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from quintet.deploy.cli.route import _check, add_parser
+from quintet.deploy.router import request_summary
 from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy
 from quintet.deploy.router.dns_servers import DnsServers
 from quintet.deploy.router.limits import Limits
@@ -57,6 +58,13 @@ def test_prefix_affinity_then_least_load() -> None:
         visit.take(prompt(text))
         assert visit.pick() == homes[text]
         visit.release()
+
+
+def test_models_share_no_prefixes() -> None:
+    """A server may serve several adapters of a model under names of their own; their KV blocks differ."""
+    a, b = (b'{"model":"%b",' % name + prompt("one story ")[1:] for name in (b"a", b"b"))
+    first, *others = (request_summary.read(body, "").names for body in (a, a, b))
+    assert others[0] == first != [] and not set(first) & set(others[1])
 
 
 def test_request_counts_until_it_ends() -> None:
