@@ -28,7 +28,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.errors import invalid
 from quintet.wire.messages import Detokenized, Finish, FinishReason
 from quintet.wire.params import SamplingParams, check_token_ids, shown
-from quintet.wire.request import OutputParsing
+from quintet.wire.request import OutputParsing, name_in_responses
 
 MAX_CHOICES = 256
 """Maximum choices per request: they are detokenized sequentially."""
@@ -45,7 +45,7 @@ async def derender_chat(service: Service, http_request: HttpRequest) -> None:
     body = await parse.read_body(service, http_request, _chat_decoder)
     generated = body.generate_response
     _check([generated], body.stream, config)
-    options = _options("chatcmpl", generated, http_request, config)
+    options = _options("chatcmpl", generated, body.model, http_request, config)
     how = ChatAnswer(1, 1, 1, options, "assistant", "")
     params = SamplingParams()
     parsing = None
@@ -91,7 +91,7 @@ async def derender_completions(service: Service, http_request: HttpRequest) -> N
         params = completion_params(request, config)
         if request.echo:
             raise parse.not_implemented("echo", "echo in derendered responses", "Leave it out.")
-    options = _options("cmpl", answers[0], http_request, config)
+    options = _options("cmpl", answers[0], body.model, http_request, config)
     choices: list[dict[str, object]] = []
     for generated in answers:
         for choice in generated.choices:
@@ -128,12 +128,12 @@ def _check(answers: Sequence[Generated], stream: bool | None, config: EngineConf
 
 
 def _options(
-    prefix: str, generated: Generated, http_request: HttpRequest, config: EngineConfig
+    prefix: str, generated: Generated, model: str | None, http_request: HttpRequest, config: EngineConfig
 ) -> AnswerOptions:
     given = generated.request_id
     fields = CompletionBody(request_id=given.removeprefix(f"{prefix}-") if given else None)
     response_id = f"{prefix}-{parse.request_id(fields, http_request)}"
-    return AnswerOptions(response_id, int(time.time()), config.model.served_names[0], 1)
+    return AnswerOptions(response_id, int(time.time()), name_in_responses(config.model, model), 1)
 
 
 async def _read(

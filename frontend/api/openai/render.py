@@ -19,7 +19,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.errors import invalid
 from quintet.wire.messages import ChatPrompt, TextPrompt, TokenPrompt
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import check_length
+from quintet.wire.request import check_length, name_in_responses
 from quintet.wire.structured import StructuredOutputsParams
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
@@ -108,7 +108,7 @@ def _rendered(
         "request_id": parse.request_id(body, http_request),
         "token_ids": list(ids),
         "sampling_params": _params_json(params),
-        "model": config.model.served_names[0],
+        "model": name_in_responses(config.model, body.model),
         "stream": bool(body.stream),
         "stream_options": None if body.stream_options is None else msgspec.to_builtins(body.stream_options),
         "cache_salt": body.cache_salt,

@@ -67,6 +67,22 @@ def test_streams(server: Server) -> None:
     assert {event["model"] for event in reply.events} == {"sql"}
 
 
+@pytest.mark.parametrize(("model", "named"), [("sql", "sql"), ("toy-alias", "toy"), (None, "toy")])
+def test_render_and_derender(server: Server, model: str | None, named: str) -> None:
+    chat = CHAT | {"model": model}
+    rendered = server.ask("POST", "/v1/chat/completions/render", chat).json
+    assert rendered["model"] == named
+    generated = server.ask("POST", "/inference/v1/generate", rendered).json
+    assert last_adapter(server) == (SQL.digest if model == "sql" else b"")
+    completion = server.ask("POST", "/v1/completions/render", {"prompt": "x", "model": model}).json
+    assert [each["model"] for each in completion] == [named]
+    for path, body in (
+        ("/v1/chat/completions/derender", {"generate_response": generated}),
+        ("/v1/completions/derender", {"generate_responses": [generated]}),
+    ):
+        assert server.ask("POST", path, body | {"model": model}).json["model"] == named
+
+
 def test_unknown_names(server: Server) -> None:
     reply = server.ask("POST", "/v1/chat/completions", CHAT | {"model": "other"})
     assert reply.status == 404
