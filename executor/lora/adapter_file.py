@@ -59,8 +59,8 @@ def read_adapter(adapter: AdapterConfig) -> dict[str, LowRank]:
 def _scale(hf_config: Json, module: str, rank: int) -> float:
     """Return ``alpha / rank`` of a module, or ``alpha / sqrt(rank)`` (Kalajdzievski, "rsLoRA", 2023)."""
     values: dict[str, Any] = dict(hf_config)
-    alpha = values.get("lora_alpha", 8)
-    for pattern, value in (values.get("alpha_pattern") or {}).items():
-        if module == pattern or re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):
-            alpha = value
+    patterns: dict[str, Any] = values.get("alpha_pattern") or {}
+    matches = (each for each in patterns if re.fullmatch(rf"(?:.*\.)?(?:{each})", module))
+    first = next(matches, None)
+    alpha = values.get("lora_alpha", 8) if first is None else patterns[first]
     return float(alpha) / (math.sqrt(rank) if values.get("use_rslora") else rank)

@@ -84,6 +84,8 @@ def test_experts(tmp_path: Path) -> None:
         ({"lora_alpha": 8, "use_rslora": True}, 4.0),
         ({"lora_alpha": 8, "alpha_pattern": {"self_attn.q_proj": 2}}, 0.5),
         ({"lora_alpha": 8, "alpha_pattern": {r"layers\.[01]\..*q_proj": 2, "v_proj": 1}}, 0.5),
+        ({"lora_alpha": 8, "alpha_pattern": {r"layers\.1\..*q_proj": 2, "q_proj": 16}}, 0.5),
+        ({"lora_alpha": 8, "alpha_pattern": {"q_proj": 16, Q: 2}}, 4.0),
         ({"lora_alpha": 8, "alpha_pattern": {"proj": 2}}, 2.0),
     ],
 )
