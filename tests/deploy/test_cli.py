@@ -37,8 +37,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_without_a_command_are_those_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "folder", "--lora-modules", "a=b"]) == 78
-    assert "--lora-modules is not supported" in capsys.readouterr().err
+    assert main(["--model", "folder", "--lora-target-modules", "a"]) == 78
+    assert "--lora-target-modules is not supported" in capsys.readouterr().err
 
 
 def test_serve_help_shows_groups_and_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,7 +245,7 @@ class Served:
             kv = KvMemory(self._spec, self.places, self._dtype)
             empty = torch.empty(0)
             batch = Batch(
-                *(len(x), empty, empty, None, (), empty, {}),
+                *(len(x), empty, empty, None, (), empty, empty, {}),
                 {0: state_rows(rows, self._tables, 0)},
             )
             return self._mixer(EagerPass(batch, kv, [(empty, empty)]), x)
