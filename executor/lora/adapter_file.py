@@ -46,7 +46,7 @@ def read_adapter(adapter: AdapterConfig) -> dict[str, LowRank]:
         raise ConfigError(f"{file.path} has no matrices lora_A.weight and lora_B.weight")
     modules: dict[str, LowRank] = {}
     for module, pair in pairs.items():
-        if len(pair) < 2 or pair["A"].shape[0] != pair["B"].shape[1]:
+        if len(pair) < 2 or not pair["A"].shape[0] == pair["B"].shape[1] > 0:
             shapes = ", ".join(f"lora_{half} {list(each.shape)}" for half, each in sorted(pair.items()))
             raise ConfigError(
                 f"{file.path}: module {module!r:.120} has {shapes}; expected lora_A [rank, inputs] and lora_B [outputs, rank]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from pathlib import Path
 
 from quintet.deploy.config.flags import Options
@@ -125,7 +126,8 @@ def _check_config(path: Path, values: Json) -> None:
     if not isinstance(patterns, dict):
         raise ConfigError(f"{path}: alpha_pattern is {shown(patterns)}; it must be an object")
     for key, alpha in {"lora_alpha": values.get("lora_alpha", 8), **patterns}.items():
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+        if not is_number or not abs(alpha) <= sys.float_info.max:
             raise ConfigError(f"{path}: the alpha {shown(key)} is {shown(alpha)}; it must be a number")
         try:
             re.compile(key)

@@ -102,6 +102,8 @@ def test_names_are_unique(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the model's own weights"),
         ({"lora_alpha": "16"}, "'lora_alpha' is '16'; it must be a number"),
+        ({"lora_alpha": float("nan")}, "'lora_alpha' is nan; it must be a number"),
+        ({"lora_alpha": 10**400}, "'lora_alpha' is 10+.*; it must be a number"),
         ({"alpha_pattern": {"q_(": 3}}, "not a regular expression"),
         ({"alpha_pattern": [3]}, "alpha_pattern is .3.; it must be an object"),
     ],

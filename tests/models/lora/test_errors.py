@@ -33,6 +33,7 @@ def changed(folder: Path, tensors: dict[str, torch.Tensor | None]) -> None:
     [
         ({A: None}, r"q_proj' has lora_B \[64, 4\]; expected lora_A \[rank, inputs\]"),
         ({A: torch.ones(3, 64)}, r"lora_A \[3, 64\], lora_B \[64, 4\]"),
+        ({A: torch.ones(0, 64), B: torch.ones(64, 0)}, r"lora_A \[0, 64\], lora_B \[64, 0\]"),
         (
             {A: torch.ones(4, 65)},
             "65 inputs and 64 outputs; the model has 64 and 64: the adapter belongs to another",
