@@ -77,7 +77,10 @@ class Decoder:
         self._head = scope.linear([head], width, biased=spec.head_bias, is_output_layer=True)
         self._project_out: Linear | None = None
         if spec.embedding_width is not None:
-            self._project_out = scope.linear([scope.part(names.project_out, width)], hidden)
+            # Adapters are applied to all tokens of a step, but this layer has only the rows of logits.
+            self._project_out = Linear(
+                scope.setting, self.weights, [scope.part(names.project_out, width)], hidden
+            )
         self._logit_scale, self._logit_softcap = spec.logit_scale, spec.logit_softcap
 
     def _declare_input(self, scope: Scope, spec: DecoderSpec) -> None:

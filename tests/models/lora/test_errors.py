@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.equality import load
 from tests.models.lora.random_adapters import RandomAdapter, write_adapter
 from tests.models.random_checkpoints import write_checkpoint
-from tests.models.rows import llama, moe
+from tests.models.rows import llama, moe, opt
 
 from quintet.executor.lora.adapter_file import read_adapter
 from quintet.wire.errors import ConfigError
@@ -74,6 +74,13 @@ def test_experts(tmp_path: Path) -> None:
         {f"{name}.lora_A.weight": torch.ones(4, 64), f"{name}.lora_B.weight": torch.ones(112, 4)},
     )
     with pytest.raises(ConfigError, match=r"experts.1.w1' is no linear layer"):
+        load(tmp_path / "model", lora_modules=[f"a={tmp_path / 'a'}"])
+
+
+def test_a_layer_of_logits(tmp_path: Path) -> None:
+    write_checkpoint(opt.ROWS["opt 350m"], tmp_path / "model")
+    write_adapter(RandomAdapter(("project_in", "project_out")), tmp_path / "model", tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"project_out' is no linear layer"):
         load(tmp_path / "model", lora_modules=[f"a={tmp_path / 'a'}"])
 
 
