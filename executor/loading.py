@@ -58,8 +58,9 @@ def load_model(
     setting = Setting(platform.device, dtype, rounded or quantization, share, logits_dtype, adapters)
     model = build_model(config.model.architecture, hf_config, setting)
     if adapters is not None:
-        adapters.check_used(config.model.architecture, model.weights.on_other_ranks)
-        model.weights.num_bytes += adapters.num_bytes
+        weights = model.weights
+        adapters.check_used(config.model.architecture, weights.prefix, weights.on_other_ranks)
+        weights.num_bytes += adapters.num_bytes
     if (
         rounded is not None and not rounded.num_layers and share.stages == 1
     ):  # other stages may have integer weights

@@ -17,7 +17,7 @@ from quintet.executor.backends.cpu.ops.host_linear import WeightFormat, linear_l
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.checkpoints.quant.method import LinearShape
 from quintet.executor.lora.adapter_file import LowRank, read_adapter
-from quintet.executor.model_config.names import spellings
+from quintet.executor.model_config.names import expected_spellings, spellings
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import AdapterConfig
 
@@ -99,14 +99,19 @@ class Adapters:
         self.num_bytes += a.nbytes + b.nbytes
         return LoraLayer(a.to(self._device), b.to(self._device))
 
-    def check_used(self, architecture: str, on_other_ranks: Collection[str]) -> None:
+    def check_used(self, architecture: str, prefix: str, on_other_ranks: Collection[str]) -> None:
         """Raise `ConfigError` for matrices of a module that no layer has taken.
 
-        on_other_ranks: name prefixes of modules that other stages have (`WeightPlan.on_other_ranks`).
+        prefix: of names, see `WeightPlan.prefix`. on_other_ranks: name prefixes of modules that other stages have
+        (`WeightPlan.on_other_ranks`).
         """
-        elsewhere = tuple(f"{prefix}." for prefix in on_other_ranks)
+        elsewhere = tuple(f"{name}." for name in on_other_ranks)
         for config, modules in zip(self._configs, self._modules, strict=True):
-            unused = [name for name in sorted(set(modules) - self._used) if not name.startswith(elsewhere)]
+            unused = [
+                name
+                for name in sorted(set(modules) - self._used)
+                if not any(each.startswith(elsewhere) for each in expected_spellings(name, prefix))
+            ]
             if unused:
                 more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
                 raise ConfigError(

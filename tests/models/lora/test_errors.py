@@ -14,6 +14,7 @@ from tests.models.random_checkpoints import write_checkpoint
 from tests.models.rows import llama, moe, opt
 
 from quintet.executor.lora.adapter_file import read_adapter
+from quintet.executor.lora.adapters import Adapters
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import AdapterConfig
 
@@ -75,6 +76,19 @@ def test_experts(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"experts.1.w1' is no linear layer"):
         load(tmp_path / "model", lora_modules=[f"a={tmp_path / 'a'}"])
+
+
+@pytest.mark.parametrize("layers", ["model.layers", "layers", "model.language_model.layers"])
+def test_layers_of_other_stages(layers: str, tmp_path: Path) -> None:
+    """All spellings of a module's name count."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    tensors = {f"base_model.model.{layers}.1.q_proj.lora_{half}.weight": torch.ones(4, 4) for half in "AB"}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = AdapterConfig(name="a", path=str(tmp_path), digest=b"")
+    adapters = Adapters([config], torch.float32, torch.device("cpu"))
+    adapters.check_used("LlamaForCausalLM", "model.", {"model.layers.1"})
+    with pytest.raises(ConfigError, match=rf"{layers}.1.q_proj' is no linear layer"):
+        adapters.check_used("LlamaForCausalLM", "model.", {"model.layers.11"})
 
 
 def test_a_layer_of_logits(tmp_path: Path) -> None:
