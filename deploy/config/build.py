@@ -34,7 +34,7 @@ from quintet.deploy.config.memory import (
 from quintet.deploy.config.model.chat_templates import read_chat_templates
 from quintet.deploy.config.model.hf_config import ModelFacts, Overrides, read_facts
 from quintet.deploy.config.model.implementation import check_transformers_flags, note_of
-from quintet.deploy.config.model.lora import adapter_bytes, adapters_config
+from quintet.deploy.config.model.lora import adapters_config, memory_bytes
 from quintet.deploy.config.model.packaged_models import packaged_generation
 from quintet.deploy.config.model.pooling import pooling_config
 from quintet.deploy.config.model.source import locate_model
@@ -128,7 +128,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     notes += _notes_on_model(options, kind, device, facts, kv, dtype)
     num_parameters = num_parameters_of(facts, weights)
     copied, adapters = ranks.num_copied_parameters(options, facts), adapters_config(options, facts, device)
-    weight_bytes = adapter_bytes(adapters) + weight_bytes_of(
+    weight_bytes = options.tensor_parallel_size * memory_bytes(adapters, item_bytes) + weight_bytes_of(
         num_parameters or 0, item_bytes, quantization, facts.stored, weights, copied
     )
     memory = _rank_memory(options, kind, device, facts, item_bytes, weight_bytes, draft)

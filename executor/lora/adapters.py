@@ -36,12 +36,17 @@ class LoraLayer:
 
     @cached_property
     def packed(self) -> tuple[Sequence[PackedWeight], Sequence[PackedWeight]]:
-        """The matrices packed for the host kernels, A of several adapters in one weight; must outlive the program."""
+        """The matrices packed for the host kernels, A of several adapters in one weight; must outlive the program.
+
+        Frees the unpacked matrices, which only `add` reads.
+        """
         count, rank, depth = self._a.shape
         together = max(1, TILE_COLUMNS // rank)
         bundles = self._a.new_zeros((-(-count // together), together * rank, depth))
         bundles.view(-1, rank, depth)[:count] = self._a
-        return _pack(bundles), _pack(self._b)
+        packed = _pack(bundles), _pack(self._b)
+        del self._a, self._b
+        return packed
 
     @cached_property
     def handles(self) -> tuple[Handles, Handles]:

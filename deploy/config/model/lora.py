@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.deploy.config.model.source import fetch_adapter
+from quintet.executor.checkpoints.weights.header import read_header
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, Json, read_json
 from quintet.wire.params import shown
@@ -58,6 +60,21 @@ def adapters_config(options: Options, facts: ModelFacts, device: str) -> list[Ad
 def adapter_bytes(adapters: list[AdapterConfig]) -> int:
     """Return the size of the adapters' weights in files."""
     return sum((Path(each.path) / ADAPTER_WEIGHTS).stat().st_size for each in adapters)
+
+
+def memory_bytes(adapters: list[AdapterConfig], item_bytes: int) -> int:
+    """Return the memory of the adapters on a tensor-parallel rank: each matrix has the largest size of all adapters.
+
+    Raises `ConfigError`.
+    """
+    largest: dict[str, int] = {}
+    for each in adapters:
+        path = Path(each.path) / ADAPTER_WEIGHTS
+        with path.open("rb") as file:
+            header = read_header(path, file, path.stat().st_size)
+        for name, entry in header.entries.items():
+            largest[name] = max(largest.get(name, 0), math.prod(entry.shape))
+    return len(adapters) * item_bytes * sum(largest.values())
 
 
 def _check_support(options: Options, facts: ModelFacts, device: str) -> None:

@@ -8,13 +8,15 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import save
 from tests.deploy.config.model_folder import write_model, write_weights
 from tests.deploy.config.test_vllm_flags import parsed
 
 from quintet.deploy.cli.main import main
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.hf_config import read_facts
-from quintet.deploy.config.model.lora import adapters_config
+from quintet.deploy.config.model.lora import adapters_config, memory_bytes
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import AdapterConfig
 
@@ -53,6 +55,22 @@ def test_the_digest_covers_both_files(tmp_path: Path) -> None:
         for alpha in (8, 16)
     }
     assert len(digests) == 4 and {len(each) for each in digests} == {32}
+
+
+def test_memory_of_padded_ranks(tmp_path: Path) -> None:
+    """Every adapter has the ranks of the largest one in memory, in the model's dtype."""
+    for rank, names in ((1, "q"), (16, "qk")):
+        tensors = {f"{name}.lora_A.weight": torch.ones(rank, 10) for name in names}
+        write_files(tmp_path / str(rank), save(tensors))
+    found = adapters(tmp_path, *(f"{rank}={tmp_path / str(rank)}" for rank in (1, 16)))
+    assert memory_bytes(found, 2) == 2 * 2 * (16 * 10) * 2
+    assert memory_bytes([], 2) == 0
+
+
+def test_damaged_weights(tmp_path: Path) -> None:
+    found = adapters(tmp_path, f"a={write_files(tmp_path / 'a')}")
+    with pytest.raises(ConfigError, match=r"adapter_model.safetensors: not a readable safetensors file"):
+        memory_bytes(found, 2)
 
 
 def test_flags_of_vllm() -> None:
@@ -135,9 +153,10 @@ def test_unsupported_settings(options: dict[str, Any], expected: str, tmp_path: 
 def test_plan_shows_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_model(tmp_path / "model")
     write_weights(folder / "model.safetensors", {"a": [100, 50]})
-    adapter = write_files(tmp_path / "a", bytes(3 << 10))
+    weights = save({"q.lora_A.weight": torch.zeros(700)})
+    adapter = write_files(tmp_path / "a", weights)
     words = ["plan", str(folder), "--device", "cpu", "--lora-modules", f"sql={adapter}"]
     assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["adapters"] == {"sql": 3 << 10}
+    assert json.loads(capsys.readouterr().out)["adapters"] == {"sql": len(weights)}
     assert main(words) == 0
-    assert "LoRA adapter      sql: 3.0 KiB on disk" in capsys.readouterr().out
+    assert "LoRA adapter      sql: 2.8 KiB on disk" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.models.test_oom_split import limit_tokens
 from tests.models.test_same_bits import LogitRecorder
 
 from quintet.executor.backends.registry import make_worker
+from quintet.executor.lora.adapters import LoraLayer
 from quintet.wire.config import EngineConfig
 from quintet.wire.request import adapter_digest
 
@@ -184,6 +186,15 @@ def test_swapping_and_split_steps_change_no_bit(tmp_path: Path, monkeypatch: pyt
     limit_tokens(loaded.worker, 7, monkeypatch)
     outputs, bits, _ = run(changed(loaded.config), loaded.worker, prompts)
     assert (outputs, bits) == expected and loaded.worker.num_split > 0
+
+
+def test_packing_frees_the_unpacked_matrices() -> None:
+    a, b = torch.ones(2, 4, 64), torch.ones(2, 64, 4)
+    references = [weakref.ref(each) for each in (a, b)]
+    layer = LoraLayer(a, b)
+    del a, b
+    first, second = layer.handles
+    assert (len(first), len(second)) == (1, 2) and [each() for each in references] == [None, None]
 
 
 def test_torch_gives_the_tokens_too(tmp_path: Path) -> None:
