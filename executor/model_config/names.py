@@ -12,6 +12,8 @@ _TEXT_PART = "model.language_model."
 """Prefix of a text model in the multimodal checkpoints of transformers 4.52 and later, instead of ``model.``."""
 _LANGUAGE_MODEL = "language_model."
 """Prefix of all names of a text model in older multimodal checkpoints: ``language_model.lm_head``."""
+_BACKBONE = "backbone."
+"""Prefix in checkpoints of NemotronH. Its modules in transformers 5, and so its adapters, begin with ``model.``."""
 OTHER_PARTS = ("*vision_tower.*", "*vision_model.*", "*multi_modal_projector.*", "*visual.*")
 """Patterns of the tensors of a multimodal checkpoint that do not belong to the text model."""
 
@@ -27,6 +29,8 @@ def spellings(name: str, prefix: str) -> tuple[str, ...]:
         found.append(name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
     if prefix == _MODEL:
         found.append(_LANGUAGE_MODEL + name)
+    if prefix == _BACKBONE and name.startswith(prefix):
+        found.append(_MODEL + name.removeprefix(prefix))
     if name.startswith(_TEXT_PART):
         found.append(_MODEL + name.removeprefix(_TEXT_PART))
     elif name.startswith(_MODEL):
@@ -37,6 +41,8 @@ def spellings(name: str, prefix: str) -> tuple[str, ...]:
 def expected_spellings(name: str, prefix: str) -> tuple[str, ...]:
     """Return the names that a model may expect for a checkpoint's tensor: the inverse of `spellings`."""
     found = [name, name.removeprefix(prefix), prefix + name, name.removeprefix(_LANGUAGE_MODEL)]
+    if prefix == _BACKBONE and name.startswith(_MODEL):
+        found.append(prefix + name.removeprefix(_MODEL))
     if name.startswith(_TEXT_PART):
         found.append(_MODEL + name.removeprefix(_TEXT_PART))
     elif name.startswith(_MODEL):

@@ -48,6 +48,7 @@ ROWS: dict[str, tuple[Row, Sequence[RandomAdapter]]] = {
     ),
     "mixtral": (moe.ROWS["mixtral"], [RandomAdapter(ATTENTION)]),
     "mamba2": (states.ROWS["mamba2"], [RandomAdapter(("in_proj", "out_proj"))]),
+    "nemotron h": (states.ROWS["nemotron h"], [RandomAdapter(("in_proj", "out_proj", "q_proj", "o_proj"))]),
     "qwen3 next": (states.ROWS["qwen3 next"], [RandomAdapter(("q_proj", "o_proj", "out_proj"))]),
 }
 
