@@ -14,7 +14,7 @@ import torch
 
 from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.backends.cpu.ops.host_linear import WeightFormat, linear_library
-from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
+from quintet.executor.backends.cpu.ops.packed_weight import ALIGNMENT, PackedWeight
 from quintet.executor.checkpoints.quant.method import LinearShape
 from quintet.executor.lora.adapter_file import LowRank, read_adapter
 from quintet.executor.model_config.names import expected_spellings, spellings
@@ -153,10 +153,16 @@ def _depth_of(shape: LinearShape) -> int:
 
 
 def _pack(weights: torch.Tensor) -> Sequence[PackedWeight]:
+    """Pack ``[count, columns, depth]`` into adjacent memory. Weights of adapters are small: each would take a huge page."""
     library = linear_library()
     assert library is not None, "the host kernels are not built"
+    weight_format, (count, columns, depth) = WeightFormat(FLOAT_CODES[weights.dtype]), weights.shape
+    size_bytes = library.weight_bytes(int(weight_format), columns, depth, 0, 0)
+    stride = -(-size_bytes // ALIGNMENT) * ALIGNMENT
+    memory = torch.zeros(count * stride, dtype=torch.uint8)
     packed = []
-    for each in weights:
-        packed.append(PackedWeight(library, WeightFormat(FLOAT_CODES[each.dtype]), *each.shape))
+    for begin, each in zip(range(0, count * stride, stride), weights, strict=True):
+        place = memory[begin : begin + size_bytes]
+        packed.append(PackedWeight(library, weight_format, columns, depth, memory=place))
         packed[-1].fill(each)
     return packed

@@ -198,6 +198,13 @@ def test_packing_frees_the_unpacked_matrices() -> None:
     assert (len(first), len(second)) == (1, 2) and [each() for each in references] == [None, None]
 
 
+def test_packed_matrices_are_adjacent() -> None:
+    """Small weights with huge pages of their own would take 2 MiB each."""
+    layer = LoraLayer(torch.ones(3, 4, 64), torch.ones(3, 64, 4))
+    starts = [each.memory.untyped_storage().data_ptr() for each in layer.packed[1]]
+    assert len(set(starts)) == 1 and layer.packed[1][0].memory.untyped_storage().nbytes() < 8192
+
+
 def test_torch_gives_the_tokens_too(tmp_path: Path) -> None:
     model, logits, flags = written("llama", tmp_path)
     expected = {
