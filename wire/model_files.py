@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -26,6 +27,18 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Local folder with `ADAPTER_CONFIG` and `ADAPTER_WEIGHTS`, in the format of PEFT."""
     digest: bytes
     """SHA-256 of both files: identifies the adapter in messages and in the keys of KV blocks."""
+
+
+def adapter_digest_of(folder: Path) -> bytes:
+    """Return `AdapterConfig.digest` of an adapter's files. Raises `ConfigError` if one cannot be read."""
+    digest = hashlib.sha256()
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        try:
+            with (folder / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise ConfigError(f"{folder / name}: {error.strerror or error}") from None
+    return digest.digest()
 
 
 def is_gguf(model: Path) -> bool:

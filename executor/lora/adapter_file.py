@@ -12,7 +12,14 @@ import torch
 
 from quintet.executor.checkpoints.weights.mapped import MappedFile
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, Json, read_json
+from quintet.wire.model_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    AdapterConfig,
+    Json,
+    adapter_digest_of,
+    read_json,
+)
 
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -30,8 +37,16 @@ class LowRank:
 
 
 def read_adapter(adapter: AdapterConfig) -> dict[str, LowRank]:
-    """Return the matrices of each module, by its name in the model. Raises `ConfigError`."""
+    """Return the matrices of each module, by its name in the model. Raises `ConfigError`, also if the files have changed.
+
+    A restarted executor must have the weights of the lost one: requests continue, and KV back ends hold keys and values.
+    """
     folder = Path(adapter.path)
+    if adapter_digest_of(folder) != adapter.digest:
+        raise ConfigError(
+            f"LoRA adapter {adapter.name!r}: the files in {folder} have changed since the server started; put the former ones"
+            " back, or restart the server"
+        )
     hf_config, file = read_json(folder / ADAPTER_CONFIG), MappedFile(folder / ADAPTER_WEIGHTS)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, entry in file.entries.items():

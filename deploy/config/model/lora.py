@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -14,7 +13,14 @@ from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.deploy.config.model.source import fetch_adapter
 from quintet.executor.checkpoints.weights.header import read_header
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, Json, read_json
+from quintet.wire.model_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    AdapterConfig,
+    Json,
+    adapter_digest_of,
+    read_json,
+)
 from quintet.wire.params import shown
 
 FLAG = "--lora-modules"
@@ -117,11 +123,7 @@ def _read(name: str, path: str) -> AdapterConfig:
                 f" {ADAPTER_WEIGHTS}"
             )
     _check_config(folder / ADAPTER_CONFIG, read_json(folder / ADAPTER_CONFIG))
-    digest = hashlib.sha256()
-    for each in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        with (folder / each).open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return AdapterConfig(name=name, path=str(folder), digest=digest.digest())
+    return AdapterConfig(name=name, path=str(folder), digest=adapter_digest_of(folder))
 
 
 def _check_config(path: Path, values: Json) -> None:

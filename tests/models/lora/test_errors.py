@@ -13,10 +13,11 @@ from tests.models.lora.random_adapters import RandomAdapter, write_adapter
 from tests.models.random_checkpoints import write_checkpoint
 from tests.models.rows import llama, moe, opt
 
+from quintet.executor.backends.registry import make_worker
 from quintet.executor.lora.adapter_file import read_adapter
 from quintet.executor.lora.adapters import Adapters
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import AdapterConfig
+from quintet.wire.model_files import AdapterConfig, adapter_digest_of
 
 Q = "model.layers.1.self_attn.q_proj"
 A, B = (f"base_model.model.{Q}.lora_{half}.weight" for half in "AB")
@@ -84,7 +85,7 @@ def test_layers_of_other_stages(layers: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     tensors = {f"base_model.model.{layers}.1.q_proj.lora_{half}.weight": torch.ones(4, 4) for half in "AB"}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    config = AdapterConfig(name="a", path=str(tmp_path), digest=b"")
+    config = AdapterConfig(name="a", path=str(tmp_path), digest=adapter_digest_of(tmp_path))
     adapters = Adapters([config], torch.float32, torch.device("cpu"))
     adapters.check_used("LlamaForCausalLM", "model.", {"model.layers.1"})
     with pytest.raises(ConfigError, match=rf"{layers}.1.q_proj' is no linear layer"):
@@ -114,5 +115,16 @@ def test_a_layer_of_logits(tmp_path: Path) -> None:
 def test_scales(values: dict[str, object], scale: float, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(values))
     save_file({A: torch.ones(4, 3), B: torch.ones(5, 4)}, tmp_path / "adapter_model.safetensors")
-    [(name, low)] = read_adapter(AdapterConfig(name="a", path=str(tmp_path), digest=b"")).items()
+    config = AdapterConfig(name="a", path=str(tmp_path), digest=adapter_digest_of(tmp_path))
+    [(name, low)] = read_adapter(config).items()
     assert name == Q and low.a.shape == (4, 3) and bool((low.b == scale).all())
+
+
+def test_files_that_changed_after_the_start(tmp_path: Path) -> None:
+    """An executor that is restarted reads them again."""
+    write_checkpoint(llama.ROWS["llama"], tmp_path / "model")
+    write_adapter(RandomAdapter(("q_proj",)), tmp_path / "model", tmp_path / "a")
+    loaded = load(tmp_path / "model", lora_modules=[f"a={tmp_path / 'a'}"])
+    changed(tmp_path / "a", {B: torch.ones(64, 4)})
+    with pytest.raises(ConfigError, match=r"'a': the files in .* have changed since the server started"):
+        make_worker(loaded.config)
