@@ -118,9 +118,11 @@ def _read(name: str, path: str) -> AdapterConfig:
     folder = fetch_adapter(path, FLAG)
     for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / file).is_file():
+            is_pickled = (folder / "adapter_model.bin").is_file()
+            advice = "; save it again with PEFT, which writes safetensors" if is_pickled else ""
             raise ConfigError(
                 f"{FLAG} {name}={path}: {folder / file} does not exist; an adapter in the format of PEFT has {ADAPTER_CONFIG} and"
-                f" {ADAPTER_WEIGHTS}"
+                f" {ADAPTER_WEIGHTS}{advice}"
             )
     _check_config(folder / ADAPTER_CONFIG, read_json(folder / ADAPTER_CONFIG))
     return AdapterConfig(name=name, path=str(folder), digest=adapter_digest_of(folder))

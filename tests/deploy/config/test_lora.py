@@ -134,7 +134,9 @@ def test_unsupported_adapters(values: dict[str, Any], expected: str, tmp_path: P
 def test_missing_weights(tmp_path: Path) -> None:
     folder = write_files(tmp_path / "a")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with pytest.raises(ConfigError, match=r"adapter_model.safetensors does not exist"):
+    with pytest.raises(
+        ConfigError, match=r"adapter_model.safetensors does not exist.*save it again with PEFT"
+    ):
         adapters(tmp_path, f"a={folder}")
 
 
