@@ -11,7 +11,7 @@ import msgspec
 from quintet.deploy.cli.serve import add_option_arguments, options_of
 from quintet.deploy.config.build import Resolution, resolve
 from quintet.deploy.config.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
-from quintet.deploy.config.model.lora import adapter_bytes
+from quintet.deploy.config.model.lora import file_bytes
 from quintet.deploy.tools.draft_plan import DraftPlan, draft_plan, draft_rows, draft_state_bytes
 from quintet.deploy.tools.kv_plan import KvDiskPlan, disk_plan, peers_plan, rows_of, store_plan
 from quintet.executor.model_config.describe import describe
@@ -172,7 +172,7 @@ def make_plan(resolution: Resolution) -> Plan:
         executor=config.executor.kind,
         num_parameters=resolution.num_parameters,
         weight_bytes=weights.size_bytes if weights else None,
-        adapters={adapter.name: adapter_bytes([adapter]) for adapter in config.model.adapters},
+        adapters={adapter.name: file_bytes(adapter) for adapter in config.model.adapters},
         max_model_len=config.model.max_model_len,
         kv_bytes_per_token=kv.bytes_per_token,
         kv_groups=_groups(kv, config.model.max_model_len, config.scheduler.max_num_batched_tokens),

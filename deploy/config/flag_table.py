@@ -180,8 +180,9 @@ def _value(spec: FlagSpec, value: object) -> object:
         return spec.flag.read(value, spec.option)
     if spec.kind is bool:
         return boolean(value)
-    if isinstance(value, str) and spec.repeated:
-        return [value]
+    if spec.repeated and isinstance(value, str | dict | list):
+        items = value if isinstance(value, list) else [value]
+        return [json.dumps(each) if isinstance(each, dict) else each for each in items]
     if isinstance(value, dict) and spec.kind is str:
         return json.dumps(value)
     if isinstance(value, str) and spec.kind in _NUMBERS and _NUMBERS[spec.kind].fullmatch(value):

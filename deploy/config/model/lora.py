@@ -63,9 +63,9 @@ def adapters_config(options: Options, facts: ModelFacts, device: str) -> list[Ad
     return adapters
 
 
-def adapter_bytes(adapters: list[AdapterConfig]) -> int:
-    """Return the size of the adapters' weights in files."""
-    return sum((Path(each.path) / ADAPTER_WEIGHTS).stat().st_size for each in adapters)
+def file_bytes(adapter: AdapterConfig) -> int:
+    """Return the size of the file of an adapter's weights."""
+    return (Path(adapter.path) / ADAPTER_WEIGHTS).stat().st_size
 
 
 def memory_bytes(adapters: list[AdapterConfig], item_bytes: int) -> int:

@@ -14,6 +14,7 @@ from tests.deploy.config.model_folder import write_model, write_weights
 from tests.deploy.config.test_vllm_flags import parsed
 
 from quintet.deploy.cli.main import main
+from quintet.deploy.config.flag_table import make_options
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.hf_config import read_facts
 from quintet.deploy.config.model.lora import adapters_config, memory_bytes
@@ -78,6 +79,14 @@ def test_flags_of_vllm() -> None:
         "--enable-lora", "--lora-modules", "a=b", "c=d", "--max-lora-rank", "64", "--max-loras", "2"
     )
     assert options.lora_modules == ["a=b", "c=d"]
+
+
+@pytest.mark.parametrize(
+    "given", ["a=/b", ["a=/b"], {"name": "a", "path": "/b"}, [{"name": "a", "path": "/b"}]]
+)
+def test_values_of_a_call_or_a_file(given: object) -> None:
+    [value] = make_options({"lora_modules": given}, "LLM(...)").lora_modules
+    assert value == "a=/b" or json.loads(value) == {"name": "a", "path": "/b"}
 
 
 @pytest.mark.parametrize("last", ["b=/path", "b=owner/name", '{"name": "b", "path": "/path"}'])
