@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quintet import LLM, LoRARequest, SamplingParams
+from quintet import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from quintet.deploy.embedded import default_model_path
 from quintet.deploy.python_api.beams import BeamSearchParams
 from quintet.wire.errors import RequestError
@@ -51,3 +51,11 @@ def test_unknown_adapter(llm: LLM) -> None:
         RequestError, match=r"`nope` is not loaded; loaded are: `other`.*lora_modules=\['nope=PATH'\]"
     ):
         llm.generate(TEXT, PARAMS, lora_request="nope", use_tqdm=False)
+
+
+def test_structured_output(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["xylophone", "zebra"])
+    )
+    [output] = llm.generate(TEXT, params, lora_request="other", use_tqdm=False)
+    assert output.outputs[0].text in ("xylophone", "zebra")

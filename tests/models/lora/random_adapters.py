@@ -36,8 +36,8 @@ class RandomAdapter:
         return self.alpha / (self.rank**0.5 if self.hf_config.get("use_rslora") else self.rank)
 
 
-def write_adapter(adapter: RandomAdapter, model: Path, folder: Path) -> Logits:
-    """Write the adapter; return the logits of the model with its weights merged."""
+def write_adapter(adapter: RandomAdapter, model: Path, folder: Path, copy: Path | None = None) -> Logits:
+    """Write the adapter; return the logits of the model with its weights merged. copy: folder for these weights."""
     merged = transformers.AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -70,4 +70,7 @@ def write_adapter(adapter: RandomAdapter, model: Path, folder: Path) -> Logits:
         **adapter.hf_config,
     }
     (folder / "adapter_config.json").write_text(json.dumps(hf_config))
+    if copy is not None:
+        merged.save_pretrained(copy)
+        (copy / "tokenizer.json").write_text("{}")
     return batched_logits(merged)

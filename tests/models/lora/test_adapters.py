@@ -14,6 +14,7 @@ from tests.models.distributed.ranks import in_ranks
 from tests.models.equality import Dtype, Loaded, few_blocks, load, with_blocks
 from tests.models.kv.test_swapping import with_host_memory
 from tests.models.lora.random_adapters import RandomAdapter, write_adapter
+from tests.models.pooling.test_vectors import CLOSE, LAST, PARAMS
 from tests.models.random_checkpoints import Row, expectations, write_checkpoint
 from tests.models.rows import dense, gemma, gpt, latent, llama, moe, states
 from tests.models.small_models import prompts_of
@@ -252,3 +253,28 @@ def test_ranks_and_stages_have_the_bits_of_one_process(
             assert [driver.outputs[number] for number in range(len(prompts))] == [*expected.values()], (
                 schedule
             )
+
+
+def test_pooled_vectors_of_an_adapter(tmp_path: Path) -> None:
+    """Those of a checkpoint with merged weights, up to fp32 sums in another order; equal bits alone and together."""
+    row, _ = ROWS["llama"]
+    write_checkpoint(row, tmp_path / "model")
+    write_adapter(RandomAdapter(ALL), tmp_path / "model", tmp_path / "a", tmp_path / "merged")
+    loaded = load(tmp_path / "model", runner="pooling", lora_modules=[f"a={tmp_path / 'a'}"])
+    prompts = prompts_of((5, 17, 40))
+
+    def vectors(served: Loaded, names: Sequence[str], asked: Sequence[list[int]]) -> list[bytes]:
+        driver = CoreAndWorker(changed(served.config), served.worker)
+        requests = [(name, prompt) for prompt in asked for name in names]
+        for number, (name, prompt) in enumerate(requests):
+            digest = adapter_digest(served.config.model, name)
+            driver.admit(number, prompt, PARAMS[LAST], pooling=LAST, adapter=digest)
+        driver.run()
+        return [driver.vectors[number] for number in range(len(requests))]
+
+    together = vectors(loaded, ("", "a"), prompts)[1::2]
+    assert together == [vectors(loaded, ("a",), [prompt])[0] for prompt in prompts]
+    expected = vectors(load(tmp_path / "merged", runner="pooling"), ("",), prompts)
+    for found, wanted in zip(together, expected, strict=True):
+        ours, theirs = (torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (found, wanted))
+        assert float((ours - theirs).norm() / theirs.norm()) < CLOSE
