@@ -88,6 +88,10 @@ def make_worker(
         try:
             return _open(backend, context)
         except Unsupported as why:
+            if config.scheduler.speculative is not None:
+                raise ConfigError(
+                    f"--speculative-config: drafts would change outputs, as only torch can compute this model: {why}"
+                ) from why
             log.warning("computing with torch's operators: %s", why)
     return _open(last, context)
 

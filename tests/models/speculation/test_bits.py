@@ -16,7 +16,6 @@ from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.test_engine import CoreAndWorker, changed, small_kv
 
 from quintet.core.token_messages import StepMessages
-from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.interface import StepWorker
 from quintet.executor.memory import Bits
@@ -27,9 +26,11 @@ from quintet.executor.speculation.lengths import DraftCounts, DraftLengths
 from quintet.executor.worker import Worker
 from quintet.wire.codec import unpack_i64
 from quintet.wire.config import EngineConfig, SpeculativeConfig
+from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import StepPlan
 
+compiled = pytest.mark.parametrize("serve", [16], ids=["compiled"], indirect=True)
 DRAFTS = SpeculativeConfig(num_speculative_tokens=6)
 NUM_TOKENS = 40
 PARAMS: dict[str, SamplingParams] = {
@@ -150,6 +151,7 @@ def send(driver: Recorder, params: SamplingParams, first: int = 0) -> None:
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window", "llama-gqa-biases"])
+@compiled
 def test_outputs_are_those_without_drafts(family: str, name: str, serve: Callable[..., Any]) -> None:
     served = serve(FAMILIES[family](), max_model_len=96)
     plain = run(changed(served.config), served.core.worker, PARAMS[name])
@@ -173,12 +175,19 @@ def test_outputs_are_those_without_drafts(family: str, name: str, serve: Callabl
         driver = run(each, worker, PARAMS[name])
         assert driver.outputs == plain.outputs, variant
         assert driver.endings == plain.endings, variant
-        if isinstance(worker.runner, ProgramRunner):  # torch's bits depend on the batch
-            assert driver.logprobs == plain.logprobs, variant
+        assert driver.logprobs == plain.logprobs, variant
         assert driver.engine.state is not None
         assert driver.engine.state.counters.num_accepted_tokens > 5, variant
 
 
+@pytest.mark.parametrize("serve", [4], indirect=True)
+def test_models_that_only_torch_can_compute_are_refused(serve: Callable[..., Any]) -> None:
+    config = serve(FAMILIES["qwen3"](), max_model_len=96).config
+    with pytest.raises(ConfigError, match=r"--speculative-config: .* only torch can compute .* 4"):
+        make_worker(changed(config, speculative=DRAFTS))
+
+
+@compiled
 def test_ngram_drafts_of_a_repetitive_text_are_accepted(serve: Callable[..., Any]) -> None:
     served = serve(FAMILIES["qwen3"](), max_model_len=256)
     config = changed(
@@ -197,6 +206,7 @@ def test_ngram_drafts_of_a_repetitive_text_are_accepted(serve: Callable[..., Any
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window", "llama-gqa-biases"])
+@compiled
 def test_suffix_decoding_changes_no_output(family: str, name: str, serve: Callable[..., Any]) -> None:
     """Requests are sent again, so that their earlier outputs are drafted. A new worker has an empty cache."""
     served = serve(FAMILIES[family](), max_model_len=96)
@@ -216,8 +226,7 @@ def test_suffix_decoding_changes_no_output(family: str, name: str, serve: Callab
             for request_id, output in plain.outputs.items():
                 again = first + request_id
                 assert driver.outputs[again] == output and driver.endings[again] == plain.endings[request_id]
-                if isinstance(worker.runner, ProgramRunner):  # torch's bits depend on the batch
-                    assert driver.logprobs.get(again) == plain.logprobs.get(request_id)
+                assert driver.logprobs.get(again) == plain.logprobs.get(request_id)
         assert driver.engine.state is not None
         assert driver.engine.state.counters.num_accepted_tokens > 20
         cache = worker.output_cache
