@@ -22,6 +22,19 @@ SGLANG_FLAGS: dict[str, str] = {
     "ep_size": "--enable-expert-parallel",
     "random_seed": "--seed",
     "lora_paths": "--lora-modules",
+    **dict.fromkeys(
+        (
+            *("speculative_algorithm", "speculative_algo"),
+            *(
+                "speculative_draft_model_path",
+                "speculative_draft_model",
+                "speculative_draft_model_quantization",
+            ),
+            *("speculative_num_steps", "speculative_num_draft_tokens", "speculative_eagle_topk"),
+            *("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size"),
+        ),
+        "--speculative-config",
+    ),
 }
 """Key of SGLang's flag -> Quintet's flag."""
 
@@ -34,6 +47,14 @@ LLAMA_CPP_FLAGS: dict[str, str] = {
     **dict.fromkeys(("a", "alias"), "--served-model-name"),
     **dict.fromkeys(("ctk", "cache_type_k", "ctv", "cache_type_v"), "--kv-cache-dtype"),
     **dict.fromkeys(("lora", "lora_scaled"), "--lora-modules"),
+    **dict.fromkeys(
+        (
+            *("spec_type", "md", "model_draft", "hfd", "hfrd", "hf_repo_draft"),
+            *("draft", "draft_n", "draft_max", "draft_n_min", "draft_min", "draft_p_min"),
+            *("lcs", "lookup_cache_static", "lcd", "lookup_cache_dynamic"),
+        ),
+        "--speculative-config",
+    ),
     "t": "--threads",
     "chat_template_file": "--chat-template",
     "reasoning_format": "--reasoning-parser",

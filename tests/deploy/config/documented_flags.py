@@ -17,7 +17,7 @@ lists each flag of vLLM 0.33 and of older versions.
 * Names may have underscores. They may be abbreviated if no other flag begins so: `--gpu-memory-util 0.9`.
 * JSON values may be given by key: `--speculative-config.method ngram`. `--model` is MODEL.
 * A flag and its value may be one word, as in lists of compose files (`- --dtype auto`).
-* Flags of SGLang (`--model-path`, `--tp`, …) are rejected; the error names the flag of Quintet.
+* Flags of SGLang and llama.cpp (`--model-path`, `--tp`, `-ngl`, …) are rejected; the error names the flag of Quintet.
 
 * *taken*: the flag works, possibly under another name.
 * *accepted*: the flag has no effect; a log line says so.
