@@ -20,7 +20,7 @@ WORKERS ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install packages kernels serve chat test test-all collect lint types check bench-overhead model cubins clients real-models chart dist-check docs fuzz gpu-check clean
+.PHONY: help install packages kernels serve chat test test-all nightly collect lint types check bench-overhead model cubins clients real-models chart dist-check docs fuzz gpu-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
@@ -60,6 +60,8 @@ test: .venv/kernels-quick  ## run the fast test suite (tests/README.md)
 test-all: .venv/kernels-all clients  ## run the whole test suite, and compile CUDA kernels for all GPUs
 	@$(MAKE) --no-print-directory cubins ARGS=
 	$(BIN)/pytest $(PARALLEL) --whole $(ARGS)
+
+nightly: test fuzz  ## explore: the fast suite with other combinations of parameters in each run, and fuzzing
 
 collect: $(PACKAGES)  ## collect all tests, GPU tests included; compiles bytecode once for the workers of `make test`
 	@mkdir -p build
