@@ -1,7 +1,7 @@
 """Registry of supported architectures, by the name in a config.
 
 `deploy` reads a config with this table before start-up; the executor builds the model with the same function. Imports
-no torch. Each file of ``families/`` has the architectures of one lineage.
+no torch. Each file of ``families/`` has related architectures.
 """
 
 from __future__ import annotations
@@ -12,28 +12,19 @@ import re
 from quintet.executor.model_config import text_model
 from quintet.executor.model_config.families import (
     cohere,
-    dense,
+    deepseek,
     falcon,
-    gemma,
-    glm,
     gpt,
     hunyuan,
     hybrid,
-    latent,
-    lfm,
     llama,
-    llama4,
     mamba,
     moe,
-    mpt,
     nemotron,
-    olmo,
-    openai,
-    opt,
     phi,
+    post_norm,
     qwen_next,
     remote_code,
-    sigmoid_moe,
 )
 from quintet.executor.model_config.family import Family
 
@@ -41,26 +32,17 @@ FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
     **cohere.FAMILIES,
     **mamba.FAMILIES,
-    **dense.FAMILIES,
     **falcon.FAMILIES,
-    **gemma.FAMILIES,
-    **glm.FAMILIES,
+    **post_norm.FAMILIES,
     **gpt.FAMILIES,
-    **latent.FAMILIES,
-    **llama4.FAMILIES,
-    **mpt.FAMILIES,
+    **deepseek.FAMILIES,
     **nemotron.FAMILIES,
     **hunyuan.FAMILIES,
     **hybrid.FAMILIES,
-    **lfm.FAMILIES,
-    **olmo.FAMILIES,
-    **openai.FAMILIES,
-    **opt.FAMILIES,
     **remote_code.FAMILIES,
     **phi.FAMILIES,
     **qwen_next.FAMILIES,
     **moe.FAMILIES,
-    **sigmoid_moe.FAMILIES,
     **text_model.FAMILIES,
 }
 """Families by the config's architecture name."""

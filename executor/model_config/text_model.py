@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from quintet.executor.model_config.families import dense, gemma, llama, llama4, qwen_next
+from quintet.executor.model_config.families import llama, moe, post_norm, qwen_next
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.spec import DecoderSpec
@@ -53,7 +53,7 @@ def qwen2_vl(hf_config: HfConfig) -> DecoderSpec:
 def mistral3(hf_config: HfConfig) -> DecoderSpec:
     """Mistral Small 3.1 and later; Ministral 3."""
     kind = hf_config.word("model_type", ("mistral", "ministral3"), "mistral")
-    return dense.ministral3(hf_config) if kind == "ministral3" else llama.mistral(hf_config)
+    return llama.ministral3(hf_config) if kind == "ministral3" else llama.mistral(hf_config)
 
 
 FAMILIES = {
@@ -63,9 +63,9 @@ FAMILIES = {
     "Qwen3_5MoeForConditionalGeneration": Family(
         text_of(qwen_next.qwen3_5_moe, "model.language_model."), "Qwen 3.5 MoE, text part"
     ),
-    "Gemma3ForConditionalGeneration": Family(text_of(gemma.gemma3), "Gemma 3, text part"),
+    "Gemma3ForConditionalGeneration": Family(text_of(post_norm.gemma3), "Gemma 3, text part"),
     "Qwen2VLForConditionalGeneration": Family(qwen2_vl, "Qwen2-VL, text part"),
     "Qwen2_5_VLForConditionalGeneration": Family(qwen2_vl, "Qwen2.5-VL, text part"),
     "Mistral3ForConditionalGeneration": Family(text_of(mistral3), "Mistral Small 3, Ministral 3: text part"),
-    "Llama4ForConditionalGeneration": Family(text_of(llama4.llama4), "Llama 4 Scout and Maverick, text part"),
+    "Llama4ForConditionalGeneration": Family(text_of(moe.llama4), "Llama 4 Scout and Maverick, text part"),
 }

@@ -1,8 +1,9 @@
-"""BLOOM and Falcon: Megatron's tensor names; queries, keys and values in one tensor, grouped by head."""
+"""BLOOM, Falcon and MPT: usually ALiBi; queries, keys and values in one tensor."""
 
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 from quintet.executor.model_config.family import Family
@@ -16,6 +17,7 @@ from quintet.executor.model_config.shape import (
     hidden_size,
     layer_norm,
     max_positions,
+    nullable,
     num_heads,
     num_kv_heads,
     plain,
@@ -23,9 +25,17 @@ from quintet.executor.model_config.shape import (
     pre_norm,
     side_by_side,
 )
-from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, MlpSpec, QkvLayout
+from quintet.executor.model_config.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    MlpSpec,
+    NormSpec,
+    PositionTable,
+    QkNormOver,
+    QkvLayout,
+)
 
-_NAMES: dict[str, Any] = {
+_MEGATRON_NAMES: dict[str, Any] = {
     "prefix": "transformer.",
     "embedding": "transformer.word_embeddings",
     "embedding_norm": "transformer.word_embeddings_layernorm",
@@ -56,7 +66,7 @@ def bloom(hf_config: HfConfig) -> DecoderSpec:
         hf_config,
         layer,
         norm,
-        names=Names(**_NAMES),
+        names=Names(**_MEGATRON_NAMES),
         embedding_norm=norm,
         reach=max_positions(hf_config, 2048),
         tied=hf_config.flag("tie_word_embeddings", True),
@@ -67,10 +77,10 @@ def falcon(hf_config: HfConfig) -> DecoderSpec:
     """Falcon: 7b has parallel layers with one norm, 40b and 180b with two; rw is sequential with ALiBi."""
     grouped, norm = hf_config.flag("new_decoder_architecture", False), layer_norm(hf_config)
     mixer, mlp = _falcon_attention(hf_config, grouped), _falcon_mlp(hf_config)
-    names, layer = Names(**_NAMES), pre_norm(norm, mixer, mlp)
+    names, layer = Names(**_MEGATRON_NAMES), pre_norm(norm, mixer, mlp)
     if grouped and hf_config.whole("num_ln_in_parallel_attn", 1, 2, 2) == 2:
         layer = pre_norm(norm, mixer, mlp, parallel=True)
-        names = Names(**_NAMES, mixer_norm="ln_attn", mlp_norm="ln_mlp")
+        names = Names(**_MEGATRON_NAMES, mixer_norm="ln_attn", mlp_norm="ln_mlp")
     elif grouped or hf_config.flag("parallel_attn", True):
         layer = side_by_side(norm, mixer, mlp)
     reach: dict[str, Any] = {} if mixer.rope else {"reach": max_positions(hf_config, 2048)}
@@ -108,8 +118,69 @@ def _bfloat16(value: float) -> float:
     return rounded
 
 
+_MPT_NAMES = Names(
+    prefix="transformer.",
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    layer="transformer.blocks.{layer}",
+    final_norm="transformer.norm_f",
+    mixer_norm="norm_1",
+    mlp_norm="norm_2",
+    qkv="attn.Wqkv",
+    q_norm="attn.q_ln",
+    k_norm="attn.k_ln",
+    output="attn.out_proj",
+    up="ffn.up_proj",
+    down="ffn.down_proj",
+)
+
+
+def mpt(hf_config: HfConfig) -> DecoderSpec:
+    """MPT: ALiBi or learned positions; usually without biases."""
+    biased, settings = not hf_config.flag("no_bias", True), hf_config.section("attn_config")
+    norm, count = layer_norm(hf_config, biased=biased), max_positions(hf_config, 2048)
+    width = hf_config.whole("expansion_ratio", 1, 64, 4) * hidden_size(hf_config)
+    mlp = plain(hf_config, "gelu", width=width, biased=biased)
+    mixer = _mpt_attention(hf_config, settings, norm)
+    return decoder(
+        hf_config,
+        pre_norm(norm, mixer, mlp),
+        norm,
+        names=_MPT_NAMES,
+        positions=None if mixer.alibi else PositionTable(count=count),
+        reach=count,
+        tied=hf_config.flag("tie_word_embeddings", True),
+        logit_scale=_logit_scale(hf_config),
+    )
+
+
+def _mpt_attention(hf_config: HfConfig, settings: HfConfig, norm: NormSpec) -> AttentionSpec:
+    settings.word("attn_type", ("multihead_attention",), "multihead_attention")
+    octaves, scale = settings.real("alibi_bias_max", 1, 64, 8), settings.values.get("softmax_scale")
+    mixer = attention(
+        hf_config,
+        rotated=False,
+        alibi=alibi_slopes(num_heads(hf_config), octaves) if settings.flag("alibi", True) else (),
+        qkv_bias=norm.biased,
+        output_bias=norm.biased,
+        clip_qkv=nullable(settings, "clip_qkv", 1e-3, 1e6),
+        qk_norm=norm if settings.flag("qk_ln", False) else None,
+        qk_norm_over=QkNormOver.WHOLE,
+        layout=QkvLayout.STACKED,
+    )
+    return mixer if scale is None else replace(mixer, scale=settings.real("softmax_scale", 1e-6, 1e6))
+
+
+def _logit_scale(hf_config: HfConfig) -> float:
+    if hf_config.values.get("logit_scale") == "inv_sqrt_d_model":
+        return float(hidden_size(hf_config) ** -0.5)
+    return hf_config.real("logit_scale", 1e-6, 1e6, 1.0)
+
+
 FAMILIES = {
     "BloomForCausalLM": Family(bloom, "BLOOM, BLOOMZ"),
     "FalconForCausalLM": Family(falcon, "Falcon 7b, 11b, 40b, 180b, rw"),
     "RWForCausalLM": Family(falcon, "first conversions of Falcon"),
+    "MptForCausalLM": Family(mpt, "MPT"),
+    "MPTForCausalLM": Family(mpt, "MPT, by its own code"),
 }

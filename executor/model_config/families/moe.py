@@ -1,4 +1,4 @@
-"""Mixture-of-experts models with usual attention: Mixtral, Qwen, OLMoE, Granite, Ernie, DeepSeek 1, Ling."""
+"""Mixture-of-experts models with usual attention: Mixtral, Qwen, OLMoE, Granite, Ernie, gpt-oss, Llama 4."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from quintet.executor.model_config.experts import (
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig, Key
 from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.rope import MAX_POSITIONS
 from quintet.executor.model_config.shape import (
     MAX_LAYERS,
     MAX_WIDTH,
@@ -25,14 +26,24 @@ from quintet.executor.model_config.shape import (
     decoder,
     factor,
     gated,
+    hidden_size,
+    layer_types,
     layered_windows,
     num_layers,
     pre_norm,
     rms,
+    rotated_layers,
     window,
     windowed,
 )
-from quintet.executor.model_config.spec import Activation, DecoderSpec, FeedForwardSpec, QkNormOver, QkvLayout
+from quintet.executor.model_config.spec import (
+    Activation,
+    AttentionSpec,
+    DecoderSpec,
+    FeedForwardSpec,
+    QkNormOver,
+    Temperature,
+)
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
@@ -47,14 +58,6 @@ QWEN_NAMES = Names(
     shared_gate="mlp.shared_expert.gate_proj",
     shared_up="mlp.shared_expert.up_proj",
     shared_down="mlp.shared_expert.down_proj",
-)
-BAILING_NAMES = Names(
-    embedding="model.word_embeddings",
-    qkv="attention.query_key_value",
-    output="attention.dense",
-    q_norm="attention.query_layernorm",
-    k_norm="attention.key_layernorm",
-    correction="mlp.gate.expert_bias",
 )
 _ERNIE_NAMES = Names(correction="mlp.moe_statics.e_score_correction_bias", ignored=("model.mtp_*",))
 _GRANITE_NAMES = Names(
@@ -71,24 +74,6 @@ def routing(hf_config: HfConfig, scoring: Scoring, experts: int, chosen: int, **
     count = hf_config.whole(EXPERTS, 1, MAX_EXPERTS, experts)
     taken = hf_config.whole(CHOSEN, 1, min(count, MAX_CHOSEN), chosen)
     return Routing(experts=count, chosen=taken, scoring=scoring, **switches)
-
-
-def grouped(
-    hf_config: HfConfig, groups: int, chosen_groups: int, best: int, experts: int, chosen: int
-) -> dict[str, Any]:
-    """Return the `Routing` fields of group-limited selection; the arguments are the family's defaults."""
-    count = hf_config.whole(EXPERTS, 1, MAX_EXPERTS, experts)
-    groups = hf_config.whole("n_group", 1, count, groups)
-    if count % groups or count // groups < best:
-        raise hf_config.wrong(
-            "n_group", f"a number that divides {count} experts into groups of at least {best}"
-        )
-    kept = hf_config.whole("topk_group", 1, groups, chosen_groups)
-    if hf_config.whole("num_experts_per_tok", 1, MAX_CHOSEN, chosen) > kept * (count // groups):
-        raise hf_config.wrong(
-            "num_experts_per_tok", f"at most the {kept * (count // groups)} experts of {kept} groups"
-        )
-    return {"groups": groups, "chosen_groups": kept, "group_best": best} if groups > 1 else {}
 
 
 def expert_width(hf_config: HfConfig, key: Key = "moe_intermediate_size", default: int | None = None) -> int:
@@ -183,37 +168,6 @@ def softmax_experts(hf_config: HfConfig, width: int) -> ExpertsSpec:
     return ExpertsSpec(routing=choice, width=width, shared_width=count * width or None)
 
 
-def deepseek(hf_config: HfConfig) -> DecoderSpec:
-    """DeepSeekMoE 16B: Llama's attention, softmax over many small experts, shared experts."""
-    norm = rms(hf_config)
-    mixer = attention(hf_config, positions=2048, bias_key="attention_bias")
-    experts = softmax_experts(hf_config, width=1407)
-    return decoder(hf_config, first_dense(hf_config, norm, mixer, experts, 0), norm)
-
-
-def bailing(hf_config: HfConfig) -> DecoderSpec:
-    """Ling and Ling-lite 1.5: as DeepSeekMoE, with other tensor names and stacked queries, keys and values."""
-    norm, biased = rms(hf_config), hf_config.flag("use_qkv_bias", False)
-    mixer = attention(
-        *(hf_config,),
-        positions=16384,
-        kv_heads=4,
-        theta=600000.0,
-        qkv_bias=biased,
-        output_bias=hf_config.flag("use_bias", False),
-        layout=QkvLayout.STACKED,
-    )
-    experts = softmax_experts(hf_config, width=1408)
-    head = hf_config.flag("norm_head", False)
-    return decoder(
-        hf_config,
-        first_dense(hf_config, norm, mixer, experts, 0),
-        norm,
-        names=BAILING_NAMES,
-        normalised_head=head,
-    )
-
-
 def ernie(hf_config: HfConfig) -> DecoderSpec:
     """ERNIE 4.5 MoE: experts in all but the first layer, a routing correction, interleaved rotation."""
     norm = rms(hf_config, 1e-5)
@@ -234,30 +188,6 @@ def ernie(hf_config: HfConfig) -> DecoderSpec:
     ]
     layers = [pre_norm(norm, mixer, mlp) for mlp in mlps]
     return decoder(hf_config, layers, norm, names=_ERNIE_NAMES, tied=tied)
-
-
-def sigmoid_experts(
-    hf_config: HfConfig,
-    *,
-    experts: int,
-    chosen: int,
-    width: int,
-    groups: int = 1,
-    chosen_groups: int = 1,
-    scale: float = 1.0,
-    renormalise: bool = True,
-    shared: int = 1,
-) -> ExpertsSpec:
-    """Return experts with DeepSeek V3's routing, shared ones included; the arguments are the family's defaults."""
-    width = expert_width(hf_config, default=width)
-    choice = routing(
-        *(hf_config, Scoring.SIGMOID, experts, chosen),
-        renormalise=hf_config.flag("norm_topk_prob", renormalise),
-        scale=hf_config.real("routed_scaling_factor", 1e-9, 1e9, scale),
-        **grouped(hf_config, groups, chosen_groups, 2, experts, chosen),
-    )
-    shared = hf_config.whole(SHARED, 0, MAX_EXPERTS, shared)
-    return ExpertsSpec(routing=choice, width=width, corrected=True, shared_width=shared * width or None)
 
 
 def first_dense(hf_config: HfConfig, norm: Any, mixer: Any, experts: ExpertsSpec, default: int) -> list[Any]:
@@ -304,14 +234,117 @@ def named_layers(hf_config: HfConfig, key: str) -> Sequence[int]:
     return named
 
 
+MXFP4_GROUP = 32
+"""Elements that share a scale."""
+
+
+def gpt_oss(hf_config: HfConfig) -> DecoderSpec:
+    """gpt-oss 20b and 120b. The experts' gates and ups are interleaved in the checkpoint."""
+    norm, biased = rms(hf_config, 1e-5, rounds_once=True), hf_config.flag("attention_bias", True)
+    mixer = attention(
+        *(hf_config,),
+        positions=131072,
+        theta=150000.0,
+        kv_heads=8,
+        head_dim=64,
+        qkv_bias=biased,
+        output_bias=biased,
+        sinks=True,
+    )
+    expert, hidden = expert_width(hf_config, "intermediate_size", 2880), hidden_size(hf_config)
+    packed = hf_config.section("quantization_config").values.get("quant_method") == "mxfp4"
+    for key, size in (("intermediate_size", expert), ("hidden_size", hidden)):
+        if packed and size % MXFP4_GROUP:
+            raise hf_config.wrong(key, f"a multiple of {MXFP4_GROUP}, the group size of MXFP4")
+    experts = ExpertsSpec(
+        routing=routing(hf_config, Scoring.SOFTMAX_OF_CHOSEN, 128, 4),
+        width=expert,
+        layout=ExpertsLayout.MXFP4 if packed else ExpertsLayout.ALTERNATING,
+        router_bias=True,
+        biased=True,
+        clamp=(
+            hf_config.real("swiglu_alpha", 1e-3, 1e3, 1.702),
+            hf_config.real("swiglu_limit", 1e-3, 1e6, 7.0),
+        ),
+    )
+    width, kinds = window(hf_config, 128), ["sliding_attention", "full_attention"] * num_layers(hf_config)
+    if hf_config.has("layer_types"):
+        kinds = layer_types(hf_config, ("sliding_attention", "full_attention"))
+    slides = [width if kind == "sliding_attention" else None for kind in kinds[: num_layers(hf_config)]]
+    layers = windowed(pre_norm(norm, mixer, experts), slides)
+    return decoder(hf_config, layers, norm, names=Names(router="mlp.router"))
+
+
+_LLAMA4_NAMES = Names(
+    gate="feed_forward.gate_proj",
+    up="feed_forward.up_proj",
+    down="feed_forward.down_proj",
+    router="feed_forward.router",
+    experts_gate_up="feed_forward.experts.gate_up_proj",
+    experts_down="feed_forward.experts.down_proj",
+    shared_gate="feed_forward.shared_expert.gate_proj",
+    shared_up="feed_forward.shared_expert.up_proj",
+    shared_down="feed_forward.shared_expert.down_proj",
+)
+
+
+def llama4(hf_config: HfConfig) -> DecoderSpec:
+    """Llama 4 Scout and Maverick. The routing weight multiplies the expert's input."""
+    norm, count = rms(hf_config, 1e-5), num_layers(hf_config)
+    width = expert_width(hf_config, "intermediate_size", 8192)
+    experts = ExpertsSpec(
+        routing=routing(hf_config, Scoring.SIGMOID, 16, 1, scaled_inputs=True),
+        width=width,
+        layout=ExpertsLayout.TRANSPOSED,
+        shared_width=width,
+    )
+    plain = gated(hf_config, width=hf_config.whole("intermediate_size_mlp", 1, MAX_WIDTH, 16384))
+    step = hf_config.whole("interleave_moe_layer_step", 1, MAX_LAYERS, 1)
+    routed = (
+        named_layers(hf_config, "moe_layers") if hf_config.has("moe_layers") else range(step - 1, count, step)
+    )
+    layers = [
+        pre_norm(norm, _llama4_attention(hf_config, rotated), experts if layer in routed else plain)
+        for layer, rotated in enumerate(rotated_layers(hf_config))
+    ]
+    return decoder(hf_config, layers, norm, names=_LLAMA4_NAMES)
+
+
+def _llama4_attention(hf_config: HfConfig, rotated: bool) -> AttentionSpec:
+    biased = hf_config.flag("attention_bias", False)
+    spec: dict[str, Any] = {
+        "positions": 131072,
+        "theta": 500000.0,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "qkv_bias": biased,
+        "output_bias": biased,
+    }
+    if rotated:
+        normed = hf_config.flag("use_qk_norm", True)
+        return attention(
+            *(hf_config,),
+            **spec,
+            interleaved=True,
+            chunk=window(hf_config, 8192, "attention_chunk_size"),
+            qk_norm=rms(hf_config, 1e-5, weighted=False) if normed else None,
+        )
+    period = hf_config.whole("floor_scale", 1, MAX_POSITIONS, 8192)
+    tuned = hf_config.flag("attn_temperature_tuning", True)
+    growth = hf_config.real("attn_scale", 0.0, 1e3, 0.1)
+    return attention(
+        *(hf_config,), **spec, rotated=False, temperature=Temperature(growth, period, 1) if tuned else None
+    )
+
+
 FAMILIES = {
     "MixtralForCausalLM": Family(mixtral, "Mixtral 8x7B and 8x22B"),
     "Qwen2MoeForCausalLM": Family(qwen2, "Qwen 1.5 MoE A2.7B, Qwen 2 57B A14B"),
     "Qwen3MoeForCausalLM": Family(qwen3, "Qwen 3 30B A3B and 235B A22B, Qwen 3 Coder"),
     "OlmoeForCausalLM": Family(olmoe, "OLMoE 1B-7B"),
-    "DeepseekForCausalLM": Family(deepseek, "DeepSeekMoE 16B"),
-    "BailingMoeForCausalLM": Family(bailing, "Ling 1 and 1.5"),
     "Ernie4_5_MoeForCausalLM": Family(ernie, "ERNIE 4.5 21B A3B and 300B A47B"),
     "GraniteMoeForCausalLM": Family(granite, "Granite 3 1B A400M and 3B A800M"),
     "GraniteMoeSharedForCausalLM": Family(granite, "Granite MoE with a shared expert"),
+    "GptOssForCausalLM": Family(gpt_oss, "gpt-oss 20b and 120b"),
+    "Llama4ForCausalLM": Family(llama4, "Llama 4, text model only"),
 }
