@@ -91,7 +91,6 @@ def read_eagle(hf_config: HfConfig) -> MtpSpec:
     layer = LayerSpec(
         mixer=attention(hf_config, positions=2048, qkv_bias=hf_config.flag(_QKV_BIAS, False)),
         mlp=gated(hf_config),
-        mixer_norms=Norms(),
         mlp_norms=Norms(before=rms(hf_config)),
     )
     spec = decoder(hf_config, (layer,), None, names=Names(layer=_NAMES.layer))

@@ -281,11 +281,11 @@ FeedForwardSpec = MlpSpec | ExpertsSpec
 class LayerSpec:
     """One layer."""
 
-    mixer: MixerSpec | None
+    mixer: MixerSpec | None = None
     """None for a layer without a mixer, as ``mlp`` for one without a feed-forward."""
-    mlp: FeedForwardSpec | None
-    mixer_norms: Norms
-    mlp_norms: Norms
+    mlp: FeedForwardSpec | None = None
+    mixer_norms: Norms = field(default_factory=Norms)
+    mlp_norms: Norms = field(default_factory=Norms)
     parallel: bool = False
     """True for ``x + mixer(norm x) + mlp(norm x)``, with the mixer's norm unless ``mlp_norms`` has one."""
     residual_multiplier: float = 1.0

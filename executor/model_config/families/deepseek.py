@@ -23,24 +23,23 @@ from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import RopeSpec, rope_spec
 from quintet.executor.model_config.shape import (
-    FULL,
     MAX_HEAD_DIM,
-    MAX_LAYERS,
     MAX_WIDTH,
-    SLIDING,
     attention,
     decoder,
     gated,
     head_width,
     hidden_size,
-    layer_kinds,
+    last_sliding,
     num_heads,
     num_layers,
     pre_norm,
+    pre_norm_decoder,
     rms,
     rotated_numbers,
     window,
     windowed,
+    windows_by_kind,
 )
 from quintet.executor.model_config.spec import (
     DecoderSpec,
@@ -209,7 +208,7 @@ def youtu(hf_config: HfConfig) -> DecoderSpec:
     norm = rms(hf_config)
     mixer = latent(hf_config, 131072, 512, 1536, 128, 64, 128, hf_config.flag("rope_interleave", True))
     tied = hf_config.flag("tie_word_embeddings", True)
-    return decoder(hf_config, pre_norm(norm, mixer, gated(hf_config)), norm, tied=tied)
+    return pre_norm_decoder(hf_config, norm, mixer, gated(hf_config), tied=tied)
 
 
 def minicpm3(hf_config: HfConfig) -> DecoderSpec:
@@ -261,14 +260,9 @@ def dots1(hf_config: HfConfig) -> DecoderSpec:
     norm = rms(hf_config)
     mixer = attention(hf_config, positions=2048, qk_norm=norm, bias_key="attention_bias")
     experts = sigmoid_experts(hf_config, experts=128, chosen=6, width=1408, renormalise=False, shared=0)
-    first, width = hf_config.whole("max_window_layers", 0, MAX_LAYERS, 62), window(hf_config, 4096)
-    usual = [SLIDING if width and layer >= first else FULL for layer in range(num_layers(hf_config))]
-    windows = (width if kind == SLIDING else None for kind in layer_kinds(hf_config, usual))
-    layers = [
-        windowed(layer, (each,))[0]
-        for layer, each in zip(first_dense(hf_config, norm, mixer, experts, 0), windows, strict=True)
-    ]
-    return decoder(hf_config, layers, norm)
+    layers = first_dense(hf_config, norm, mixer, experts, 0)
+    windows = windows_by_kind(hf_config, window(hf_config, 4096), last_sliding(hf_config, 62))
+    return decoder(hf_config, windowed(layers, windows), norm)
 
 
 def exaone(hf_config: HfConfig) -> DecoderSpec:
@@ -293,7 +287,7 @@ def minimax_m2(hf_config: HfConfig) -> DecoderSpec:
     names = replace(
         MIXTRAL_NAMES, correction="block_sparse_moe.e_score_correction_bias", ignored=("model.mtp*",)
     )
-    return decoder(hf_config, pre_norm(norm, mixer, experts), norm, names=names)
+    return pre_norm_decoder(hf_config, norm, mixer, experts, names=names)
 
 
 def bailing2(hf_config: HfConfig) -> DecoderSpec:

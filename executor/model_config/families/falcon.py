@@ -10,7 +10,6 @@ from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
-    alibi_slopes,
     attention,
     decoder,
     head_width,
@@ -23,6 +22,7 @@ from quintet.executor.model_config.shape import (
     plain,
     plain_width,
     pre_norm,
+    pre_norm_decoder,
     side_by_side,
 )
 from quintet.executor.model_config.spec import (
@@ -48,6 +48,21 @@ _MEGATRON_NAMES: dict[str, Any] = {
 }
 
 
+def alibi_slopes(count: int, octaves: float = 8.0) -> tuple[float, ...]:
+    """Return the ALiBi slopes of ``count`` heads.
+
+    Press, Smith and Lewis, "Train short, test long: attention with linear biases enables input length extrapolation",
+    2022. For a power of two, the slopes are a geometric series that ends at 2^-octaves. For other counts, the slopes
+    of the next lower power of two are followed by every other slope of the next higher one.
+    """
+    below = 1 << (count.bit_length() - 1)
+
+    def series(of: int) -> list[float]:
+        return [2.0 ** (-octaves * (index + 1) / of) for index in range(of)]
+
+    return tuple((series(below) + series(2 * below)[0::2])[:count])
+
+
 def bloom(hf_config: HfConfig) -> DecoderSpec:
     """BLOOM, BLOOMZ: ALiBi, a norm after the embedding, biases."""
     norm = layer_norm(hf_config)
@@ -55,8 +70,7 @@ def bloom(hf_config: HfConfig) -> DecoderSpec:
         hf_config,
         rotated=False,
         alibi=alibi_slopes(num_heads(hf_config)),
-        qkv_bias=True,
-        output_bias=True,
+        biased=True,
         layout=QkvLayout.GROUPED,
     )
     mlp = plain(hf_config, "gelu_new", width=4 * hidden_size(hf_config), biased=True)
@@ -104,8 +118,7 @@ def _falcon_attention(hf_config: HfConfig, grouped: bool) -> AttentionSpec:
         rotated=not alibi,
         num_kv_heads=num_kv_heads(hf_config) if grouped else 1 if single else heads,
         alibi=tuple(_bfloat16(slope) * scale for slope in alibi_slopes(heads)) if alibi else (),
-        qkv_bias=biased,
-        output_bias=biased,
+        biased=biased,
         layout=QkvLayout.GROUPED,
     )
 
@@ -142,10 +155,8 @@ def mpt(hf_config: HfConfig) -> DecoderSpec:
     width = hf_config.whole("expansion_ratio", 1, 64, 4) * hidden_size(hf_config)
     mlp = plain(hf_config, "gelu", width=width, biased=biased)
     mixer = _mpt_attention(hf_config, settings, norm)
-    return decoder(
-        hf_config,
-        pre_norm(norm, mixer, mlp),
-        norm,
+    return pre_norm_decoder(
+        *(hf_config, norm, mixer, mlp),
         names=_MPT_NAMES,
         positions=None if mixer.alibi else PositionTable(count=count),
         reach=count,
@@ -161,8 +172,7 @@ def _mpt_attention(hf_config: HfConfig, settings: HfConfig, norm: NormSpec) -> A
         hf_config,
         rotated=False,
         alibi=alibi_slopes(num_heads(hf_config), octaves) if settings.flag("alibi", True) else (),
-        qkv_bias=norm.biased,
-        output_bias=norm.biased,
+        biased=norm.biased,
         clip_qkv=nullable(settings, "clip_qkv", 1e-3, 1e6),
         qk_norm=norm if settings.flag("qk_ln", False) else None,
         qk_norm_over=QkNormOver.WHOLE,

@@ -20,11 +20,13 @@ from quintet.executor.model_config.shape import (
     hidden_size,
     layer_norm,
     max_positions,
+    normed,
     num_heads,
     num_layers,
     plain,
     plain_width,
     pre_norm,
+    pre_norm_decoder,
     refuse,
     rotated_numbers,
     side_by_side,
@@ -95,13 +97,10 @@ def gpt_bigcode(hf_config: HfConfig) -> DecoderSpec:
 def starcoder2(hf_config: HfConfig) -> DecoderSpec:
     """StarCoder 2: rotation, a sliding window, biases."""
     biased, norm = hf_config.flag("use_bias", True), layer_norm(hf_config)
-    mixer = attention(
-        hf_config, positions=4096, kv_heads=2, window=window(hf_config), qkv_bias=biased, output_bias=biased
-    )
-    layer = pre_norm(norm, mixer, plain(hf_config, "gelu_pytorch_tanh", biased=biased))
-    names = Names(up="mlp.c_fc", down="mlp.c_proj")
+    mixer = attention(hf_config, positions=4096, kv_heads=2, window=window(hf_config), biased=biased)
+    mlp, names = plain(hf_config, "gelu_pytorch_tanh", biased=biased), Names(up="mlp.c_fc", down="mlp.c_proj")
     tied = hf_config.flag("tie_word_embeddings", True)
-    return decoder(hf_config, layer, norm, names=names, tied=tied)
+    return pre_norm_decoder(hf_config, norm, mixer, mlp, names=names, tied=tied)
 
 
 def gpt_neo(hf_config: HfConfig) -> DecoderSpec:
@@ -118,7 +117,7 @@ def gpt_neo(hf_config: HfConfig) -> DecoderSpec:
         )
     mixer = attention(hf_config, rotated=False, scale=1.0, output_bias=True)
     layer = pre_norm(layer_norm(hf_config), mixer, plain(hf_config, "gelu_new", biased=True))
-    layers = windowed(layer, (width if kind == "local" else None for kind in kinds))
+    layers = windowed(layer, [width if kind == "local" else None for kind in kinds])
     names = replace(
         _GPT2_NAMES,
         q="attn.attention.q_proj",
@@ -153,21 +152,18 @@ def persimmon(hf_config: HfConfig) -> DecoderSpec:
         hf_config,
         positions=16384,
         share=0.5,
-        qkv_bias=True,
-        output_bias=True,
+        biased=True,
         qk_norm=norm if normed else None,
         layout=QkvLayout.GROUPED,
     )
-    layer = pre_norm(norm, mixer, plain(hf_config, "relu2", biased=True))
-    return decoder(hf_config, layer, norm, names=_PERSIMMON)
+    mlp = plain(hf_config, "relu2", biased=True)
+    return pre_norm_decoder(hf_config, norm, mixer, mlp, names=_PERSIMMON)
 
 
 def gpt_neox(hf_config: HfConfig) -> DecoderSpec:
     """GPT-NeoX, Pythia: parallel layers with two norms, or sequential ones."""
     norm, biased = layer_norm(hf_config), hf_config.flag("attention_bias", True)
-    mixer = attention(
-        hf_config, positions=2048, share=0.25, qkv_bias=biased, output_bias=biased, layout=QkvLayout.GROUPED
-    )
+    mixer = attention(hf_config, positions=2048, share=0.25, biased=biased, layout=QkvLayout.GROUPED)
     mlp = plain(hf_config, "gelu", biased=True)
     layer = pre_norm(norm, mixer, mlp, parallel=hf_config.flag("use_parallel_residual", True))
     return decoder(hf_config, layer, norm, names=_NEOX)
@@ -200,7 +196,7 @@ _PERSIMMON = Names(
 def _gpt2_layer(hf_config: HfConfig, activation: str, **switches: Any) -> LayerSpec:
     refuse(hf_config, "add_cross_attention")
     scale = head_width(hf_config) ** -0.5 if hf_config.flag("scale_attn_weights", True) else 1.0
-    mixer = attention(hf_config, rotated=False, scale=scale, qkv_bias=True, output_bias=True, **switches)
+    mixer = attention(hf_config, rotated=False, scale=scale, biased=True, **switches)
     mlp = plain(hf_config, activation, width=plain_width(hf_config, "n_inner"), biased=True)
     return pre_norm(layer_norm(hf_config), mixer, mlp)
 
@@ -251,14 +247,10 @@ def opt(hf_config: HfConfig) -> DecoderSpec:
     biased = hf_config.flag("enable_bias", True)
     affine = hf_config.flag("layer_norm_elementwise_affine", True)
     norm = NormSpec(kind=NormKind.LAYER, eps=1e-5, weighted=affine, biased=affine)
-    mixer = attention(hf_config, rotated=False, qkv_bias=biased, output_bias=biased)
+    mixer = attention(hf_config, rotated=False, biased=biased)
     mlp = plain(hf_config, "relu", width=plain_width(hf_config, "ffn_dim"), biased=biased)
-    before, post_norms = hf_config.flag("do_layer_norm_before", True), Norms(of_sum=norm)
-    layer = (
-        pre_norm(norm, mixer, mlp)
-        if before
-        else LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=post_norms, mlp_norms=post_norms)
-    )
+    before = hf_config.flag("do_layer_norm_before", True)
+    layer = normed(Norms(before=norm) if before else Norms(of_sum=norm), mixer, mlp)
     hidden, count = hidden_size(hf_config), max_positions(hf_config, 2048)
     width = hf_config.whole("word_embed_proj_dim", 1, MAX_WIDTH, hidden)
     return decoder(
@@ -276,12 +268,10 @@ def opt(hf_config: HfConfig) -> DecoderSpec:
 def biogpt(hf_config: HfConfig) -> DecoderSpec:
     """BioGPT: OPT with scaled embeddings."""
     norm, count = NormSpec(kind=NormKind.LAYER, eps=1e-5, biased=True), max_positions(hf_config, 1024)
-    mixer = attention(hf_config, rotated=False, qkv_bias=True, output_bias=True)
+    mixer = attention(hf_config, rotated=False, biased=True)
     scaled = hf_config.flag("scale_embedding", True)
-    return decoder(
-        hf_config,
-        pre_norm(norm, mixer, plain(hf_config, "gelu", biased=True)),
-        norm,
+    return pre_norm_decoder(
+        *(hf_config, norm, mixer, plain(hf_config, "gelu", biased=True)),
         names=_BIOGPT,
         positions=PositionTable(count=count, offset=2),
         embedding_scale=hidden_size(hf_config) ** 0.5 if scaled else 1.0,
@@ -297,12 +287,10 @@ def xglm(hf_config: HfConfig) -> DecoderSpec:
     hidden = hidden_size(hf_config)
     if hidden < 4:
         raise hf_config.wrong(HIDDEN, "at least 4, for sinusoidal positions")
-    mixer = attention(hf_config, rotated=False, qkv_bias=True, output_bias=True)
+    mixer = attention(hf_config, rotated=False, biased=True)
     mlp = plain(hf_config, "gelu", width=plain_width(hf_config, "ffn_dim"), biased=True)
-    return decoder(
-        hf_config,
-        pre_norm(norm, mixer, mlp),
-        norm,
+    return pre_norm_decoder(
+        *(hf_config, norm, mixer, mlp),
         names=_XGLM,
         positions=PositionTable(count=count, offset=2, sinusoidal=True),
         embedding_scale=hidden**0.5 if hf_config.flag("scale_embedding", True) else 1.0,

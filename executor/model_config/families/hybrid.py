@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from quintet.executor.model_config.experts import MAX_EXPERTS, ExpertsLayout, ExpertsSpec, Scoring
+from quintet.executor.model_config.families.llama import biased_gated
 from quintet.executor.model_config.families.mamba import (
     check_silu,
     dt_rank,
@@ -32,6 +33,7 @@ from quintet.executor.model_config.shape import (
     max_positions,
     num_layers,
     pre_norm,
+    pre_norm_decoder,
     rms,
 )
 from quintet.executor.model_config.spec import (
@@ -131,7 +133,7 @@ def bamba(hf_config: HfConfig) -> DecoderSpec:
             share=0.5,
             bias_key="attention_bias",
         ),
-        gated(hf_config, biased=hf_config.flag("mlp_bias", False)),
+        biased_gated(hf_config),
     )
     listed = hf_config.values.get("attn_layer_indices") or []
     if not isinstance(listed, list):
@@ -176,7 +178,7 @@ def falcon_h1(hf_config: HfConfig) -> DecoderSpec:
         multipliers=(gate, channel, inputs, outputs, dt),
     )
     biased = hf_config.flag("attention_bias", False)
-    attention_spec = attention(hf_config, positions=8192, kv_heads=8, qkv_bias=biased, output_bias=biased)
+    attention_spec = attention(hf_config, positions=8192, kv_heads=8, biased=biased)
     # A factor of keys is a factor of scores if keys have no bias.
     attention_spec = replace(attention_spec, scale=attention_spec.scale * factor(hf_config, "key_multiplier"))
     if biased and factor(hf_config, "key_multiplier") != 1.0:
@@ -197,10 +199,8 @@ def falcon_h1(hf_config: HfConfig) -> DecoderSpec:
         gate_multiplier=gate_factor,
         down_multiplier=down_factor,
     )
-    return decoder(
-        hf_config,
-        pre_norm(norm, both, mlp),
-        norm,
+    return pre_norm_decoder(
+        *(hf_config, norm, both, mlp),
         names=replace(NAMES, final_norm="model.final_layernorm"),
         embedding_scale=factor(hf_config, "embedding_multiplier"),
         logit_scale=factor(hf_config, "lm_head_multiplier"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
@@ -20,22 +19,23 @@ from quintet.executor.model_config.shape import (
     gated,
     head_width,
     hidden_size,
-    layer_kinds,
     layer_norm,
-    layered_windows,
+    normed,
     num_layers,
     plain,
     pre_norm,
+    pre_norm_decoder,
+    qwen_windows,
     rms,
     rotated_layers,
     side_by_side,
     window,
     windowed,
+    windows_by_kind,
 )
 from quintet.executor.model_config.spec import (
     AttentionSpec,
     DecoderSpec,
-    LayerSpec,
     LearnedActivation,
     MlpSpec,
     NormKind,
@@ -46,23 +46,27 @@ from quintet.executor.model_config.spec import (
 )
 
 
+def biased_gated(hf_config: HfConfig) -> MlpSpec:
+    """Return a gated feed-forward with Llama's flag of biases."""
+    return gated(hf_config, biased=hf_config.flag("mlp_bias", False))
+
+
 def llama(hf_config: HfConfig) -> DecoderSpec:
     """Llama 1, 2 and 3, with optional biases of attention and feed-forward."""
     mixer = attention(hf_config, positions=2048, bias_key="attention_bias")
-    layer = pre_norm(rms(hf_config), mixer, gated(hf_config, biased=hf_config.flag("mlp_bias", False)))
-    return decoder(hf_config, layer, rms(hf_config))
+    return pre_norm_decoder(hf_config, rms(hf_config), mixer, biased_gated(hf_config))
 
 
 def mistral(hf_config: HfConfig) -> DecoderSpec:
     """Mistral: every layer has the config's sliding window, if any."""
     mixer = attention(hf_config, positions=131072, kv_heads=8, window=window(hf_config, 4096))
-    return decoder(hf_config, pre_norm(rms(hf_config), mixer, gated(hf_config)), rms(hf_config))
+    return pre_norm_decoder(hf_config, rms(hf_config), mixer, gated(hf_config))
 
 
 def qwen2(hf_config: HfConfig) -> DecoderSpec:
     """Qwen2 and Qwen2.5: biases on queries, keys and values."""
     layer = pre_norm(rms(hf_config), attention(hf_config, positions=32768, qkv_bias=True), gated(hf_config))
-    return decoder(hf_config, windowed(layer, layered_windows(hf_config)), rms(hf_config))
+    return decoder(hf_config, windowed(layer, qwen_windows(hf_config)), rms(hf_config))
 
 
 def qwen3(hf_config: HfConfig) -> DecoderSpec:
@@ -71,7 +75,7 @@ def qwen3(hf_config: HfConfig) -> DecoderSpec:
         hf_config, positions=32768, head_dim=128, qk_norm=rms(hf_config), bias_key="attention_bias"
     )
     layer = pre_norm(rms(hf_config), mixer, gated(hf_config))
-    return decoder(hf_config, windowed(layer, layered_windows(hf_config)), rms(hf_config))
+    return decoder(hf_config, windowed(layer, qwen_windows(hf_config)), rms(hf_config))
 
 
 def bitnet(hf_config: HfConfig) -> DecoderSpec:
@@ -84,8 +88,7 @@ def bitnet(hf_config: HfConfig) -> DecoderSpec:
         bias_key="attention_bias",
         attended_norm=norm,
     )
-    layer = pre_norm(norm, mixer, gated(hf_config, "relu2", down_norm=norm))
-    return decoder(hf_config, layer, norm)
+    return pre_norm_decoder(hf_config, norm, mixer, gated(hf_config, "relu2", down_norm=norm))
 
 
 def mimo(hf_config: HfConfig) -> DecoderSpec:
@@ -117,13 +120,8 @@ def _multiplied_attention(hf_config: HfConfig, scale: float) -> AttentionSpec:
 
 
 def _multiplied(hf_config: HfConfig, mixer: AttentionSpec, norms: Norms, logit_scale: float) -> DecoderSpec:
-    layer = LayerSpec(
-        mixer=mixer,
-        mlp=gated(hf_config, biased=hf_config.flag("mlp_bias", False)),
-        mixer_norms=norms,
-        mlp_norms=norms,
-        residual_multiplier=factor(hf_config, "residual_multiplier"),
-    )
+    residual = factor(hf_config, "residual_multiplier")
+    layer = normed(norms, mixer, biased_gated(hf_config), residual_multiplier=residual)
     scale = factor(hf_config, "embedding_multiplier")
     return decoder(hf_config, layer, rms(hf_config), embedding_scale=scale, logit_scale=logit_scale)
 
@@ -150,18 +148,15 @@ def nemotron(hf_config: HfConfig) -> DecoderSpec:
     norm = layer_norm(hf_config, offset=1.0)
     mixer = attention(hf_config, positions=4096, share=0.5, bias_key="attention_bias")
     mlp = plain(hf_config, "relu2", biased=hf_config.flag("mlp_bias", False))
-    return decoder(hf_config, pre_norm(norm, mixer, mlp), norm)
+    return pre_norm_decoder(hf_config, norm, mixer, mlp)
 
 
 def minicpm(hf_config: HfConfig) -> DecoderSpec:
     """MiniCPM 1, 2 and 4: Granite's factors, derived from a smaller model's width."""
     hidden, layers, norm = hidden_size(hf_config), num_layers(hf_config), rms(hf_config, 1e-5)
-    layer = pre_norm(
-        norm,
-        attention(hf_config, positions=2048, bias_key="attention_bias"),
-        gated(hf_config),
-        residual_multiplier=factor(hf_config, "scale_depth") / layers**0.5,
-    )
+    mixer = attention(hf_config, positions=2048, bias_key="attention_bias")
+    residual = factor(hf_config, "scale_depth") / layers**0.5
+    layer = pre_norm(norm, mixer, gated(hf_config), residual_multiplier=residual)
     return decoder(
         hf_config,
         layer,
@@ -175,24 +170,22 @@ def minicpm(hf_config: HfConfig) -> DecoderSpec:
 def orion(hf_config: HfConfig) -> DecoderSpec:
     """Orion: layer norms."""
     norm = NormSpec(kind=NormKind.LAYER, eps=rms(hf_config, 1e-5).eps, biased=True)
-    return _llama(hf_config, attention(hf_config, positions=4096), gated(hf_config), norm)
+    return pre_norm_decoder(hf_config, norm, attention(hf_config, positions=4096), gated(hf_config))
 
 
 def jais2(hf_config: HfConfig) -> DecoderSpec:
     """Jais 2: layer norms, squared ReLU without gates, biases."""
-    biased, norm = hf_config.flag("attention_bias", True), layer_norm(hf_config)
-    mixer = attention(hf_config, positions=8192, qkv_bias=biased, output_bias=biased)
+    mixer = attention(hf_config, positions=8192, biased=hf_config.flag("attention_bias", True))
     mlp = plain(hf_config, "relu2", biased=hf_config.flag("mlp_bias", True))
-    return _llama(hf_config, mixer, mlp, norm)
+    return pre_norm_decoder(hf_config, layer_norm(hf_config), mixer, mlp)
 
 
 def cwm(hf_config: HfConfig) -> DecoderSpec:
     """Code World Model: sliding windows except in every fourth layer, starting with the first."""
     mixer = attention(hf_config, positions=131072, kv_heads=8, head_dim=128, theta=1e6)
-    width, norm = window(hf_config, 8192), rms(hf_config, 1e-5)
-    kinds = layer_kinds(hf_config, [SLIDING if i % 4 else FULL for i in range(num_layers(hf_config))])
-    layer = pre_norm(norm, mixer, gated(hf_config, biased=hf_config.flag("mlp_bias", False)))
-    return decoder(hf_config, windowed(layer, (width if kind == SLIDING else None for kind in kinds)), norm)
+    norm, usual = rms(hf_config, 1e-5), [SLIDING if i % 4 else FULL for i in range(num_layers(hf_config))]
+    windows = windows_by_kind(hf_config, window(hf_config, 8192), usual)
+    return decoder(hf_config, windowed(pre_norm(norm, mixer, biased_gated(hf_config)), windows), norm)
 
 
 def smollm3(hf_config: HfConfig) -> DecoderSpec:
@@ -201,14 +194,11 @@ def smollm3(hf_config: HfConfig) -> DecoderSpec:
     mixer = attention(hf_config, positions=32768, kv_heads=4, theta=2e6, bias_key="attention_bias")
     rotated = rotated_layers(hf_config)
     width = window(hf_config) if hf_config.flag("use_sliding_window", False) else None
-    kinds = layer_kinds(hf_config, [FULL if has_rope or not width else SLIDING for has_rope in rotated])
-    mixers = (
-        replace(mixer, rope=mixer.rope if has_rope else None, window=width if kind == SLIDING else None)
-        for has_rope, kind in zip(rotated, kinds, strict=True)
-    )
-    mlp = gated(hf_config, biased=hf_config.flag("mlp_bias", False))
-    layers = tuple(pre_norm(norm, each, mlp) for each in mixers)
-    return decoder(hf_config, layers, norm, tied=hf_config.flag("tie_word_embeddings", True))
+    windows = windows_by_kind(hf_config, width, [FULL if has_rope else SLIDING for has_rope in rotated])
+    mlp = biased_gated(hf_config)
+    layers = [pre_norm(norm, mixer if has_rope else replace(mixer, rope=None), mlp) for has_rope in rotated]
+    tied = hf_config.flag("tie_word_embeddings", True)
+    return decoder(hf_config, windowed(layers, windows), norm, tied=tied)
 
 
 def ernie(hf_config: HfConfig) -> DecoderSpec:
@@ -221,22 +211,19 @@ def ernie(hf_config: HfConfig) -> DecoderSpec:
         head_dim=128,
         theta=500000.0,
         interleaved=True,
-        qkv_bias=biased,
-        output_bias=biased,
+        biased=biased,
     )
     tied = hf_config.flag("tie_word_embeddings", True)
-    return _llama(hf_config, mixer, gated(hf_config, biased=biased), rms(hf_config, 1e-5), tied=tied)
+    mlp = gated(hf_config, biased=biased)
+    return pre_norm_decoder(hf_config, rms(hf_config, 1e-5), mixer, mlp, tied=tied)
 
 
 def ministral(hf_config: HfConfig) -> DecoderSpec:
     """Ministral: some layers have a sliding window."""
     width, norm = window(hf_config, 4096), rms(hf_config)
     mixer = attention(hf_config, positions=131072, kv_heads=8)
-    kinds = layer_kinds(hf_config, [SLIDING if width else FULL] * num_layers(hf_config))
-    layers = windowed(
-        pre_norm(norm, mixer, gated(hf_config)), (width if kind == SLIDING else None for kind in kinds)
-    )
-    return decoder(hf_config, layers, norm)
+    windows = windows_by_kind(hf_config, width, [SLIDING] * num_layers(hf_config))
+    return decoder(hf_config, windowed(pre_norm(norm, mixer, gated(hf_config)), windows), norm)
 
 
 def ministral3(hf_config: HfConfig) -> DecoderSpec:
@@ -247,7 +234,7 @@ def ministral3(hf_config: HfConfig) -> DecoderSpec:
     growth = hf_config.section("rope_parameters").real("llama_4_scaling_beta", 0.0, 1e3, 0.0)
     if growth and mixer.rope is not None:
         mixer = replace(mixer, temperature=Temperature(growth, mixer.rope.original_positions))
-    return _llama(hf_config, mixer, gated(hf_config), rms(hf_config, 1e-5))
+    return pre_norm_decoder(hf_config, rms(hf_config, 1e-5), mixer, gated(hf_config))
 
 
 def internlm3(hf_config: HfConfig) -> DecoderSpec:
@@ -257,7 +244,7 @@ def internlm3(hf_config: HfConfig) -> DecoderSpec:
     mixer = attention(
         hf_config, positions=32768, kv_heads=2, head_dim=128, qkv_bias=biased, output_bias=mlp_biased
     )
-    return _llama(hf_config, mixer, gated(hf_config, biased=mlp_biased), rms(hf_config, 1e-5))
+    return pre_norm_decoder(hf_config, rms(hf_config, 1e-5), mixer, gated(hf_config, biased=mlp_biased))
 
 
 def seed_oss(hf_config: HfConfig) -> DecoderSpec:
@@ -270,9 +257,7 @@ def seed_oss(hf_config: HfConfig) -> DecoderSpec:
         qkv_bias=hf_config.flag("attention_bias", True),
         output_bias=hf_config.flag("attention_out_bias", False),
     )
-    return _llama(
-        hf_config, mixer, gated(hf_config, biased=hf_config.flag("mlp_bias", False)), rms(hf_config)
-    )
+    return pre_norm_decoder(hf_config, rms(hf_config), mixer, biased_gated(hf_config))
 
 
 def helium(hf_config: HfConfig) -> DecoderSpec:
@@ -281,19 +266,14 @@ def helium(hf_config: HfConfig) -> DecoderSpec:
     mixer = attention(
         hf_config, positions=4096, head_dim=128, theta=100000.0, interleaved=True, qkv_bias=biased
     )
-    return _llama(
-        hf_config,
-        mixer,
-        gated(hf_config, biased=hf_config.flag("mlp_bias", False)),
-        rms(hf_config, 1e-8, rounds_once=True),
-    )
+    return pre_norm_decoder(hf_config, rms(hf_config, 1e-8, rounds_once=True), mixer, biased_gated(hf_config))
 
 
 def arcee(hf_config: HfConfig) -> DecoderSpec:
     """AFM: squared ReLU without gates."""
     mixer = attention(hf_config, positions=4096, bias_key="attention_bias")
     mlp = plain(hf_config, "relu2", biased=hf_config.flag("mlp_bias", False))
-    return _llama(hf_config, mixer, mlp, rms(hf_config, 1e-5))
+    return pre_norm_decoder(hf_config, rms(hf_config, 1e-5), mixer, mlp)
 
 
 CURVES = "xielu_curves"
@@ -334,12 +314,6 @@ def _curves(hf_config: HfConfig) -> list[tuple[float, float, float, float] | Non
     section = hf_config.section(CURVES)
     p, n, beta, eps = (section.reals(key, count, -1e4, 1e4) for key in ("alpha_p", "alpha_n", "beta", "eps"))
     return list(zip(p, n, beta, eps, strict=True))
-
-
-def _llama(
-    hf_config: HfConfig, mixer: AttentionSpec, mlp: MlpSpec, norm: NormSpec, **switches: Any
-) -> DecoderSpec:
-    return decoder(hf_config, pre_norm(norm, mixer, mlp), norm, **switches)
 
 
 FAMILIES = {

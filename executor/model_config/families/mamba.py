@@ -86,7 +86,7 @@ def dt_limits(hf_config: HfConfig) -> tuple[float, float]:
 
 
 def _layers(hf_config: HfConfig, mixer: MambaSpec | Mamba2Spec, **switches: Any) -> DecoderSpec:
-    layer = LayerSpec(mixer=mixer, mlp=None, mixer_norms=Norms(before=norm(hf_config)), mlp_norms=Norms())
+    layer = LayerSpec(mixer=mixer, mixer_norms=Norms(before=norm(hf_config)))
     usual: dict[str, Any] = {"names": NAMES, "reach": REACH}
     return decoder(hf_config, layer, norm(hf_config), **(usual | switches))
 

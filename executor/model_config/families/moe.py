@@ -19,22 +19,25 @@ from quintet.executor.model_config.hf_config import HfConfig, Key
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import MAX_POSITIONS
 from quintet.executor.model_config.shape import (
+    FULL,
     MAX_LAYERS,
     MAX_WIDTH,
+    SLIDING,
     activation,
     attention,
     decoder,
     factor,
     gated,
     hidden_size,
-    layer_types,
-    layered_windows,
     num_layers,
     pre_norm,
+    pre_norm_decoder,
+    qwen_windows,
     rms,
     rotated_layers,
     window,
     windowed,
+    windows_by_kind,
 )
 from quintet.executor.model_config.spec import (
     Activation,
@@ -89,8 +92,7 @@ def mixtral(hf_config: HfConfig) -> DecoderSpec:
     mixer = attention(hf_config, positions=131072, theta=1e6, kv_heads=8, window=slides)
     chosen = routing(hf_config, Scoring.SOFTMAX, 8, 2, renormalise=True)
     experts = ExpertsSpec(routing=chosen, width=expert_width(hf_config, "intermediate_size"))
-    layer = pre_norm(rms(hf_config, 1e-5), mixer, experts)
-    return decoder(hf_config, layer, rms(hf_config, 1e-5), names=MIXTRAL_NAMES)
+    return pre_norm_decoder(hf_config, rms(hf_config, 1e-5), mixer, experts, names=MIXTRAL_NAMES)
 
 
 def qwen2(hf_config: HfConfig) -> DecoderSpec:
@@ -127,7 +129,7 @@ def olmoe(hf_config: HfConfig) -> DecoderSpec:
     )
     chosen = routing(hf_config, Scoring.SOFTMAX, 64, 8, renormalise=hf_config.flag("norm_topk_prob", False))
     experts = ExpertsSpec(routing=chosen, width=expert_width(hf_config, "intermediate_size"))
-    return decoder(hf_config, pre_norm(rms(hf_config, 1e-5), mixer, experts), rms(hf_config, 1e-5))
+    return pre_norm_decoder(hf_config, rms(hf_config, 1e-5), mixer, experts)
 
 
 def granite(hf_config: HfConfig) -> DecoderSpec:
@@ -146,9 +148,8 @@ def granite(hf_config: HfConfig) -> DecoderSpec:
         shared_width=shared,
         shared_stacked=True,
     )
-    layer = pre_norm(
-        rms(hf_config), mixer, experts, residual_multiplier=factor(hf_config, "residual_multiplier")
-    )
+    residual = factor(hf_config, "residual_multiplier")
+    layer = pre_norm(rms(hf_config), mixer, experts, residual_multiplier=residual)
     return decoder(
         *(hf_config, layer, rms(hf_config)),
         names=_GRANITE_NAMES,
@@ -221,9 +222,7 @@ def _qwen(hf_config: HfConfig, mixer: Any, experts: ExpertsSpec) -> DecoderSpec:
     """Return a model with different feed-forwards and windows per layer."""
     norm = rms(hf_config)
     layers = [pre_norm(norm, mixer, mlp) for mlp in sparse(hf_config, experts)]
-    slides = layered_windows(hf_config)
-    layers = [windowed(layer, (width,))[0] for layer, width in zip(layers, slides, strict=True)]
-    return decoder(hf_config, layers, norm, names=QWEN_NAMES)
+    return decoder(hf_config, windowed(layers, qwen_windows(hf_config)), norm, names=QWEN_NAMES)
 
 
 def named_layers(hf_config: HfConfig, key: str) -> Sequence[int]:
@@ -247,8 +246,7 @@ def gpt_oss(hf_config: HfConfig) -> DecoderSpec:
         theta=150000.0,
         kv_heads=8,
         head_dim=64,
-        qkv_bias=biased,
-        output_bias=biased,
+        biased=biased,
         sinks=True,
     )
     expert, hidden = expert_width(hf_config, "intermediate_size", 2880), hidden_size(hf_config)
@@ -267,11 +265,9 @@ def gpt_oss(hf_config: HfConfig) -> DecoderSpec:
             hf_config.real("swiglu_limit", 1e-3, 1e6, 7.0),
         ),
     )
-    width, kinds = window(hf_config, 128), ["sliding_attention", "full_attention"] * num_layers(hf_config)
-    if hf_config.has("layer_types"):
-        kinds = layer_types(hf_config, ("sliding_attention", "full_attention"))
-    slides = [width if kind == "sliding_attention" else None for kind in kinds[: num_layers(hf_config)]]
-    layers = windowed(pre_norm(norm, mixer, experts), slides)
+    usual = [FULL if layer % 2 else SLIDING for layer in range(num_layers(hf_config))]
+    windows = windows_by_kind(hf_config, window(hf_config, 128), usual)
+    layers = windowed(pre_norm(norm, mixer, experts), windows)
     return decoder(hf_config, layers, norm, names=Names(router="mlp.router"))
 
 

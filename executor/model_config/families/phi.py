@@ -15,7 +15,7 @@ from quintet.executor.model_config.shape import (
     gated,
     layer_norm,
     plain,
-    pre_norm,
+    pre_norm_decoder,
     rms,
     side_by_side,
     window,
@@ -30,8 +30,7 @@ def phi(hf_config: HfConfig) -> DecoderSpec:
         hf_config,
         positions=2048,
         share=0.5,
-        qkv_bias=True,
-        output_bias=True,
+        biased=True,
         qk_norm=norm if normed else None,
     )
     layer = side_by_side(norm, mixer, plain(hf_config, "gelu_new", biased=True))
@@ -50,29 +49,26 @@ def phi3(hf_config: HfConfig) -> DecoderSpec:
     """Phi 3 and 4: Llama with stacked tensors."""
     norm = rms(hf_config, 1e-5)
     mixer = attention(hf_config, positions=4096, window=window(hf_config), layout=QkvLayout.STACKED)
-    layer = pre_norm(norm, mixer, gated(hf_config, layout=MlpLayout.STACKED))
-    return decoder(hf_config, layer, norm)
+    return pre_norm_decoder(hf_config, norm, mixer, gated(hf_config, layout=MlpLayout.STACKED))
 
 
 def phi_moe(hf_config: HfConfig) -> DecoderSpec:
     """Phi 3.5 MoE: layer norms, biases on attention, two of sixteen experts by sparse mixer routing."""
     norm = NormSpec(kind=NormKind.LAYER, eps=rms(hf_config, 1e-5).eps, biased=True)
-    biased = hf_config.flag("attention_bias", False)
     mixer = attention(
         *(_with_factor(hf_config),),
         positions=131072,
         theta=1e6,
         kv_heads=8,
         window=window(hf_config),
-        qkv_bias=biased,
-        output_bias=biased,
+        bias_key="attention_bias",
     )
     choice = routing(
         hf_config, Scoring.SPARSE_MIXER, 16, 2, jitter=hf_config.real("router_jitter_noise", 0.0, 10.0, 0.01)
     )
     experts = ExpertsSpec(routing=choice, width=expert_width(hf_config, "intermediate_size"))
-    layer, biased = pre_norm(norm, mixer, experts), hf_config.flag("lm_head_bias", False)
-    return decoder(hf_config, layer, norm, names=MIXTRAL_NAMES, head_bias=biased)
+    head_bias = hf_config.flag("lm_head_bias", False)
+    return pre_norm_decoder(hf_config, norm, mixer, experts, names=MIXTRAL_NAMES, head_bias=head_bias)
 
 
 def _with_factor(hf_config: HfConfig) -> HfConfig:

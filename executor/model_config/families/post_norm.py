@@ -22,13 +22,16 @@ from quintet.executor.model_config.shape import (
     head_width,
     hidden_size,
     layer_kinds,
+    normed,
     nullable,
     num_layers,
     pre_norm,
+    pre_norm_decoder,
     refuse,
     rms,
     window,
     windowed,
+    windows_by_kind,
 )
 from quintet.executor.model_config.spec import (
     Activation,
@@ -63,25 +66,20 @@ def gemma(hf_config: HfConfig) -> DecoderSpec:
 
 def gemma2(hf_config: HfConfig) -> DecoderSpec:
     """Gemma 2: soft caps of scores and logits; every other layer has a sliding window."""
-    mixer, width = _capped(hf_config, positions=8192), window(hf_config, 4096)
-    kinds = layer_kinds(hf_config, every_full(hf_config, 2))
-    layers = (
-        _gemma_layer(hf_config, replace(mixer, window=width if kind == SLIDING else None)) for kind in kinds
-    )
-    return _gemma_decoder(
-        hf_config, tuple(layers), cap=30.0, names=Names(mlp_norm="pre_feedforward_layernorm")
-    )
+    layer = _gemma_layer(hf_config, _capped(hf_config, positions=8192))
+    return _gemma2_decoder(hf_config, layer)
 
 
 def vault_gemma(hf_config: HfConfig) -> DecoderSpec:
     """VaultGemma: Gemma 2 without the norms after blocks."""
-    mixer = _capped(hf_config, positions=8192)
-    width = window(hf_config, 4096)
-    norm = rms(hf_config, offset=1.0)
-    kinds = layer_kinds(hf_config, every_full(hf_config, 2))
-    layer = pre_norm(norm, mixer, _gemma_mlp(hf_config))
-    layers = windowed(layer, (width if kind == SLIDING else None for kind in kinds))
-    return _gemma_decoder(hf_config, layers, cap=30.0, names=Names(mlp_norm="pre_feedforward_layernorm"))
+    mixer, norm = _capped(hf_config, positions=8192), rms(hf_config, offset=1.0)
+    return _gemma2_decoder(hf_config, pre_norm(norm, mixer, _gemma_mlp(hf_config)))
+
+
+def _gemma2_decoder(hf_config: HfConfig, layer: LayerSpec) -> DecoderSpec:
+    windows = windows_by_kind(hf_config, window(hf_config, 4096), every_full(hf_config, 2))
+    names = Names(mlp_norm="pre_feedforward_layernorm")
+    return _gemma_decoder(hf_config, windowed(layer, windows), cap=30.0, names=names)
 
 
 def gemma3(hf_config: HfConfig) -> DecoderSpec:
@@ -128,8 +126,7 @@ def _capped(hf_config: HfConfig, default: float | None = 50.0, **switches: Any) 
 
 def _gemma_layer(hf_config: HfConfig, mixer: AttentionSpec) -> LayerSpec:
     norm = rms(hf_config, offset=1.0)
-    norms = Norms(before=norm, after=norm)
-    return LayerSpec(mixer=mixer, mlp=_gemma_mlp(hf_config), mixer_norms=norms, mlp_norms=norms)
+    return normed(Norms(before=norm, after=norm), mixer, _gemma_mlp(hf_config))
 
 
 def _gemma_decoder(
@@ -152,7 +149,7 @@ def olmo(hf_config: HfConfig) -> DecoderSpec:
     norm = NormSpec(kind=NormKind.LAYER, eps=1e-5, weighted=False)
     clip = nullable(hf_config, "clip_qkv", 1e-3, 1e6)
     mixer = attention(hf_config, positions=2048, bias_key="attention_bias", clip_qkv=clip)
-    return decoder(hf_config, pre_norm(norm, mixer, gated(hf_config)), norm)
+    return pre_norm_decoder(hf_config, norm, mixer, gated(hf_config))
 
 
 def olmo2(hf_config: HfConfig) -> DecoderSpec:
@@ -222,8 +219,7 @@ def _olmo_norm(hf_config: HfConfig) -> NormSpec:
 def _post_norm_layer(
     hf_config: HfConfig, mixer: AttentionSpec, norm: NormSpec, mlp: FeedForwardSpec | None = None
 ) -> LayerSpec:
-    norms = Norms(after=norm)
-    return LayerSpec(mixer=mixer, mlp=mlp or gated(hf_config), mixer_norms=norms, mlp_norms=norms)
+    return normed(Norms(after=norm), mixer, mlp or gated(hf_config))
 
 
 _GLM_EPS = 1.5625e-7
@@ -252,8 +248,7 @@ def _glm(hf_config: HfConfig, norms: Norms, names: Names) -> DecoderSpec:
         qkv_bias=hf_config.flag("attention_bias", True),
     )
     mlp = gated(hf_config, layout=MlpLayout.STACKED)
-    layer = LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=norms, mlp_norms=norms)
-    return decoder(hf_config, layer, rms(hf_config, _GLM_EPS), names=names)
+    return decoder(hf_config, normed(norms, mixer, mlp), rms(hf_config, _GLM_EPS), names=names)
 
 
 FAMILIES = {

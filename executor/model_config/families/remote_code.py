@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from quintet.executor.model_config.families.falcon import alibi_slopes
 from quintet.executor.model_config.families.llama import llama
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
@@ -13,7 +14,6 @@ from quintet.executor.model_config.rope import MAX_POSITIONS, rope_spec
 from quintet.executor.model_config.shape import (
     MAX_HEAD_DIM,
     MAX_WIDTH,
-    alibi_slopes,
     attention,
     decoder,
     factor,
@@ -23,6 +23,7 @@ from quintet.executor.model_config.shape import (
     num_heads,
     num_kv_heads,
     pre_norm,
+    pre_norm_decoder,
     refuse,
     rms,
 )
@@ -88,10 +89,8 @@ def baichuan(hf_config: HfConfig) -> DecoderSpec:
         alibi=() if rotated else alibi_slopes(num_heads(hf_config)),
         layout=QkvLayout.STACKED,
     )
-    return decoder(
-        hf_config,
-        pre_norm(norm, mixer, gated(hf_config)),
-        norm,
+    return pre_norm_decoder(
+        *(hf_config, norm, mixer, gated(hf_config)),
         names=Names(qkv="self_attn.W_pack"),
         reach=hf_config.whole(("max_position_embeddings", "model_max_length"), 1, MAX_POSITIONS, 4096),
         normalised_head=hf_config.has("z_loss_weight"),
@@ -102,16 +101,14 @@ def internlm(hf_config: HfConfig) -> DecoderSpec:
     """InternLM 1: biases of all attention projections."""
     biased, norm = hf_config.flag("bias", True), rms(hf_config)
     base = hf_config.section("rotary").real("base", 2.0, 1e15, 10000.0)
-    mixer = attention(hf_config, positions=2048, theta=base, qkv_bias=biased, output_bias=biased)
-    return decoder(hf_config, pre_norm(norm, mixer, gated(hf_config)), norm)
+    mixer = attention(hf_config, positions=2048, theta=base, biased=biased)
+    return pre_norm_decoder(hf_config, norm, mixer, gated(hf_config))
 
 
 def internlm2(hf_config: HfConfig) -> DecoderSpec:
     """InternLM 2: queries, keys and values grouped by KV head."""
     biased, norm = hf_config.flag("bias", True), rms(hf_config)
-    mixer = attention(
-        hf_config, positions=32768, qkv_bias=biased, output_bias=biased, layout=QkvLayout.GROUPED
-    )
+    mixer = attention(hf_config, positions=32768, biased=biased, layout=QkvLayout.GROUPED)
     names = Names(
         embedding="model.tok_embeddings",
         head="output",
@@ -123,7 +120,7 @@ def internlm2(hf_config: HfConfig) -> DecoderSpec:
         up="feed_forward.w3",
         down="feed_forward.w2",
     )
-    return decoder(hf_config, pre_norm(norm, mixer, gated(hf_config)), norm, names=names)
+    return pre_norm_decoder(hf_config, norm, mixer, gated(hf_config), names=names)
 
 
 def qwen1(hf_config: HfConfig) -> DecoderSpec:
@@ -149,14 +146,14 @@ def qwen1(hf_config: HfConfig) -> DecoderSpec:
         reach = min(trained, reach)
     width = hf_config.whole("intermediate_size", 2, MAX_WIDTH) // 2
     mlp = replace(gated(hf_config, biased=biased), width=width)
-    return decoder(hf_config, pre_norm(norm, mixer, mlp), norm, names=_QWEN1, reach=reach)
+    return pre_norm_decoder(hf_config, norm, mixer, mlp, names=_QWEN1, reach=reach)
 
 
 def exaone(hf_config: HfConfig) -> DecoderSpec:
     """EXAONE 3 and 3.5: Llama with GPT-2's tensor names."""
     norm = rms(hf_config, 1e-5)
-    layer = pre_norm(norm, attention(hf_config, positions=2048), gated(hf_config))
-    return decoder(hf_config, layer, norm, names=_EXAONE)
+    mixer = attention(hf_config, positions=2048)
+    return pre_norm_decoder(hf_config, norm, mixer, gated(hf_config), names=_EXAONE)
 
 
 def chatglm(hf_config: HfConfig) -> DecoderSpec:
