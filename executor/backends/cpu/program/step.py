@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import Rows, SlotTables
@@ -74,6 +75,16 @@ class KvPlace(ctypes.Structure):
         ("sharer", _SIZE),
         ("drafts", _SIZE),
     )
+
+
+def kv_place(kv: KvMemory, layer: int, *, state: bool = False) -> KvPlace:
+    """Return the location of a layer's keys and values, or of its recurrent state."""
+    if state and kv.states is not None:
+        kv = kv.states
+    group, place = kv.spec.place(layer, state=state)
+    drafts = kv.draft_block(group) if state else 0
+    address, stripe = kv.places[place].data_ptr(), kv.stripe
+    return KvPlace(address, kv.spec.layer_bytes, group, stripe.size, stripe.index, drafts)
 
 
 class Step:
