@@ -272,9 +272,9 @@ class ParallelMixerSpec:
 StateSpec = MambaSpec | Mamba2Spec | ShortConvSpec | DeltaSpec
 """Mixers with a state of fixed size and no KV memory."""
 MixerSpec = AttentionSpec | LatentSpec | StateSpec | ParallelMixerSpec
-"""Token mixers; `quintet.executor.models.sublayers.sublayer` builds each kind."""
+"""Token mixers; `quintet.executor.models.sublayers.layer` builds each kind."""
 FeedForwardSpec = MlpSpec | ExpertsSpec
-"""Per-token layers; `quintet.executor.models.sublayers.sublayer` builds each kind."""
+"""Per-token layers; `quintet.executor.models.sublayers.layer` builds each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

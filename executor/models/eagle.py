@@ -27,8 +27,8 @@ from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.sublayers.attention import Attention
+from quintet.executor.models.sublayers.layer import feed_forward
 from quintet.executor.models.sublayers.scope import Scope
-from quintet.executor.models.sublayers.sublayer import feed_forward
 
 IGNORED = ("t2d", "verifier_norm.*", "verifier_lm_head.*")
 """Tensors that only training uses."""

@@ -36,8 +36,8 @@ from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.spec import NormKind, NormSpec, StateSpec
 from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from quintet.executor.models.model import Setting
+from quintet.executor.models.sublayers.layer import Sublayer, mixer
 from quintet.executor.models.sublayers.scope import Scope
-from quintet.executor.models.sublayers.sublayer import Sublayer, mixer
 from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import KvSpec, LayerKv, group_layers

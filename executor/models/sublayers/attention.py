@@ -19,7 +19,7 @@ from quintet.executor.models.sublayers.scope import Scope
 
 
 class Attention:
-    """A `quintet.executor.models.sublayers.sublayer.Sublayer`."""
+    """A `quintet.executor.models.sublayers.layer.Sublayer`."""
 
     def __init__(self, scope: Scope, spec: AttentionSpec, depth: int | None = None) -> None:
         """depth: width of the input; None: the hidden size."""
