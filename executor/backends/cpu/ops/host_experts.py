@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -28,7 +28,7 @@ _SIZE, _ADDRESS, _INT, _DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, 
 
 
 class CExperts(ctypes.Structure):
-    """Mirror of ``qt::ExpertsLayer``, which begins with its ``qt::Routing``."""
+    """Mirror of ``qt::ExpertsLayer``, which begins with its ``qt::Routing``: the fields of `Routing`, and the correction."""
 
     _fields_ = (
         ("experts", _SIZE),
@@ -127,7 +127,7 @@ class HostExperts:
         """Total work so far, in rows: of each expert; of the busiest rank of each step; of all ranks. A small number of rows
         counts as the rows that take as long as reading the weights."""
         self.c = CExperts(
-            **_routing_fields(routing),
+            **asdict(routing),
             correction=addresses[0],
             first=first,
             kept=kept,
@@ -173,19 +173,3 @@ class HostExperts:
 
 def _shapes(weights: Sequence[PackedWeight]) -> set[tuple[WeightFormat, int, int, int]]:
     return {(each.format, each.columns, each.depth, each.group) for each in weights}
-
-
-def _routing_fields(routing: Routing) -> dict[str, float]:
-    return {
-        "experts": routing.experts,
-        "chosen": routing.chosen,
-        "scoring": routing.scoring,
-        "groups": routing.groups,
-        "chosen_groups": routing.chosen_groups,
-        "group_best": routing.group_best,
-        "renormalise": routing.renormalise,
-        "addend": routing.addend,
-        "jitter": routing.jitter,
-        "scale": routing.scale,
-        "scaled_inputs": routing.scaled_inputs,
-    }
