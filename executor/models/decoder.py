@@ -79,7 +79,7 @@ class Decoder:
         if spec.embedding_width is not None:
             # Adapters are applied to all tokens of a step, but this layer has only the rows of logits.
             self._project_out = Linear(
-                scope.setting, self.weights, [scope.part(names.project_out, width)], hidden
+                scope.setting.quantization, self.weights, [scope.part(names.project_out, width)], hidden
             )
         self._logit_scale, self._logit_softcap = spec.logit_scale, spec.logit_softcap
 
@@ -89,7 +89,7 @@ class Decoder:
         is_shared = spec.tied and not spec.normalised_head and scope.share.is_all and self._is_last
         shared = self._head if is_shared else None
         self._embedding = Embedding(
-            scope.setting, self.weights, names.embedding, spec.vocab_size, width, shared
+            scope.setting.quantization, self.weights, names.embedding, spec.vocab_size, width, shared
         )
         self._project_in: Linear | None = None
         if spec.embedding_width is not None:

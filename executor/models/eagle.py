@@ -53,7 +53,9 @@ class EagleHead:
         self._norm = _known(outside.norm(spec.final_norm, spec.names.final_norm))
         self._embedding: Embedding | None = None
         if spec.has_embedding:
-            self._embedding = Embedding(setting, self.weights, spec.names.embedding, spec.vocab_size, hidden)
+            self._embedding = Embedding(
+                setting.quantization, self.weights, spec.names.embedding, spec.vocab_size, hidden
+            )
         self._token_norm = _known(inside.norm(norm, spec.names.mixer_norm))
         self._features_norm = _known(inside.norm(norm, "hidden_norm"))
         self._attention = Attention(inside, layer.mixer, depth=2 * hidden)

@@ -39,7 +39,7 @@ class OddModel:
         self.attentions: list[AttentionLayer] = []
         self.weights = WeightPlan(setting.dtype, setting.device)
         self._setting = setting
-        self._embedding = Embedding(setting, self.weights, "embedding", VOCAB, HIDDEN)
+        self._embedding = Embedding(setting.quantization, self.weights, "embedding", VOCAB, HIDDEN)
         self._head = self._linear("head", VOCAB, HIDDEN, is_output_layer=True)
         self._last = self._norm("last")
         self._layers = [KINDS[kind](self, index) for index in range(LAYERS)]
@@ -54,7 +54,7 @@ class OddModel:
                 sink(tensor.to(setting.dtype))
 
     def _linear(self, name: str, columns: int, depth: int, **switches: object) -> Linear:
-        return Linear(self._setting, self.weights, (RowRange(name, columns),), depth, **switches)  # type: ignore[arg-type]
+        return Linear(self._setting.quantization, self.weights, (RowRange(name, columns),), depth, **switches)  # type: ignore[arg-type]
 
     def _norm(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol
 
 import torch
 
@@ -22,17 +21,8 @@ from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.checkpoints.quant.stack import StackMethod, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.lora.adapters import LoraLayer
-from quintet.executor.models.layers.experts import StackQuantization
 
 __all__ = ["Embedding", "GatedActivation", "HeadLinear", "Linear", "RowRange"]
-
-
-class LinearSetting(Protocol):
-    """The part of a model's setting that linear layers need."""
-
-    @property
-    def quantization(self) -> Quantization:
-        """The quantization that creates their methods."""
 
 
 class Linear:
@@ -42,7 +32,7 @@ class Linear:
 
     def __init__(
         self,
-        setting: LinearSetting,
+        quantization: Quantization,
         plan: WeightPlan,
         parts: Sequence[RowRange],
         depth: int,
@@ -56,7 +46,7 @@ class Linear:
         self.shape = LinearShape(
             tuple(parts), depth, biased, activation, is_output_layer, is_exact, result_dtype
         )
-        self.method: LinearMethod = setting.quantization.linear(self.shape, plan)
+        self.method: LinearMethod = quantization.linear(self.shape, plan)
         self.lora: LoraLayer | None = None
         """Matrices of adapters, which a backend applies to the rows of their requests."""
 
@@ -92,7 +82,7 @@ class Embedding:
 
     def __init__(
         self,
-        setting: LinearSetting,
+        quantization: Quantization,
         plan: WeightPlan,
         name: str,
         rows: int,
@@ -104,7 +94,7 @@ class Embedding:
         if tied_to is not None and not tied_to.method.is_quantized:
             self._method: LinearMethod | None = tied_to.method
         else:
-            self._method = setting.quantization.embedding(LinearShape((RowRange(name, rows),), width), plan)
+            self._method = quantization.embedding(LinearShape((RowRange(name, rows),), width), plan)
         self._table: torch.Tensor | None = None
         self.width = width
         if self._method is None:
@@ -142,7 +132,7 @@ def _gather(packed: PackedWeight, token_ids: torch.Tensor) -> torch.Tensor:
 class HeadLinear:
     """``y[:, head] = x[:, head] @ weight[head].T`` for x ``[tokens, heads * depth]``, y ``[tokens, heads * columns]``."""
 
-    def __init__(self, quantization: StackQuantization, plan: WeightPlan, shape: StackShape) -> None:
+    def __init__(self, quantization: Quantization, plan: WeightPlan, shape: StackShape) -> None:
         assert shape.is_exact and not shape.paired and not shape.biases, shape
         self.shape = shape
         self.method: StackMethod = quantization.stack(shape, plan)

@@ -64,7 +64,7 @@ class Scope:
     ) -> Linear:
         """Declare a linear layer."""
         linear = Linear(
-            self.setting,
+            self.setting.quantization,
             self.weights,
             parts,
             depth,

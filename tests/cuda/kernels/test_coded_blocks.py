@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from tests.cuda.kernels.test_linear import HALF_UNIT, noise
@@ -24,11 +22,6 @@ from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRa
 DEPTH = 256
 
 
-@dataclass
-class Setting:
-    quantization: GgufQuantization
-
-
 def loaded(
     kinds: dict[str, str], device: Device, activation: GatedActivation = GatedActivation.NONE
 ) -> tuple[Linear, torch.Tensor]:
@@ -47,9 +40,7 @@ def loaded(
         numbers.append(stands_for)
     plan = WeightPlan(torch.bfloat16, device.torch_device)
     quantization = GgufQuantization(contents, RowMajor(), on_device=True)
-    layer = Linear(
-        Setting(quantization), plan, [RowRange(name, 48) for name in kinds], DEPTH, activation=activation
-    )
+    layer = Linear(quantization, plan, [RowRange(name, 48) for name in kinds], DEPTH, activation=activation)
     for name, expected in plan.expected.items():
         for sink in (*expected.sinks, *expected.packers):
             sink(tensors[name])
