@@ -253,9 +253,9 @@ def every_full(hf_config: HfConfig, period: int) -> list[str]:
     return [SLIDING if (i + 1) % period else FULL for i in range(num_layers(hf_config))]
 
 
-def layer_kinds(hf_config: HfConfig, usual: list[str]) -> list[str]:
-    """Return each layer's kind, `FULL` or `SLIDING`; ``usual`` if the config does not list them."""
-    return layer_types(hf_config, (FULL, SLIDING)) if hf_config.has("layer_types") else usual
+def layer_kinds(hf_config: HfConfig, usual: list[str], known: Sequence[str] = (FULL, SLIDING)) -> list[str]:
+    """Return each layer's kind, one of ``known``; ``usual`` if the config does not list them."""
+    return layer_types(hf_config, known) if hf_config.has("layer_types") else usual
 
 
 def windows_by_kind(hf_config: HfConfig, width: int | None, usual: list[str]) -> list[int | None]:
@@ -326,11 +326,12 @@ def decoder(
     layers: LayerSpec | Sequence[LayerSpec],
     final_norm: NormSpec | None,
     predictors: int = 0,
+    usually_tied: bool = False,
     **switches: Any,
 ) -> DecoderSpec:
     """Return the decoder of equal or different layers; ``switches`` are fields of `DecoderSpec`.
 
-    ``tie_word_embeddings`` defaults to false.
+    ``usually_tied``: default of ``tie_word_embeddings``.
 
     The context length follows from learned positions or rotations, unless ``reach`` is given. ``predictors``: number
     of multi-token prediction layers after the last one that a checkpoint may have; they are not loaded. The config may
@@ -342,7 +343,7 @@ def decoder(
         "hidden_size": hidden_size(hf_config),
         "layers": layers,
         "final_norm": final_norm,
-        "tied": hf_config.flag("tie_word_embeddings", False),
+        "tied": hf_config.flag("tie_word_embeddings", usually_tied),
     }
     if switches.get("positions") is not None:
         usual["reach"] = switches["positions"].count

@@ -57,7 +57,7 @@ def _decoder(hf_config: HfConfig, mixers: tuple[AttentionSpec, ...]) -> DecoderS
         hf_config,
         tuple(side_by_side(norm, mixer, mlp) for mixer in mixers),
         norm,
-        tied=hf_config.flag("tie_word_embeddings", True),
+        usually_tied=True,
         reach=hf_config.whole("model_max_length", 1, MAX_POSITIONS, reach),
         logit_scale=hf_config.real("logit_scale", 1e-6, 1e6, 0.0625),
     )

@@ -207,8 +207,7 @@ def youtu(hf_config: HfConfig) -> DecoderSpec:
     """Youtu-LLM: DeepSeek V3's attention, no experts."""
     norm = rms(hf_config)
     mixer = latent(hf_config, 131072, 512, 1536, 128, 64, 128, hf_config.flag("rope_interleave", True))
-    tied = hf_config.flag("tie_word_embeddings", True)
-    return pre_norm_decoder(hf_config, norm, mixer, gated(hf_config), tied=tied)
+    return pre_norm_decoder(hf_config, norm, mixer, gated(hf_config), usually_tied=True)
 
 
 def minicpm3(hf_config: HfConfig) -> DecoderSpec:
@@ -219,7 +218,7 @@ def minicpm3(hf_config: HfConfig) -> DecoderSpec:
     layer = pre_norm(norm, mixer, gated(hf_config), residual_multiplier=depth)
     return decoder(
         *(hf_config, layer, norm),
-        tied=hf_config.flag("tie_word_embeddings", True),
+        usually_tied=True,
         embedding_scale=hf_config.real("scale_emb", 1e-9, 1e9, 12.0),
         logit_scale=hf_config.whole("dim_model_base", 1, MAX_WIDTH, 256) / hidden,
     )

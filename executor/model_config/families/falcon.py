@@ -83,7 +83,7 @@ def bloom(hf_config: HfConfig) -> DecoderSpec:
         names=Names(**_MEGATRON_NAMES),
         embedding_norm=norm,
         reach=max_positions(hf_config, 2048),
-        tied=hf_config.flag("tie_word_embeddings", True),
+        usually_tied=True,
     )
 
 
@@ -98,8 +98,7 @@ def falcon(hf_config: HfConfig) -> DecoderSpec:
     elif grouped or hf_config.flag("parallel_attn", True):
         layer = side_by_side(norm, mixer, mlp)
     reach: dict[str, Any] = {} if mixer.rope else {"reach": max_positions(hf_config, 2048)}
-    tied = hf_config.flag("tie_word_embeddings", True)
-    return decoder(hf_config, layer, norm, names=names, tied=tied, **reach)
+    return decoder(hf_config, layer, norm, names=names, usually_tied=True, **reach)
 
 
 def _falcon_mlp(hf_config: HfConfig) -> MlpSpec:
@@ -160,7 +159,7 @@ def mpt(hf_config: HfConfig) -> DecoderSpec:
         names=_MPT_NAMES,
         positions=None if mixer.alibi else PositionTable(count=count),
         reach=count,
-        tied=hf_config.flag("tie_word_embeddings", True),
+        usually_tied=True,
         logit_scale=_logit_scale(hf_config),
     )
 

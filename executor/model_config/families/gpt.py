@@ -14,6 +14,7 @@ from quintet.executor.model_config.shape import (
     HEADS,
     HIDDEN,
     MAX_WIDTH,
+    WIDTH,
     attention,
     decoder,
     head_width,
@@ -99,8 +100,7 @@ def starcoder2(hf_config: HfConfig) -> DecoderSpec:
     biased, norm = hf_config.flag("use_bias", True), layer_norm(hf_config)
     mixer = attention(hf_config, positions=4096, kv_heads=2, window=window(hf_config), biased=biased)
     mlp, names = plain(hf_config, "gelu_pytorch_tanh", biased=biased), Names(up="mlp.c_fc", down="mlp.c_proj")
-    tied = hf_config.flag("tie_word_embeddings", True)
-    return pre_norm_decoder(hf_config, norm, mixer, mlp, names=names, tied=tied)
+    return pre_norm_decoder(hf_config, norm, mixer, mlp, names=names, usually_tied=True)
 
 
 def gpt_neo(hf_config: HfConfig) -> DecoderSpec:
@@ -203,8 +203,7 @@ def _gpt2_layer(hf_config: HfConfig, activation: str, **switches: Any) -> LayerS
 
 def _learned(hf_config: HfConfig, layers: LayerSpec | Sequence[LayerSpec], **switches: Any) -> DecoderSpec:
     positions = PositionTable(count=max_positions(hf_config, 1024))
-    tied = hf_config.flag("tie_word_embeddings", True)
-    usual: dict[str, Any] = {"names": _GPT2_NAMES, "positions": positions, "tied": tied}
+    usual: dict[str, Any] = {"names": _GPT2_NAMES, "positions": positions, "usually_tied": True}
     return decoder(hf_config, layers, layer_norm(hf_config), **(usual | switches))
 
 
@@ -251,50 +250,45 @@ def opt(hf_config: HfConfig) -> DecoderSpec:
     mlp = plain(hf_config, "relu", width=plain_width(hf_config, "ffn_dim"), biased=biased)
     before = hf_config.flag("do_layer_norm_before", True)
     layer = normed(Norms(before=norm) if before else Norms(of_sum=norm), mixer, mlp)
-    hidden, count = hidden_size(hf_config), max_positions(hf_config, 2048)
+    hidden = hidden_size(hf_config)
     width = hf_config.whole("word_embed_proj_dim", 1, MAX_WIDTH, hidden)
     return decoder(
         hf_config,
         layer,
         norm if before and not hf_config.flag("_remove_final_layer_norm", False) else None,
         names=_OPT,
-        positions=PositionTable(count=count, offset=2),
-        reach=count,
+        positions=PositionTable(count=max_positions(hf_config, 2048), offset=2),
         embedding_width=None if width == hidden else width,
-        tied=hf_config.flag("tie_word_embeddings", True),
+        usually_tied=True,
     )
 
 
 def biogpt(hf_config: HfConfig) -> DecoderSpec:
     """BioGPT: OPT with scaled embeddings."""
-    norm, count = NormSpec(kind=NormKind.LAYER, eps=1e-5, biased=True), max_positions(hf_config, 1024)
-    mixer = attention(hf_config, rotated=False, biased=True)
-    scaled = hf_config.flag("scale_embedding", True)
-    return pre_norm_decoder(
-        *(hf_config, norm, mixer, plain(hf_config, "gelu", biased=True)),
-        names=_BIOGPT,
-        positions=PositionTable(count=count, offset=2),
-        embedding_scale=hidden_size(hf_config) ** 0.5 if scaled else 1.0,
-        tied=hf_config.flag("tie_word_embeddings", True),
-    )
+    positions = PositionTable(count=max_positions(hf_config, 1024), offset=2)
+    return _scaled_opt(hf_config, plain_width(hf_config, WIDTH), positions, _BIOGPT)
 
 
 def xglm(hf_config: HfConfig) -> DecoderSpec:
     """XGLM: sinusoidal positions, scaled embeddings."""
     refuse(hf_config, "add_cross_attention")
-    norm = NormSpec(kind=NormKind.LAYER, eps=1e-5, biased=True)
-    count = max_positions(hf_config, 2048)
-    hidden = hidden_size(hf_config)
-    if hidden < 4:
+    if hidden_size(hf_config) < 4:
         raise hf_config.wrong(HIDDEN, "at least 4, for sinusoidal positions")
+    positions = PositionTable(count=max_positions(hf_config, 2048), offset=2, sinusoidal=True)
+    return _scaled_opt(hf_config, plain_width(hf_config, "ffn_dim"), positions, _XGLM)
+
+
+def _scaled_opt(hf_config: HfConfig, width: int, positions: PositionTable, names: Names) -> DecoderSpec:
+    norm = NormSpec(kind=NormKind.LAYER, eps=1e-5, biased=True)
     mixer = attention(hf_config, rotated=False, biased=True)
-    mlp = plain(hf_config, "gelu", width=plain_width(hf_config, "ffn_dim"), biased=True)
+    mlp = plain(hf_config, "gelu", width=width, biased=True)
+    scale = hidden_size(hf_config) ** 0.5 if hf_config.flag("scale_embedding", True) else 1.0
     return pre_norm_decoder(
         *(hf_config, norm, mixer, mlp),
-        names=_XGLM,
-        positions=PositionTable(count=count, offset=2, sinusoidal=True),
-        embedding_scale=hidden**0.5 if hf_config.flag("scale_embedding", True) else 1.0,
-        tied=hf_config.flag("tie_word_embeddings", True),
+        names=names,
+        positions=positions,
+        embedding_scale=scale,
+        usually_tied=True,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from quintet.executor.model_config.experts import MAX_EXPERTS, ExpertsLayout, ExpertsSpec, Scoring
+from quintet.executor.model_config.experts import MAX_EXPERTS, ExpertsSpec, Scoring
 from quintet.executor.model_config.families.llama import biased_gated
 from quintet.executor.model_config.families.mamba import (
     check_silu,
@@ -16,7 +16,14 @@ from quintet.executor.model_config.families.mamba import (
     state_size,
     taps,
 )
-from quintet.executor.model_config.families.moe import EXPERTS, expert_width, routing
+from quintet.executor.model_config.families.moe import (
+    EXPERTS,
+    GRANITE_NAMES,
+    expert_width,
+    granite_experts,
+    named_layers,
+    routing,
+)
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
@@ -29,6 +36,7 @@ from quintet.executor.model_config.shape import (
     factor,
     gated,
     hidden_size,
+    layer_kinds,
     layer_types,
     max_positions,
     num_layers,
@@ -135,9 +143,7 @@ def bamba(hf_config: HfConfig) -> DecoderSpec:
         ),
         biased_gated(hf_config),
     )
-    listed = hf_config.values.get("attn_layer_indices") or []
-    if not isinstance(listed, list):
-        raise hf_config.wrong("attn_layer_indices", "a list of layers")
+    listed = named_layers(hf_config, "attn_layer_indices")
     layers = [
         attention_spec if layer in listed else replace(attention_spec, mixer=mamba)
         for layer in range(num_layers(hf_config))
@@ -146,18 +152,9 @@ def bamba(hf_config: HfConfig) -> DecoderSpec:
     return decoder(hf_config, layers, norm, names=names)
 
 
-def _reals(hf_config: HfConfig, key: str, count: int) -> tuple[float, ...]:
+def _factors(hf_config: HfConfig, key: str, count: int, each_of: str) -> tuple[float, ...]:
     """Return a list of ``count`` factors; ones if the config has none."""
-    value = hf_config.values.get(key)
-    if value is None:
-        return (1.0,) * count
-    if (
-        not isinstance(value, list)
-        or len(value) != count
-        or not all(type(each) in (int, float) and abs(each) <= _MOST for each in value)
-    ):
-        raise hf_config.wrong(key, f"a list of {count} numbers from {-_MOST:g} to {_MOST:g}")
-    return tuple(map(float, value))
+    return hf_config.reals(key, count, -_MOST, _MOST, each_of) if hf_config.has(key) else (1.0,) * count
 
 
 def falcon_h1(hf_config: HfConfig) -> DecoderSpec:
@@ -170,7 +167,7 @@ def falcon_h1(hf_config: HfConfig) -> DecoderSpec:
         else hf_config.whole("mamba_d_ssm", 1, MAX_WIDTH, 1024)
     )
     normed = norm if hf_config.flag("mamba_rms_norm", False) else None
-    gate, channel, inputs, outputs, dt = _reals(hf_config, "ssm_multipliers", 5)
+    gate, channel, inputs, outputs, dt = _factors(hf_config, "ssm_multipliers", 5, "part of the projection")
     mamba = replace(
         _mamba2(hf_config, normed, channels),
         norm_before_gate=normed is not None and hf_config.flag("mamba_norm_before_gate", True),
@@ -192,7 +189,7 @@ def falcon_h1(hf_config: HfConfig) -> DecoderSpec:
             factor(hf_config, "attention_out_multiplier"),
         ),
     )
-    gate_factor, down_factor = _reals(hf_config, "mlp_multipliers", 2)
+    gate_factor, down_factor = _factors(hf_config, "mlp_multipliers", 2, "of gates and outputs")
     mlp = gated(
         hf_config,
         biased=hf_config.flag("mlp_bias", False),
@@ -225,19 +222,13 @@ def granite_hybrid(hf_config: HfConfig) -> DecoderSpec:
         residual_multiplier=factor(hf_config, "residual_multiplier"),
     )
     mamba = replace(layer, mixer=_mamba2(hf_config, norm, expanded(hf_config, "mamba_expand")))
-    kinds = ["mamba"] * num_layers(hf_config)
-    if hf_config.has("layer_types"):
-        kinds = layer_types(hf_config, ("mamba", "linear_attention", "attention", "full_attention"))
+    known = ("mamba", "linear_attention", "attention", "full_attention")
+    kinds = layer_kinds(hf_config, ["mamba"] * num_layers(hf_config), known)
     names = replace(
-        Names(),
+        GRANITE_NAMES,
         state_mixer="mamba",
-        gate_up="shared_mlp.input_linear",
-        down="shared_mlp.output_linear",
-        router="block_sparse_moe.router.layer",
-        experts_gate_up="block_sparse_moe.input_linear.weight",
-        experts_down="block_sparse_moe.output_linear.weight",
-        shared_gate_up="shared_mlp.input_linear",
-        shared_down="shared_mlp.output_linear",
+        gate_up=GRANITE_NAMES.shared_gate_up,
+        down=GRANITE_NAMES.shared_down,
     )
     return decoder(
         hf_config,
@@ -255,13 +246,7 @@ def _granite_mlp(hf_config: HfConfig) -> FeedForwardSpec:
     shared = hf_config.whole("shared_intermediate_size", 1, MAX_WIDTH, 1024)
     if hf_config.whole("num_local_experts", 0, MAX_EXPERTS, 8) == 0:
         return MlpSpec(width=shared, activation=Activation.SILU, layout=MlpLayout.STACKED)
-    return ExpertsSpec(
-        routing=routing(hf_config, Scoring.SOFTMAX_OF_CHOSEN, 8, 2),
-        width=expert_width(hf_config, "intermediate_size", 11008),
-        layout=ExpertsLayout.STACKED,
-        shared_width=shared,
-        shared_stacked=True,
-    )
+    return granite_experts(hf_config, shared, width=11008)
 
 
 _LFM_NAMES = Names(

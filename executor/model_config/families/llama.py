@@ -161,7 +161,7 @@ def minicpm(hf_config: HfConfig) -> DecoderSpec:
         hf_config,
         layer,
         norm,
-        tied=hf_config.flag("tie_word_embeddings", True),
+        usually_tied=True,
         embedding_scale=factor(hf_config, "scale_emb"),
         logit_scale=hf_config.whole("dim_model_base", 1, MAX_WIDTH, hidden) / hidden,
     )
@@ -197,8 +197,7 @@ def smollm3(hf_config: HfConfig) -> DecoderSpec:
     windows = windows_by_kind(hf_config, width, [FULL if has_rope else SLIDING for has_rope in rotated])
     mlp = biased_gated(hf_config)
     layers = [pre_norm(norm, mixer if has_rope else replace(mixer, rope=None), mlp) for has_rope in rotated]
-    tied = hf_config.flag("tie_word_embeddings", True)
-    return decoder(hf_config, windowed(layers, windows), norm, tied=tied)
+    return decoder(hf_config, windowed(layers, windows), norm, usually_tied=True)
 
 
 def ernie(hf_config: HfConfig) -> DecoderSpec:
@@ -213,9 +212,8 @@ def ernie(hf_config: HfConfig) -> DecoderSpec:
         interleaved=True,
         biased=biased,
     )
-    tied = hf_config.flag("tie_word_embeddings", True)
     mlp = gated(hf_config, biased=biased)
-    return pre_norm_decoder(hf_config, rms(hf_config, 1e-5), mixer, mlp, tied=tied)
+    return pre_norm_decoder(hf_config, rms(hf_config, 1e-5), mixer, mlp, usually_tied=True)
 
 
 def ministral(hf_config: HfConfig) -> DecoderSpec:
@@ -312,7 +310,9 @@ def _curves(hf_config: HfConfig) -> list[tuple[float, float, float, float] | Non
     if not hf_config.has(CURVES):
         return [None] * count
     section = hf_config.section(CURVES)
-    p, n, beta, eps = (section.reals(key, count, -1e4, 1e4) for key in ("alpha_p", "alpha_n", "beta", "eps"))
+    p, n, beta, eps = (
+        section.reals(key, count, -1e4, 1e4, "layer") for key in ("alpha_p", "alpha_n", "beta", "eps")
+    )
     return list(zip(p, n, beta, eps, strict=True))
 
 

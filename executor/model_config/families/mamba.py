@@ -102,7 +102,7 @@ def _mamba(hf_config: HfConfig, inner_norm: NormSpec | None) -> DecoderSpec:
         projection_bias=hf_config.flag("use_bias", False),
         inner_norm=inner_norm,
     )
-    return _layers(hf_config, mixer, tied=hf_config.flag("tie_word_embeddings", True))
+    return _layers(hf_config, mixer, usually_tied=True)
 
 
 def mamba(hf_config: HfConfig) -> DecoderSpec:

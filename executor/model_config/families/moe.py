@@ -63,7 +63,7 @@ QWEN_NAMES = Names(
     shared_down="mlp.shared_expert.down_proj",
 )
 _ERNIE_NAMES = Names(correction="mlp.moe_statics.e_score_correction_bias", ignored=("model.mtp_*",))
-_GRANITE_NAMES = Names(
+GRANITE_NAMES = Names(
     router="block_sparse_moe.router.layer",
     experts_gate_up="block_sparse_moe.input_linear.weight",
     experts_down="block_sparse_moe.output_linear.weight",
@@ -98,14 +98,20 @@ def mixtral(hf_config: HfConfig) -> DecoderSpec:
 def qwen2(hf_config: HfConfig) -> DecoderSpec:
     """Qwen 1.5 and 2 MoE: many small experts, and a gated shared expert."""
     mixer = attention(hf_config, positions=32768, kv_heads=16, qkv_bias=hf_config.flag("qkv_bias", True))
-    chosen = routing(hf_config, Scoring.SOFTMAX, 60, 4, renormalise=hf_config.flag("norm_topk_prob", False))
-    experts = ExpertsSpec(
-        routing=chosen,
-        width=expert_width(hf_config, default=1408),
-        shared_width=hf_config.whole("shared_expert_intermediate_size", 1, MAX_WIDTH, 5632),
+    renormalise = hf_config.flag("norm_topk_prob", False)
+    return _qwen(hf_config, mixer, qwen_experts(hf_config, 60, 4, 1408, 5632, renormalise))
+
+
+def qwen_experts(
+    hf_config: HfConfig, experts: int, chosen: int, width: int, shared_width: int, renormalise: bool
+) -> ExpertsSpec:
+    """Return softmax experts with a gated shared expert; the numbers are the family's defaults."""
+    return ExpertsSpec(
+        routing=routing(hf_config, Scoring.SOFTMAX, experts, chosen, renormalise=renormalise),
+        width=expert_width(hf_config, default=width),
+        shared_width=hf_config.whole("shared_expert_intermediate_size", 1, MAX_WIDTH, shared_width),
         shared_gated=True,
     )
-    return _qwen(hf_config, mixer, experts)
 
 
 def qwen3(hf_config: HfConfig) -> DecoderSpec:
@@ -141,20 +147,25 @@ def granite(hf_config: HfConfig) -> DecoderSpec:
         scale=factor(hf_config, "attention_multiplier"),
     )
     shared = hf_config.whole("shared_intermediate_size", 0, MAX_WIDTH, 0) or None
-    experts = ExpertsSpec(
-        routing=routing(hf_config, Scoring.SOFTMAX_OF_CHOSEN, 8, 2),
-        width=expert_width(hf_config, "intermediate_size"),
-        layout=ExpertsLayout.STACKED,
-        shared_width=shared,
-        shared_stacked=True,
-    )
+    experts = granite_experts(hf_config, shared)
     residual = factor(hf_config, "residual_multiplier")
     layer = pre_norm(rms(hf_config), mixer, experts, residual_multiplier=residual)
     return decoder(
         *(hf_config, layer, rms(hf_config)),
-        names=_GRANITE_NAMES,
+        names=GRANITE_NAMES,
         embedding_scale=factor(hf_config, "embedding_multiplier"),
         logit_scale=1.0 / factor(hf_config, "logits_scaling"),
+    )
+
+
+def granite_experts(hf_config: HfConfig, shared_width: int | None, width: int | None = None) -> ExpertsSpec:
+    """Return Granite's experts; ``width``: the default of an expert's width."""
+    return ExpertsSpec(
+        routing=routing(hf_config, Scoring.SOFTMAX_OF_CHOSEN, 8, 2),
+        width=expert_width(hf_config, "intermediate_size", width),
+        layout=ExpertsLayout.STACKED,
+        shared_width=shared_width,
+        shared_stacked=True,
     )
 
 
@@ -173,7 +184,6 @@ def ernie(hf_config: HfConfig) -> DecoderSpec:
     """ERNIE 4.5 MoE: experts in all but the first layer, a routing correction, interleaved rotation."""
     norm = rms(hf_config, 1e-5)
     count = num_layers(hf_config)
-    tied = hf_config.flag("tie_word_embeddings", True)
     if hf_config.flag("use_bias", False):
         raise hf_config.wrong("use_bias", "false: biases of experts are not supported")
     mixer = attention(hf_config, positions=131072, kv_heads=4, theta=500000.0, interleaved=True)
@@ -188,7 +198,7 @@ def ernie(hf_config: HfConfig) -> DecoderSpec:
         experts if layer in routed and (layer + 1) % step == 0 else gated(hf_config) for layer in range(count)
     ]
     layers = [pre_norm(norm, mixer, mlp) for mlp in mlps]
-    return decoder(hf_config, layers, norm, names=_ERNIE_NAMES, tied=tied)
+    return decoder(hf_config, layers, norm, names=_ERNIE_NAMES, usually_tied=True)
 
 
 def first_dense(hf_config: HfConfig, norm: Any, mixer: Any, experts: ExpertsSpec, default: int) -> list[Any]:

@@ -137,7 +137,7 @@ def _gemma_decoder(
         hf_config,
         layers,
         rms(hf_config, offset=1.0),
-        tied=hf_config.flag("tie_word_embeddings", True),
+        usually_tied=True,
         embedding_scale=hidden_size(hf_config) ** 0.5,
         logit_softcap=nullable(hf_config, "final_logit_softcapping", 1e-6, 1e6, cap),
         **switches,
