@@ -40,7 +40,7 @@ class Decoder:
         if spec.tied:  # a checkpoint may have either or both
             self.weights.aliases[f"{names.embedding}.weight"] = f"{names.head}.weight"
         self.vocab_size = spec.vocab_size
-        scope = Scope(setting, self.weights, names, spec.hidden_size)
+        scope = Scope(setting, self.weights, names, spec.hidden_size, spec.transposed, spec.ropes)
         self._hidden_size = spec.hidden_size
         self._is_first, self._is_last = setting.share.is_first, setting.share.is_last
         self._first_layer = 0 if setting.share.layers is None else setting.share.layers[0]
@@ -52,19 +52,12 @@ class Decoder:
             self._norm = scope.norm(spec.final_norm, names.final_norm)
         if setting.share.stages > 1:
             self.weights.on_other_ranks.update(_other_stages_prefixes(names, setting.share, len(spec.layers)))
-        attentions: list[AttentionLayer] = []
         self._layers = [
-            Layer(
-                Scope(
-                    *(setting, self.weights, names, spec.hidden_size, index, spec.transposed, spec.ropes),
-                    attentions=attentions,
-                ),
-                layer,
-            )
+            Layer(scope.of_layer(index), layer)
             for index, layer in enumerate(spec.layers)
             if setting.share.has_layer(index)
         ]
-        self.attentions: Sequence[AttentionLayer] = attentions
+        self.attentions: Sequence[AttentionLayer] = scope.attentions
         self.ropes = [Rope(rope, setting.device) for rope in spec.ropes]
 
     def _declare_output(self, scope: Scope, spec: DecoderSpec) -> None:

@@ -21,7 +21,6 @@ from quintet.executor.model_config.eagle import EagleSpec
 from quintet.executor.model_config.spec import AttentionSpec
 from quintet.executor.models.decoder import Decoder
 from quintet.executor.models.forward import ForwardPass, ValueT
-from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.linear import Embedding, RowRange
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
@@ -41,9 +40,8 @@ class EagleHead:
         self.spec, hidden = spec, spec.hidden_size
         self.weights = WeightPlan(setting.dtype, setting.device, prefix=spec.names.prefix, ignored=IGNORED)
         self.vocab_size = spec.draft_vocab_size
-        attentions: list[AttentionLayer] = []
-        outside = Scope(setting, self.weights, spec.names, hidden)
-        inside = Scope(setting, self.weights, spec.names, hidden, 0, ropes=spec.ropes, attentions=attentions)
+        outside = Scope(setting, self.weights, spec.names, hidden, ropes=spec.ropes)
+        inside = outside.of_layer(0)
         (layer,) = spec.layers
         assert isinstance(layer.mixer, AttentionSpec) and layer.mlp is not None, layer
         norm = layer.mixer_norms.before
@@ -69,7 +67,7 @@ class EagleHead:
         if spec.has_token_map:
             self.weights.expect("d2t", (self.vocab_size,), self._keep_token_map)
             self.weights.as_codes("d2t", ("I64", "I32"), (0, 0))
-        self.attentions = attentions
+        self.attentions = outside.attentions
         self.ropes = [Rope(rope, setting.device) for rope in spec.ropes]
 
     def _keep_token_map(self, offsets: torch.Tensor) -> None:

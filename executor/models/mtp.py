@@ -19,7 +19,6 @@ from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.mtp import MtpSpec
 from quintet.executor.models.decoder import Decoder
 from quintet.executor.models.forward import ForwardPass, ValueT
-from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import Setting
@@ -66,11 +65,7 @@ class MtpLayer:
         self.vocab_size = spec.vocab_size
         self._parts = parts
         self._hidden_size = hidden
-        attentions: list[AttentionLayer] = []
-        outside = Scope(setting, weights, names, hidden)
-        inside = Scope(
-            *(setting, weights, names, hidden, index, spec.transposed, spec.ropes), attentions=attentions
-        )
+        outside = Scope(setting, weights, names, hidden, spec.transposed, spec.ropes)
         self._token_norm, self._features_norm, self._output_norm = (
             None if name is None else outside.norm(spec.final_norm, name)
             for name in (parts.token_norm, parts.hidden_norm, parts.output_norm)
@@ -78,11 +73,11 @@ class MtpLayer:
         self._projection = outside.linear(
             [outside.part(parts.projection, hidden)], 2 * hidden, biased=spec.projection_bias
         )
-        self._layer = Layer(inside, spec.layers[index])
+        self._layer = Layer(outside.of_layer(index), spec.layers[index])
         self._served: Decoder | None = None
         self.output: Decoder | None = None
         """The served model with a whole output layer."""
-        self.attentions = attentions
+        self.attentions = outside.attentions
         self.ropes = [Rope(rope, setting.device) for rope in spec.ropes]
 
     def share(self, served: Decoder) -> None:

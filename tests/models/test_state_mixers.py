@@ -174,7 +174,7 @@ def mixer_of(case: Case, module: torch.nn.Module, dtype: torch.dtype) -> Sublaye
     """Declare the mixer and load the module's tensors."""
     weights = WeightPlan(dtype, CPU)
     setting = Setting(CPU, dtype, open_quantization("none"))
-    declared = mixer(Scope(setting, weights, Names(layer="layers.{layer}"), HIDDEN, LAYER), case.spec)
+    declared = mixer(Scope(setting, weights, Names(layer="layers.{layer}"), HIDDEN, layer=LAYER), case.spec)
     weights.reservation = reserve(weights.stores)
     prefix = f"layers.{LAYER}.mixer."
     tensors = {f"{prefix}{name}": tensor for name, tensor in module.state_dict().items()}
