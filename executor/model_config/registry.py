@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quintet.executor.model_config.families import (
-    cohere,
     deepseek,
     falcon,
     gpt,
@@ -23,7 +22,6 @@ from quintet.executor.model_config.families import (
     mamba,
     moe,
     nemotron,
-    phi,
     post_norm,
     qwen_next,
     remote_code,
@@ -80,7 +78,6 @@ def mistral3(hf_config: HfConfig) -> DecoderSpec:
 
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
-    **cohere.FAMILIES,
     **mamba.FAMILIES,
     **falcon.FAMILIES,
     **post_norm.FAMILIES,
@@ -90,7 +87,6 @@ FAMILIES: dict[str, Family] = {
     **hunyuan.FAMILIES,
     **hybrid.FAMILIES,
     **remote_code.FAMILIES,
-    **phi.FAMILIES,
     **qwen_next.FAMILIES,
     **moe.FAMILIES,
     "Qwen3_5ForConditionalGeneration": Family(

@@ -206,14 +206,14 @@ def layer_norm(hf_config: HfConfig, default: float = 1e-5, **switches: Any) -> N
     return NormSpec(**(usual | switches))
 
 
-def normed(norms: Norms, mixer: MixerSpec, mlp: FeedForwardSpec, **switches: Any) -> LayerSpec:
+def normed_layer(norms: Norms, mixer: MixerSpec, mlp: FeedForwardSpec, **switches: Any) -> LayerSpec:
     """Return a layer with equal norms around its mixer and its feed-forward; ``switches`` are fields of `LayerSpec`."""
     return LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=norms, mlp_norms=norms, **switches)
 
 
 def pre_norm(norm: NormSpec, mixer: MixerSpec, mlp: FeedForwardSpec, **switches: Any) -> LayerSpec:
     """Return a layer with norms before its mixer and its feed-forward; ``switches`` are fields of `LayerSpec`."""
-    return normed(Norms(before=norm), mixer, mlp, **switches)
+    return normed_layer(Norms(before=norm), mixer, mlp, **switches)
 
 
 def side_by_side(norm: NormSpec, mixer: AttentionSpec, mlp: MlpSpec) -> LayerSpec:

@@ -1,4 +1,7 @@
-"""GPT-2 and its descendants: StarCoder 1 and 2, GPT-J, CodeGen, GPT-NeoX and Pythia; OPT, BioGPT and XGLM."""
+"""GPT-2 and its descendants: StarCoder 1 and 2, GPT-J, CodeGen, GPT-NeoX and Pythia; OPT, BioGPT and XGLM.
+
+Also Phi 1 and 2 and Command, which have parallel blocks like GPT-J.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,18 @@ from quintet.executor.model_config.shape import (
     HEADS,
     HIDDEN,
     MAX_WIDTH,
+    SLIDING,
     WIDTH,
     attention,
     decoder,
+    every_full,
+    gated,
     head_width,
     hidden_size,
+    layer_kinds,
     layer_norm,
     max_positions,
-    normed,
+    normed_layer,
     num_heads,
     num_layers,
     plain,
@@ -30,17 +37,20 @@ from quintet.executor.model_config.shape import (
     pre_norm_decoder,
     refuse,
     rotated_numbers,
+    rotated_reach,
     side_by_side,
     window,
     windowed,
 )
 from quintet.executor.model_config.spec import (
+    AttentionSpec,
     DecoderSpec,
     LayerSpec,
     NormKind,
     Norms,
     NormSpec,
     PositionTable,
+    QkNormOver,
     QkvLayout,
 )
 
@@ -249,7 +259,7 @@ def opt(hf_config: HfConfig) -> DecoderSpec:
     mixer = attention(hf_config, rotated=False, biased=biased)
     mlp = plain(hf_config, "relu", width=plain_width(hf_config, "ffn_dim"), biased=biased)
     before = hf_config.flag("do_layer_norm_before", True)
-    layer = normed(Norms(before=norm) if before else Norms(of_sum=norm), mixer, mlp)
+    layer = normed_layer(Norms(before=norm) if before else Norms(of_sum=norm), mixer, mlp)
     hidden = hidden_size(hf_config)
     width = hf_config.whole("word_embed_proj_dim", 1, MAX_WIDTH, hidden)
     return decoder(
@@ -292,6 +302,68 @@ def _scaled_opt(hf_config: HfConfig, width: int, positions: PositionTable, names
     )
 
 
+def phi(hf_config: HfConfig) -> DecoderSpec:
+    """Phi 1 and 2: parallel attention and feed-forward after one norm, biases, half of each head rotated."""
+    norm, normed = layer_norm(hf_config), hf_config.flag("qk_layernorm", False)
+    mixer = attention(
+        hf_config,
+        positions=2048,
+        share=0.5,
+        biased=True,
+        qk_norm=norm if normed else None,
+    )
+    layer = side_by_side(norm, mixer, plain(hf_config, "gelu_new", biased=True))
+    names = Names(
+        final_norm="model.final_layernorm",
+        output="self_attn.dense",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+        up="mlp.fc1",
+        down="mlp.fc2",
+    )
+    return decoder(hf_config, layer, norm, names=names, head_bias=True)
+
+
+def cohere(hf_config: HfConfig) -> DecoderSpec:
+    """Command R; R+ norms queries and keys with separate weights per head."""
+    norm = layer_norm(hf_config, biased=False)
+    normed = hf_config.flag("use_qk_norm", False)
+    mixer = attention(
+        hf_config,
+        positions=8192,
+        theta=500000.0,
+        interleaved=True,
+        bias_key="attention_bias",
+        qk_norm=norm if normed else None,
+        qk_norm_over=QkNormOver.OWN,
+    )
+    return _cohere_decoder(hf_config, (mixer,) * num_layers(hf_config))
+
+
+def cohere2(hf_config: HfConfig) -> DecoderSpec:
+    """Command R7B and A: three of four layers have a sliding window and rotation; the others have neither."""
+    mixer = attention(hf_config, positions=8192, interleaved=True, bias_key="attention_bias")
+    sliding, full = replace(mixer, window=window(hf_config, 4096)), replace(mixer, rope=None)
+    kinds = layer_kinds(
+        hf_config, every_full(hf_config, hf_config.whole("sliding_window_pattern", 1, 1024, 4))
+    )
+    return _cohere_decoder(hf_config, tuple(sliding if kind == SLIDING else full for kind in kinds))
+
+
+def _cohere_decoder(hf_config: HfConfig, mixers: tuple[AttentionSpec, ...]) -> DecoderSpec:
+    """Build the decoder; a config's ``model_max_length``, if present, is the final context length."""
+    norm, mlp = layer_norm(hf_config, biased=False), gated(hf_config)
+    reach = rotated_reach(hf_config, [mixer.rope for mixer in mixers])
+    return decoder(
+        hf_config,
+        tuple(side_by_side(norm, mixer, mlp) for mixer in mixers),
+        norm,
+        usually_tied=True,
+        reach=hf_config.whole("model_max_length", 1, MAX_POSITIONS, reach),
+        logit_scale=hf_config.real("logit_scale", 1e-6, 1e6, 0.0625),
+    )
+
+
 FAMILIES = {
     "GPT2LMHeadModel": Family(gpt2, "GPT-2"),
     "GPTBigCodeForCausalLM": Family(gpt_bigcode, "StarCoder, SantaCoder"),
@@ -304,4 +376,7 @@ FAMILIES = {
     "OPTForCausalLM": Family(opt, "OPT, Galactica"),
     "XGLMForCausalLM": Family(xglm, "XGLM"),
     "BioGptForCausalLM": Family(biogpt, "BioGPT"),
+    "PhiForCausalLM": Family(phi, "Phi 1, 1.5 and 2"),
+    "CohereForCausalLM": Family(cohere, "Command R and R+, Aya"),
+    "Cohere2ForCausalLM": Family(cohere2, "Command R7B and A"),
 }

@@ -20,7 +20,7 @@ from quintet.executor.model_config.shape import (
     head_width,
     hidden_size,
     layer_norm,
-    normed,
+    normed_layer,
     num_layers,
     plain,
     pre_norm,
@@ -37,11 +37,13 @@ from quintet.executor.model_config.spec import (
     AttentionSpec,
     DecoderSpec,
     LearnedActivation,
+    MlpLayout,
     MlpSpec,
     NormKind,
     Norms,
     NormSpec,
     QkNormOver,
+    QkvLayout,
     Temperature,
 )
 
@@ -121,7 +123,7 @@ def _multiplied_attention(hf_config: HfConfig, scale: float) -> AttentionSpec:
 
 def _multiplied(hf_config: HfConfig, mixer: AttentionSpec, norms: Norms, logit_scale: float) -> DecoderSpec:
     residual = factor(hf_config, "residual_multiplier")
-    layer = normed(norms, mixer, biased_gated(hf_config), residual_multiplier=residual)
+    layer = normed_layer(norms, mixer, biased_gated(hf_config), residual_multiplier=residual)
     scale = factor(hf_config, "embedding_multiplier")
     return decoder(hf_config, layer, rms(hf_config), embedding_scale=scale, logit_scale=logit_scale)
 
@@ -316,6 +318,13 @@ def _curves(hf_config: HfConfig) -> list[tuple[float, float, float, float] | Non
     return list(zip(p, n, beta, eps, strict=True))
 
 
+def phi3(hf_config: HfConfig) -> DecoderSpec:
+    """Phi 3 and 4: Llama with stacked tensors."""
+    norm = rms(hf_config, 1e-5)
+    mixer = attention(hf_config, positions=4096, window=window(hf_config), layout=QkvLayout.STACKED)
+    return pre_norm_decoder(hf_config, norm, mixer, gated(hf_config, layout=MlpLayout.STACKED))
+
+
 FAMILIES = {
     "LlamaForCausalLM": Family(llama, "Llama 1, 2 and 3, CodeLlama, Vicuna"),
     "LLaMAForCausalLM": Family(llama, "first conversions of Llama 1"),
@@ -344,4 +353,5 @@ FAMILIES = {
     "HeliumForCausalLM": Family(helium, "Helium"),
     "ApertusForCausalLM": Family(apertus, "Apertus"),
     "ArceeForCausalLM": Family(arcee, "AFM"),
+    "Phi3ForCausalLM": Family(phi3, "Phi 3, 3.5 and 4"),
 }

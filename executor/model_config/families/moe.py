@@ -1,4 +1,4 @@
-"""Mixture-of-experts models with usual attention: Mixtral, Qwen, OLMoE, Granite, Ernie, gpt-oss, Llama 4."""
+"""Mixture-of-experts models with usual attention: Mixtral, Qwen, OLMoE, Granite, Ernie, gpt-oss, Llama 4, Phi."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ from quintet.executor.model_config.spec import (
     AttentionSpec,
     DecoderSpec,
     FeedForwardSpec,
+    NormKind,
+    NormSpec,
     QkNormOver,
     Temperature,
 )
@@ -343,6 +345,40 @@ def _llama4_attention(hf_config: HfConfig, rotated: bool) -> AttentionSpec:
     )
 
 
+def phi_moe(hf_config: HfConfig) -> DecoderSpec:
+    """Phi 3.5 MoE: layer norms, biases on attention, two of sixteen experts by sparse mixer routing."""
+    norm = NormSpec(kind=NormKind.LAYER, eps=rms(hf_config, 1e-5).eps, biased=True)
+    mixer = attention(
+        *(_with_attention_factor(hf_config),),
+        positions=131072,
+        theta=1e6,
+        kv_heads=8,
+        window=window(hf_config),
+        bias_key="attention_bias",
+    )
+    choice = routing(
+        hf_config, Scoring.SPARSE_MIXER, 16, 2, jitter=hf_config.real("router_jitter_noise", 0.0, 10.0, 0.01)
+    )
+    experts = ExpertsSpec(routing=choice, width=expert_width(hf_config, "intermediate_size"))
+    head_bias = hf_config.flag("lm_head_bias", False)
+    return pre_norm_decoder(hf_config, norm, mixer, experts, names=MIXTRAL_NAMES, head_bias=head_bias)
+
+
+def _with_attention_factor(hf_config: HfConfig) -> HfConfig:
+    """Return the config with ``short_mscale`` and ``long_mscale`` renamed to ``attention_factor``."""
+    for key in ("rope_parameters", "rope_scaling"):
+        parameters = hf_config.section(key)
+        if parameters.has("short_mscale") or parameters.has("long_mscale"):
+            short, long = (parameters.real(f"{which}_mscale", 1e-6, 1e6) for which in ("short", "long"))
+            if short != long:
+                raise parameters.wrong(
+                    "long_mscale", f"equal to short_mscale, {short:g}: other values are not supported"
+                )
+            values = {**parameters.values, "attention_factor": short}
+            return replace(hf_config, values={**hf_config.values, key: values})
+    return hf_config
+
+
 FAMILIES = {
     "MixtralForCausalLM": Family(mixtral, "Mixtral 8x7B and 8x22B"),
     "Qwen2MoeForCausalLM": Family(qwen2, "Qwen 1.5 MoE A2.7B, Qwen 2 57B A14B"),
@@ -353,4 +389,6 @@ FAMILIES = {
     "GraniteMoeSharedForCausalLM": Family(granite, "Granite MoE with a shared expert"),
     "GptOssForCausalLM": Family(gpt_oss, "gpt-oss 20b and 120b"),
     "Llama4ForCausalLM": Family(llama4, "Llama 4, text model only"),
+    "PhiMoEForCausalLM": Family(phi_moe, "Phi 3.5 MoE"),
+    "PhimoeForCausalLM": Family(phi_moe, "Phi 3.5 MoE"),
 }

@@ -22,7 +22,7 @@ from quintet.executor.model_config.shape import (
     head_width,
     hidden_size,
     layer_kinds,
-    normed,
+    normed_layer,
     nullable,
     num_layers,
     pre_norm,
@@ -126,7 +126,7 @@ def _capped(hf_config: HfConfig, default: float | None = 50.0, **switches: Any) 
 
 def _gemma_layer(hf_config: HfConfig, mixer: AttentionSpec) -> LayerSpec:
     norm = rms(hf_config, offset=1.0)
-    return normed(Norms(before=norm, after=norm), mixer, _gemma_mlp(hf_config))
+    return normed_layer(Norms(before=norm, after=norm), mixer, _gemma_mlp(hf_config))
 
 
 def _gemma_decoder(
@@ -219,7 +219,7 @@ def _olmo_norm(hf_config: HfConfig) -> NormSpec:
 def _post_norm_layer(
     hf_config: HfConfig, mixer: AttentionSpec, norm: NormSpec, mlp: FeedForwardSpec | None = None
 ) -> LayerSpec:
-    return normed(Norms(after=norm), mixer, mlp or gated(hf_config))
+    return normed_layer(Norms(after=norm), mixer, mlp or gated(hf_config))
 
 
 _GLM_EPS = 1.5625e-7
@@ -248,7 +248,7 @@ def _glm(hf_config: HfConfig, norms: Norms, names: Names) -> DecoderSpec:
         qkv_bias=hf_config.flag("attention_bias", True),
     )
     mlp = gated(hf_config, layout=MlpLayout.STACKED)
-    return decoder(hf_config, normed(norms, mixer, mlp), rms(hf_config, _GLM_EPS), names=names)
+    return decoder(hf_config, normed_layer(norms, mixer, mlp), rms(hf_config, _GLM_EPS), names=names)
 
 
 FAMILIES = {
