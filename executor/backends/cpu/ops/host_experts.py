@@ -31,33 +31,18 @@ class CExperts(ctypes.Structure):
     """Mirror of ``qt::ExpertsLayer``, which begins with its ``qt::Routing``: the fields of `Routing`, and the correction."""
 
     _fields_ = (
-        ("experts", _SIZE),
-        ("chosen", _SIZE),
-        ("scoring", _SIZE),
-        ("groups", _SIZE),
-        ("chosen_groups", _SIZE),
-        ("group_best", _SIZE),
+        *(
+            (name, _SIZE)
+            for name in ("experts", "chosen", "scoring", "groups", "chosen_groups", "group_best")
+        ),
         ("correction", _ADDRESS),
         ("renormalise", _SIZE),
-        ("addend", _DOUBLE),
-        ("jitter", _DOUBLE),
-        ("scale", _DOUBLE),
+        *((name, _DOUBLE) for name in ("addend", "jitter", "scale")),
         ("scaled_inputs", _SIZE),
-        ("first", _SIZE),
-        ("kept", _SIZE),
-        ("rank", _SIZE),
-        ("ranks", _SIZE),
-        ("places", _SIZE),
-        ("copies", _ADDRESS),
-        ("gate_up", _ADDRESS),
-        ("down", _ADDRESS),
-        ("gate_up_bias", _ADDRESS),
-        ("down_bias", _ADDRESS),
-        ("activation", _SIZE),
-        ("gate_up_inputs", _SIZE),
-        ("down_inputs", _SIZE),
-        ("gate_factor", _DOUBLE),
-        ("gate_limit", _DOUBLE),
+        *((name, _SIZE) for name in ("first", "kept", "rank", "ranks", "places")),
+        *((name, _ADDRESS) for name in ("copies", "gate_up", "down", "gate_up_bias", "down_bias")),
+        *((name, _SIZE) for name in ("activation", "gate_up_inputs", "down_inputs")),
+        *((name, _DOUBLE) for name in ("gate_factor", "gate_limit")),
         ("asked", _ADDRESS),
     )
 
