@@ -103,7 +103,7 @@ MTP_NAMES: dict[str, MtpNames] = {
 
 @dataclass(frozen=True, slots=True)
 class MtpSpec(DecoderSpec):
-    """Prediction layers, or an EAGLE head (`quintet.executor.model_config.eagle`)."""
+    """Prediction layers, or an EAGLE head (`quintet.executor.model_config.draft_heads`)."""
 
     parts: tuple[MtpNames, ...] = ()
     """Names of each layer's parts."""

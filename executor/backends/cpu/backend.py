@@ -22,10 +22,9 @@ from quintet.executor.kv_memory import KvMemory
 from quintet.executor.loading import MODEL_DTYPES
 from quintet.executor.model_config.share import aux_layers_of
 from quintet.executor.models.decoder import Decoder
+from quintet.executor.models.draft_heads import MedusaHeads, MtpHead
 from quintet.executor.models.layers.attention import AttentionLayer
-from quintet.executor.models.medusa import MedusaHeads
 from quintet.executor.models.model import CausalModel
-from quintet.executor.models.mtp import MtpHead
 from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
 from quintet.executor.speculation.head import DraftHead, HeadDrafter, HeadLayer
 from quintet.executor.speculation.medusa import MedusaDrafter
