@@ -263,15 +263,15 @@ def windows_by_kind(hf_config: HfConfig, width: int | None, usual: list[str]) ->
     return [width if kind == SLIDING else None for kind in layer_kinds(hf_config, usual)]
 
 
-def layer_types(hf_config: HfConfig, known: Sequence[str]) -> list[str]:
+def layer_types(hf_config: HfConfig, known: Sequence[str], key: str = "layer_types") -> list[str]:
     """Return each layer's kind from the config's list. Raises `ConfigError` for kinds not in ``known``.
 
     Entries after the last layer are ignored: multi-token prediction layers, or layers that an override removed.
     """
-    listed, count = hf_config.values.get("layer_types"), num_layers(hf_config)
+    listed, count = hf_config.values.get(key), num_layers(hf_config)
     kinds = listed[:count] if isinstance(listed, list) else []
     if len(kinds) < count or not all(kind in known for kind in kinds):
-        raise hf_config.wrong("layer_types", f"a list of {count} words, each {' or '.join(known)}")
+        raise hf_config.wrong(key, f"a list of {count} words, each {' or '.join(known)}")
     return kinds
 
 

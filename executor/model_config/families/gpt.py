@@ -54,7 +54,7 @@ from quintet.executor.model_config.spec import (
     QkvLayout,
 )
 
-_GPT2_NAMES = Names(
+GPT2_NAMES = Names(
     prefix="transformer.",
     embedding="transformer.wte",
     positions="transformer.wpe",
@@ -69,8 +69,17 @@ _GPT2_NAMES = Names(
     ignored=("*.attn.bias", "*.attn.masked_bias"),
 )
 
+GPT_NEO_NAMES = replace(
+    GPT2_NAMES,
+    q="attn.attention.q_proj",
+    k="attn.attention.k_proj",
+    v="attn.attention.v_proj",
+    output="attn.attention.out_proj",
+    ignored=("*.attn.attention.bias", "*.attn.attention.masked_bias"),
+)
+
 _GPTJ = replace(
-    _GPT2_NAMES,
+    GPT2_NAMES,
     q="attn.q_proj",
     k="attn.k_proj",
     v="attn.v_proj",
@@ -128,15 +137,7 @@ def gpt_neo(hf_config: HfConfig) -> DecoderSpec:
     mixer = attention(hf_config, rotated=False, scale=1.0, output_bias=True)
     layer = pre_norm(layer_norm(hf_config), mixer, plain(hf_config, "gelu_new", biased=True))
     layers = windowed(layer, [width if kind == "local" else None for kind in kinds])
-    names = replace(
-        _GPT2_NAMES,
-        q="attn.attention.q_proj",
-        k="attn.attention.k_proj",
-        v="attn.attention.v_proj",
-        output="attn.attention.out_proj",
-        ignored=("*.attn.attention.bias", "*.attn.attention.masked_bias"),
-    )
-    return _learned(hf_config, layers, names=names)
+    return _learned(hf_config, layers, names=GPT_NEO_NAMES)
 
 
 def gptj(hf_config: HfConfig, **switches: Any) -> DecoderSpec:
@@ -213,7 +214,7 @@ def _gpt2_layer(hf_config: HfConfig, activation: str, **switches: Any) -> LayerS
 
 def _learned(hf_config: HfConfig, layers: LayerSpec | Sequence[LayerSpec], **switches: Any) -> DecoderSpec:
     positions = PositionTable(count=max_positions(hf_config, 1024))
-    usual: dict[str, Any] = {"names": _GPT2_NAMES, "positions": positions, "usually_tied": True}
+    usual: dict[str, Any] = {"names": GPT2_NAMES, "positions": positions, "usually_tied": True}
     return decoder(hf_config, layers, layer_norm(hf_config), **(usual | switches))
 
 

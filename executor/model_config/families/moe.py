@@ -29,6 +29,7 @@ from quintet.executor.model_config.shape import (
     factor,
     gated,
     hidden_size,
+    layer_types,
     num_layers,
     pre_norm,
     pre_norm_decoder,
@@ -211,13 +212,14 @@ def first_dense(hf_config: HfConfig, norm: Any, mixer: Any, experts: ExpertsSpec
 
 def dense_then(hf_config: HfConfig, experts: ExpertsSpec, default: int) -> list[FeedForwardSpec]:
     """Return each layer's feed-forward: plain in the first layers, unless the config lists the kinds."""
-    count, kinds = num_layers(hf_config), hf_config.values.get("mlp_layer_types")
-    if kinds is None:
+    if hf_config.has("mlp_layer_types"):
+        is_dense = [
+            kind == "dense" for kind in layer_types(hf_config, ("dense", "sparse"), "mlp_layer_types")
+        ]
+    else:
         dense = hf_config.whole("first_k_dense_replace", 0, MAX_LAYERS, default)
-        kinds = ["dense" if layer < dense else "sparse" for layer in range(count)]
-    if not isinstance(kinds, list) or len(kinds) < count or not all(k in ("dense", "sparse") for k in kinds):
-        raise hf_config.wrong("mlp_layer_types", f"a list of {count} words, each dense or sparse")
-    return [experts if kind == "sparse" else gated(hf_config) for kind in kinds[:count]]
+        is_dense = [layer < dense for layer in range(num_layers(hf_config))]
+    return [gated(hf_config) if each else experts for each in is_dense]
 
 
 def sparse(hf_config: HfConfig, experts: ExpertsSpec) -> list[FeedForwardSpec]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from quintet.executor.model_config.families.falcon import alibi_slopes
+from quintet.executor.model_config.families.gpt import GPT2_NAMES, GPT_NEO_NAMES
 from quintet.executor.model_config.families.llama import llama
 from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
@@ -36,36 +37,9 @@ from quintet.executor.model_config.spec import (
     Temperature,
 )
 
-_QWEN1 = Names(
-    prefix="transformer.",
-    embedding="transformer.wte",
-    layer="transformer.h.{layer}",
-    final_norm="transformer.ln_f",
-    mixer_norm="ln_1",
-    mlp_norm="ln_2",
-    qkv="attn.c_attn",
-    output="attn.c_proj",
-    gate="mlp.w2",
-    up="mlp.w1",
-    down="mlp.c_proj",
-    ignored=("*.attn.masked_bias",),
-)
+_QWEN1 = replace(GPT2_NAMES, gate="mlp.w2", up="mlp.w1", ignored=("*.attn.masked_bias",))
 
-_EXAONE = Names(
-    prefix="transformer.",
-    embedding="transformer.wte",
-    layer="transformer.h.{layer}",
-    final_norm="transformer.ln_f",
-    mixer_norm="ln_1",
-    mlp_norm="ln_2",
-    q="attn.attention.q_proj",
-    k="attn.attention.k_proj",
-    v="attn.attention.v_proj",
-    output="attn.attention.out_proj",
-    gate="mlp.c_fc_0",
-    up="mlp.c_fc_1",
-    down="mlp.c_proj",
-)
+_EXAONE = replace(GPT_NEO_NAMES, gate="mlp.c_fc_0", up="mlp.c_fc_1", ignored=())
 _CHATGLM = Names(
     prefix="transformer.",
     embedding="transformer.embedding.word_embeddings",
