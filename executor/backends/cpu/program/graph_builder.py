@@ -21,7 +21,7 @@ from quintet.executor.backends.cpu.ops.host_experts import HostExperts
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.memory_planner import Lifetimes, MemoryPlanner, fuse
 from quintet.executor.backends.cpu.program.step import kv_place
-from quintet.executor.backends.cpu.program.values import EmitWith, Extent, Operation, Value, columns_of
+from quintet.executor.backends.cpu.program.values import Extent, Operation, Value, columns_of
 from quintet.executor.distributed.parallel.operations import RankOperations, SharedRows
 from quintet.executor.distributed.parallel.ranks import Ranks, input_place
 from quintet.executor.kv_memory import KvMemory
@@ -432,16 +432,16 @@ class GraphBuilder:
         function: Callable[..., Any],
         arguments: tuple[Any, ...],
         y: Value,
-        *,
-        over: tuple[Value, ...] = (),
-        sums: tuple[Value, Value] | None = None,
-        activates: tuple[Value, int] | None = None,
+        **fusion: Any,
     ) -> Value:
-        """Record a call, see `_call`; it reads the values among the arguments, except its result ``y``."""
+        """Record a call, see `_call`; it reads the values among the arguments, except its result ``y``.
+
+        fusion: further fields of `Operation`.
+        """
         flat = [value for each in arguments for value in (each if isinstance(each, tuple) else (each,))]
         reads = tuple(each for each in flat if isinstance(each, Value) and each is not y)
         emit = partial(self._call, function, *arguments)
-        return self._append(name, emit, reads, y, over=over, sums=sums, activates=activates)
+        return self._append(name, emit, reads, y, **fusion)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Append an operation.
@@ -462,16 +462,7 @@ class GraphBuilder:
         function(self.handle, *places)
 
     def _append(
-        self,
-        name: str,
-        emit: Callable[[], None],
-        reads: tuple[Value, ...],
-        y: Value,
-        *,
-        over: tuple[Value, ...] = (),
-        emit_with: EmitWith | None = None,
-        sums: tuple[Value, Value] | None = None,
-        activates: tuple[Value, int] | None = None,
+        self, name: str, emit: Callable[[], None], reads: tuple[Value, ...], y: Value, **fusion: Any
     ) -> Value:
-        self._operations.append(Operation(name, emit, reads, y, over, emit_with, sums, activates))
+        self._operations.append(Operation(name, emit, reads, y, **fusion))
         return y
