@@ -19,7 +19,6 @@ from quintet.executor.model_config.spec import DecoderSpec
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.linear import Embedding, Linear, RowRange
-from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import Setting
 from quintet.executor.models.sublayers.layer import Layer
@@ -49,7 +48,8 @@ class Decoder:
         if self._is_first:
             self._declare_input(scope, spec)
         if self._is_first or self._is_last:
-            self._norm = scope.norm(spec.final_norm, names.final_norm)
+            self.final_norm = scope.norm(spec.final_norm, names.final_norm)
+            """The norm before the output layer; draft heads in the first stage use it, too."""
         if setting.share.stages > 1:
             self.weights.on_other_ranks.update(_other_stages_prefixes(names, setting.share, len(spec.layers)))
         self._layers = [
@@ -81,7 +81,7 @@ class Decoder:
         names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width or spec.hidden_size
         is_shared = spec.tied and not spec.normalised_head and scope.share.is_all and self._is_last
         shared = self._head if is_shared else None
-        self._embedding = Embedding(
+        self.embedding = Embedding(
             scope.setting.quantization, self.weights, names.embedding, spec.vocab_size, width, shared
         )
         self._project_in: Linear | None = None
@@ -100,16 +100,6 @@ class Decoder:
             )
         self._embedding_norm = scope.norm(spec.embedding_norm, names.embedding_norm)
 
-    @property
-    def embedding(self) -> Embedding:
-        """The embedding, in the first stage."""
-        return self._embedding
-
-    @property
-    def final_norm(self) -> Norm | None:
-        """The norm before the output layer, in the last stage, and in the first one for draft heads."""
-        return self._norm
-
     def forward(
         self, ops: ForwardPass[ValueT], observe: Callable[[int, ValueT], None] | None = None
     ) -> ValueT:
@@ -125,7 +115,7 @@ class Decoder:
 
     def _begin(self, ops: ForwardPass[ValueT]) -> ValueT:
         """Return the first layer's input."""
-        x = ops.embedding(self._embedding)  # [T, embedding width]
+        x = ops.embedding(self.embedding)  # [T, embedding width]
         if self._scale != 1.0:
             x = ops.scale(x, self._scale)
         if self._project_in is not None:
@@ -142,7 +132,7 @@ class Decoder:
 
     def normed(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
         """See `quintet.executor.models.model.PooledModel`."""
-        return hidden if self._norm is None else ops.norm(hidden, self._norm)
+        return hidden if self.final_norm is None else ops.norm(hidden, self.final_norm)
 
     def logits_of_normed(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """Return the logits of hidden states after the final norm."""
