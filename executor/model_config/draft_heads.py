@@ -22,7 +22,6 @@ from dataclasses import dataclass, fields
 from itertools import count, takewhile
 from typing import Any
 
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.mtp import ARCHITECTURE as MTP
 from quintet.executor.model_config.mtp import MtpNames, MtpSpec, read_mtp
@@ -34,6 +33,7 @@ from quintet.executor.model_config.shape import (
     MAX_VOCAB,
     MAX_WIDTH,
     VOCAB,
+    Family,
     attention,
     decoder,
     gated,

@@ -26,8 +26,8 @@ from quintet.executor.model_config.families import (
     qwen_next,
     remote_code,
 )
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
+from quintet.executor.model_config.shape import Family
 from quintet.executor.model_config.spec import DecoderSpec
 
 _TIES = "tie_word_embeddings"

@@ -1,13 +1,13 @@
-"""Common parts of config readers: keys of a decoder's sizes, and usual building blocks.
+"""Common parts of config readers: registry entries, keys of a decoder's sizes, and usual building blocks.
 
-Every function takes the family's defaults, those of its configuration class in transformers, for values missing in a
+Readers take the family's defaults, those of its configuration class in transformers, for values missing in a
 config.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
@@ -23,6 +23,7 @@ from quintet.executor.model_config.spec import (
     MixerSpec,
     MlpLayout,
     MlpSpec,
+    ModelSpec,
     NormKind,
     Norms,
     NormSpec,
@@ -70,6 +71,18 @@ _ACTIVATIONS = {
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Names in ``layer_types`` of layers with full attention and with a sliding window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """An architecture: its config reader and its model builder."""
+
+    read: Callable[[HfConfig], ModelSpec]
+    """Returns the spec of a config. Raises `ConfigError` that names an invalid value."""
+    words: str
+    """Model names, for users."""
+    builder: str = "quintet.executor.models.decoder:Decoder"
+    """``module:name`` of the function that builds the model from a spec and a `quintet.executor.models.model.Setting`."""
 
 
 def hidden_size(hf_config: HfConfig) -> int:
@@ -273,21 +286,6 @@ def layer_types(hf_config: HfConfig, known: Sequence[str], key: str = "layer_typ
     if len(kinds) < count or not all(kind in known for kind in kinds):
         raise hf_config.wrong(key, f"a list of {count} words, each {' or '.join(known)}")
     return kinds
-
-
-def rotated_layers(hf_config: HfConfig) -> list[bool]:
-    """Return whether each layer has rotation.
-
-    ``no_rope_layers`` has a 0 for each layer without. If the list is absent or empty, the last of every
-    ``no_rope_layer_interval`` layers has none.
-    """
-    count, flags = num_layers(hf_config), hf_config.values.get("no_rope_layers")
-    if flags is None or flags == []:
-        interval = hf_config.whole("no_rope_layer_interval", 1, MAX_LAYERS, 4)
-        return [(layer + 1) % interval != 0 for layer in range(count)]
-    if not isinstance(flags, list) or len(flags) < count or not all(flag in (0, 1) for flag in flags):
-        raise hf_config.wrong("no_rope_layers", f"a list of {count} numbers, each 0 (not rotated) or 1")
-    return [bool(flag) for flag in flags[:count]]
 
 
 def last_sliding(hf_config: HfConfig, default: int) -> list[str]:

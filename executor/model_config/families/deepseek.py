@@ -18,13 +18,13 @@ from quintet.executor.model_config.families.moe import (
     softmax_experts,
 )
 from quintet.executor.model_config.families.post_norm import exaone_mixers
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import RopeSpec, rope_spec
 from quintet.executor.model_config.shape import (
     MAX_HEAD_DIM,
     MAX_WIDTH,
+    Family,
     attention,
     decoder,
     gated,

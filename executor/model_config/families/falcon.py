@@ -6,10 +6,10 @@ import struct
 from dataclasses import replace
 from typing import Any
 
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
+    Family,
     attention,
     decoder,
     head_width,

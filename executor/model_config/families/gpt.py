@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import MAX_POSITIONS, rope_spec
@@ -19,6 +18,7 @@ from quintet.executor.model_config.shape import (
     MAX_WIDTH,
     SLIDING,
     WIDTH,
+    Family,
     attention,
     decoder,
     every_full,

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from quintet.executor.model_config.experts import ExpertsSpec, Scoring
 from quintet.executor.model_config.families.moe import expert_width, routing
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import RopeSpec, rope_spec
 from quintet.executor.model_config.shape import (
+    Family,
     attention,
     gated,
     head_width,

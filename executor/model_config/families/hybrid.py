@@ -24,13 +24,13 @@ from quintet.executor.model_config.families.moe import (
     named_layers,
     routing,
 )
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     MAX_LAYERS,
     MAX_WIDTH,
     WIDTH,
+    Family,
     attention,
     decoder,
     factor,

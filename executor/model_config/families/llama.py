@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     ACTIVATION,
     FULL,
+    MAX_LAYERS,
     MAX_WIDTH,
     SLIDING,
     WIDTH,
+    Family,
     attention,
     decoder,
     factor,
@@ -27,7 +28,6 @@ from quintet.executor.model_config.shape import (
     pre_norm_decoder,
     qwen_windows,
     rms,
-    rotated_layers,
     side_by_side,
     window,
     windowed,
@@ -188,6 +188,21 @@ def cwm(hf_config: HfConfig) -> DecoderSpec:
     norm, usual = rms(hf_config, 1e-5), [SLIDING if i % 4 else FULL for i in range(num_layers(hf_config))]
     windows = windows_by_kind(hf_config, window(hf_config, 8192), usual)
     return decoder(hf_config, windowed(pre_norm(norm, mixer, biased_gated(hf_config)), windows), norm)
+
+
+def rotated_layers(hf_config: HfConfig) -> list[bool]:
+    """Return whether each layer has rotation.
+
+    ``no_rope_layers`` has a 0 for each layer without. If the list is absent or empty, the last of every
+    ``no_rope_layer_interval`` layers has none.
+    """
+    count, flags = num_layers(hf_config), hf_config.values.get("no_rope_layers")
+    if flags is None or flags == []:
+        interval = hf_config.whole("no_rope_layer_interval", 1, MAX_LAYERS, 4)
+        return [(layer + 1) % interval != 0 for layer in range(count)]
+    if not isinstance(flags, list) or len(flags) < count or not all(flag in (0, 1) for flag in flags):
+        raise hf_config.wrong("no_rope_layers", f"a list of {count} numbers, each 0 (not rotated) or 1")
+    return [bool(flag) for flag in flags[:count]]
 
 
 def smollm3(hf_config: HfConfig) -> DecoderSpec:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig, Key
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     LAYER_EPS,
     MAX_WIDTH,
+    Family,
     decoder,
     hidden_size,
 )

@@ -14,7 +14,7 @@ from quintet.executor.model_config.experts import (
     Routing,
     Scoring,
 )
-from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.families.llama import rotated_layers
 from quintet.executor.model_config.hf_config import HfConfig, Key
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import MAX_POSITIONS
@@ -23,6 +23,7 @@ from quintet.executor.model_config.shape import (
     MAX_LAYERS,
     MAX_WIDTH,
     SLIDING,
+    Family,
     activation,
     attention,
     decoder,
@@ -35,7 +36,6 @@ from quintet.executor.model_config.shape import (
     pre_norm_decoder,
     qwen_windows,
     rms,
-    rotated_layers,
     window,
     windowed,
     windows_by_kind,

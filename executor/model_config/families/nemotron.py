@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from quintet.executor.model_config.families.mamba import groups, state_size, taps
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
@@ -14,6 +13,7 @@ from quintet.executor.model_config.shape import (
     MAX_LAYERS,
     MAX_WIDTH,
     WIDTH,
+    Family,
     activation,
     attention,
     decoder,

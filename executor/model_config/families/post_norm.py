@@ -8,13 +8,13 @@ from typing import Any
 
 from quintet.executor.model_config.experts import ExpertsSpec, Scoring
 from quintet.executor.model_config.families.moe import expert_width, routing
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import rope_spec
 from quintet.executor.model_config.shape import (
     FULL,
     SLIDING,
+    Family,
     attention,
     decoder,
     every_full,

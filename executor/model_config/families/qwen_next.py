@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from quintet.executor.model_config.families.mamba import MAX_STATE_SIZE, check_silu, taps
 from quintet.executor.model_config.families.moe import QWEN_NAMES, qwen_experts, sparse
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.shape import (
     FULL,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_WIDTH,
+    Family,
     attention,
     decoder,
     gated,

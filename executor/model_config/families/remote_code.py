@@ -8,13 +8,13 @@ from dataclasses import replace
 from quintet.executor.model_config.families.falcon import alibi_slopes
 from quintet.executor.model_config.families.gpt import GPT2_NAMES, GPT_NEO_NAMES
 from quintet.executor.model_config.families.llama import llama
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import MAX_POSITIONS, rope_spec
 from quintet.executor.model_config.shape import (
     MAX_HEAD_DIM,
     MAX_WIDTH,
+    Family,
     attention,
     decoder,
     factor,
