@@ -8,9 +8,8 @@ experts: Dai et al., "DeepSeekMoE", 2024.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -32,8 +31,9 @@ _MX = Scheme(stored=(), codes=Packing(4), group=32, is_fp4=True)
 _SMALL_EXPONENTS = (118, 122)
 """Exponent range of dummy weights."""
 
-Rows = Callable[[torch.Tensor], torch.Tensor]
-"""Converts one expert's checkpoint tensor to rows of its matrix."""
+Index = slice | tuple[slice, slice]
+"""Index of one expert's checkpoint tensor that gives rows of its matrix."""
+_WHOLE = slice(None)
 
 
 class MixtureOfExperts:
@@ -103,22 +103,20 @@ def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
     """
     names, hidden, wide = scope.names, scope.hidden_size, spec.width
     own, kept = scope.share.of_experts(spec.routing.experts), scope.share.of_experts_width(wide)
-    name, each = scope.name(names.experts_gate_up), partial(_each, scope, own=own)
-    gates = partial(_columns, kept.begin, kept.end)
-    ups = partial(_columns, wide + kept.begin, wide + kept.end)
+    name = scope.name(names.experts_gate_up)
+    gates, ups = slice(kept.begin, kept.end), slice(wide + kept.begin, wide + kept.end)
     if spec.layout in {ExpertsLayout.ALTERNATING, ExpertsLayout.MXFP4}:
-        gates, ups = partial(_interleaved, 0, kept), partial(_interleaved, 1, kept)
+        gates, ups = (slice(2 * kept.begin + first, 2 * kept.end, 2) for first in (0, 1))
     both = ((0, gates), (kept.count, ups))
     match spec.layout:
         case ExpertsLayout.SEPARATE:
-            weights = each(names.expert_gate, shape=(wide, hidden), begin=0, rows=_rows(kept))
-            weights += each(names.expert_up, shape=(wide, hidden), begin=kept.count, rows=_rows(kept))
+            rows = _WHOLE if kept.is_all else gates
+            weights = _each(scope, names.expert_gate, own, (wide, hidden), 0, rows)
+            weights += _each(scope, names.expert_up, own, (wide, hidden), kept.count, rows)
         case ExpertsLayout.STACKED:
             weights = [_stacked(name, own, (2 * wide, hidden), begin, rows) for begin, rows in both]
         case ExpertsLayout.TRANSPOSED | ExpertsLayout.ALTERNATING:
-            weights = [
-                _stacked(name, own, (hidden, 2 * wide), begin, _transposed(rows)) for begin, rows in both
-            ]
+            weights = [_transposed(name, own, (hidden, 2 * wide), begin, rows) for begin, rows in both]
         case ExpertsLayout.MXFP4:
             weights = [_mx(name, own, 2 * wide, hidden, begin, rows) for begin, rows in both]
     biases = []
@@ -142,20 +140,20 @@ def down_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
     names, hidden, wide = scope.names, scope.hidden_size, spec.width
     own, kept = scope.share.of_experts(spec.routing.experts), scope.share.of_experts_width(wide)
     name = scope.name(names.experts_down)
-    inputs = _unchanged if kept.is_all else partial(_inputs, kept)
+    inputs: Index = _WHOLE if kept.is_all else (_WHOLE, slice(kept.begin, kept.end))
     match spec.layout:
         case ExpertsLayout.SEPARATE:
             weights = _each(scope, names.expert_down, own, (hidden, wide), 0, inputs)
         case ExpertsLayout.STACKED:
             weights = [_stacked(name, own, (hidden, wide), 0, inputs)]
         case ExpertsLayout.TRANSPOSED | ExpertsLayout.ALTERNATING:
-            weights = [_stacked(name, own, (wide, hidden), 0, _transposed(inputs))]
+            weights = [_transposed(name, own, (wide, hidden), 0, inputs)]
         case ExpertsLayout.MXFP4:
             assert kept.is_all, "columns of quantized experts cannot be divided"
-            weights = [_mx(name, own, hidden, wide, 0, _unchanged)]
+            weights = [_mx(name, own, hidden, wide, 0, _WHOLE)]
     biases = []
     if spec.biased:
-        biases = [_stacked(scope.name(names.experts_down_bias), own, (hidden,), 0, _unchanged)]
+        biases = [_stacked(scope.name(names.experts_down_bias), own, (hidden,), 0, _WHOLE)]
     return StackShape(
         label=f"{scope.name('experts')}: downs, {spec.layout}{kept.label}{_label(own)}",
         experts=own.count,
@@ -172,32 +170,8 @@ def _label(own: KeptRange) -> str:
     return "" if own.is_all else f" of experts{own.label}"
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _columns(begin: int, end: int, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[begin:end]
-
-
-def _interleaved(first: int, kept: KeptRange, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[first::2][kept.begin : kept.end]
-
-
-def _inputs(kept: KeptRange, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[:, kept.begin : kept.end]
-
-
-def _rows(kept: KeptRange) -> Rows:
-    return _unchanged if kept.is_all else partial(_columns, kept.begin, kept.end)
-
-
-def _transposed(rows: Rows) -> Rows:
-    return lambda tensor: rows(tensor.t())
-
-
 def _each(
-    scope: Scope, name: str, own: KeptRange, shape: tuple[int, int], begin: int, rows: Rows
+    scope: Scope, name: str, own: KeptRange, shape: tuple[int, int], begin: int, rows: Index
 ) -> list[StackPiece]:
     """Return the pieces of a tensor per expert that this rank keeps."""
     names = [scope.name(name).format(expert=expert) for expert in range(own.whole)]
@@ -209,14 +183,14 @@ def _each(
             first=place,
             count=1,
             begin=begin,
-            take=lambda tensors, _: rows(tensors[0]),
-            is_whole=rows is _unchanged,
+            take=lambda tensors, _: tensors[0][rows],
+            is_whole=rows == _WHOLE,
         )
         for place, its in enumerate(names[own.begin : own.end])
     ]
 
 
-def _stacked(name: str, own: KeptRange, shape: tuple[int, ...], begin: int, rows: Rows) -> StackPiece:
+def _stacked(name: str, own: KeptRange, shape: tuple[int, ...], begin: int, rows: Index) -> StackPiece:
     """Return a piece of one tensor of all experts. shape: of one expert."""
     return StackPiece(
         names=(name,),
@@ -224,17 +198,23 @@ def _stacked(name: str, own: KeptRange, shape: tuple[int, ...], begin: int, rows
         first=0,
         count=own.count,
         begin=begin,
-        take=lambda tensors, expert: rows(tensors[0][own.begin + expert]),
+        take=lambda tensors, expert: tensors[0][own.begin + expert][rows],
     )
 
 
-def _mx(name: str, own: KeptRange, columns: int, depth: int, begin: int, rows: Rows) -> StackPiece:
+def _transposed(name: str, own: KeptRange, shape: tuple[int, int], begin: int, rows: Index) -> StackPiece:
+    """Return a piece of one tensor of all experts, whose matrices are transposed."""
+    piece = _stacked(name, own, shape, begin, rows)
+    return replace(piece, take=lambda tensors, expert: tensors[0][own.begin + expert].t()[rows])
+
+
+def _mx(name: str, own: KeptRange, columns: int, depth: int, begin: int, rows: Index) -> StackPiece:
     """Return a piece of two tensors: 4-bit values and their exponents."""
     blocks = depth // _MX.group
 
     def take(tensors: Sequence[torch.Tensor], expert: int) -> Coded:
-        place = own.begin + expert
-        return mxfp4(rows(tensors[0][place]), rows(tensors[1][place]))
+        codes, exponents = (tensor[own.begin + expert][rows] for tensor in tensors)
+        return mxfp4(codes, exponents)
 
     return StackPiece(
         names=(f"{name}_blocks", f"{name}_scales"),
