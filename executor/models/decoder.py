@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from quintet.executor.checkpoints.quant.method import LinearShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.share import Share
@@ -71,9 +72,8 @@ class Decoder:
         self._project_out: Linear | None = None
         if spec.embedding_width is not None:
             # Adapters are applied to all tokens of a step, but this layer has only the rows of logits.
-            self._project_out = Linear(
-                scope.setting.quantization, self.weights, [scope.part(names.project_out, width)], hidden
-            )
+            shape = LinearShape((scope.part(names.project_out, width),), hidden)
+            self._project_out = Linear(scope.setting.quantization, self.weights, shape)
         self._logit_scale, self._logit_softcap = spec.logit_scale, spec.logit_softcap
 
     def _declare_input(self, scope: Scope, spec: DecoderSpec) -> None:

@@ -53,8 +53,8 @@ def linear(
     quantization: str = "none",
 ) -> Linear:
     plan = WeightPlan(DTYPE, torch.device("cpu"))
-    parts = (RowRange("layer", columns),)
-    layer = Linear(open_quantization(quantization), plan, parts, depth, activation=activation)
+    shape = LinearShape((RowRange("layer", columns),), depth, activation=activation)
+    layer = Linear(open_quantization(quantization), plan, shape)
     plan.reservation = reserve(plan.stores)
     assert layer.method.packed is not None
     layer.method.packed.fill(noise(columns, depth, seed=seed) / depth**0.5)
@@ -85,7 +85,7 @@ class MixedQuantization:
 def linear_of_parts(widths: list[int], depth: int) -> Linear:
     plan = WeightPlan(DTYPE, torch.device("cpu"))
     parts = [RowRange(f"part {i}", width) for i, width in enumerate(widths)]
-    layer = Linear(MixedQuantization(), plan, parts, depth, biased=True)
+    layer = Linear(MixedQuantization(), plan, LinearShape(parts, depth, biased=True))
     plan.reservation = reserve(plan.stores)
     for seed, expected in enumerate(plan.expected.values()):
         for sink in (*expected.sinks, *expected.packers):

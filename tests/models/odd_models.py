@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quintet.executor.checkpoints.quant.method import LinearShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve
 from quintet.executor.model_config.rope import RopeSpec
@@ -54,7 +55,8 @@ class OddModel:
                 sink(tensor.to(setting.dtype))
 
     def _linear(self, name: str, columns: int, depth: int, **switches: object) -> Linear:
-        return Linear(self._setting.quantization, self.weights, (RowRange(name, columns),), depth, **switches)  # type: ignore[arg-type]
+        shape = LinearShape((RowRange(name, columns),), depth, **switches)  # type: ignore[arg-type]
+        return Linear(self._setting.quantization, self.weights, shape)
 
     def _norm(
         self,

@@ -8,7 +8,6 @@ The quantization's method object owns the weights.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -30,23 +29,9 @@ class Linear:
 
     __slots__ = ("lora", "method", "shape")
 
-    def __init__(
-        self,
-        quantization: Quantization,
-        plan: WeightPlan,
-        parts: Sequence[RowRange],
-        depth: int,
-        *,
-        biased: bool = False,
-        activation: GatedActivation = GatedActivation.NONE,
-        is_output_layer: bool = False,
-        is_exact: bool = False,
-        result_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.shape = LinearShape(
-            tuple(parts), depth, biased, activation, is_output_layer, is_exact, result_dtype
-        )
-        self.method: LinearMethod = quantization.linear(self.shape, plan)
+    def __init__(self, quantization: Quantization, plan: WeightPlan, shape: LinearShape) -> None:
+        self.shape = shape
+        self.method: LinearMethod = quantization.linear(shape, plan)
         self.lora: LoraLayer | None = None
         """Matrices of adapters, which a backend applies to the rows of their requests."""
 

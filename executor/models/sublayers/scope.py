@@ -68,19 +68,11 @@ class Scope:
         is_exact: bool = False,
     ) -> Linear:
         """Declare a linear layer."""
-        linear = Linear(
-            self.setting.quantization,
-            self.weights,
-            parts,
-            depth,
-            biased=biased,
-            activation=activation,
-            is_output_layer=is_output_layer,
-            is_exact=is_exact,
-            result_dtype=self.setting.logits_dtype if is_output_layer else None,
-        )
+        result_dtype = self.setting.logits_dtype if is_output_layer else None
+        shape = LinearShape(tuple(parts), depth, biased, activation, is_output_layer, is_exact, result_dtype)
+        linear = Linear(self.setting.quantization, self.weights, shape)
         if self.setting.adapters is not None:
-            linear.lora = self.setting.adapters.of_layer(linear.shape, self.weights.prefix)
+            linear.lora = self.setting.adapters.of_layer(shape, self.weights.prefix)
         return linear
 
     def pairs(self, shape: LinearShape) -> bool:

@@ -18,6 +18,7 @@ from quintet.executor.checkpoints.quant.coded import kept_of
 from quintet.executor.checkpoints.quant.fill import packed_format_of
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import StoredLayer
+from quintet.executor.checkpoints.quant.method import LinearShape
 from quintet.executor.checkpoints.quant.none import Unquantized
 from quintet.executor.checkpoints.quant.packed_formats import PackedFormat
 from quintet.executor.checkpoints.quant.stored import StoredQuantization
@@ -237,7 +238,7 @@ def loaded(
     assert found is not None
     plan = WeightPlan(torch.bfloat16, where or CPU)
     quantization = StoredQuantization(found, Unquantized(), contents, on_device=where is not None)
-    layer = Linear(quantization, plan, parts, DEPTH, activation=activation)
+    layer = Linear(quantization, plan, LinearShape(parts, DEPTH, activation=activation))
     reserve(plan.stores)
     for name, expected in plan.expected.items():
         assert tuple(tensors[name].shape) == expected.shape, name
