@@ -25,7 +25,7 @@ MAX_TIME_STEP = 3e38
 REACH = 1 << 17
 """Context length of models without positions: states have no limit, token tables do."""
 
-NAMES = Names(
+MAMBA_NAMES = Names(
     prefix="backbone.",
     embedding="backbone.embeddings",
     layer="backbone.layers.{layer}",
@@ -87,7 +87,7 @@ def dt_limits(hf_config: HfConfig) -> tuple[float, float]:
 
 def _layers(hf_config: HfConfig, mixer: MambaSpec | Mamba2Spec, **switches: Any) -> DecoderSpec:
     layer = LayerSpec(mixer=mixer, mixer_norms=Norms(before=norm(hf_config)))
-    usual: dict[str, Any] = {"names": NAMES, "reach": REACH}
+    usual: dict[str, Any] = {"names": MAMBA_NAMES, "reach": REACH}
     return decoder(hf_config, layer, norm(hf_config), **(usual | switches))
 
 

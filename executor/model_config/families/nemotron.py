@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quintet.executor.model_config.families.mamba import groups, state_size, taps
+from quintet.executor.model_config.families.mamba import MAMBA_NAMES, groups, state_size, taps
 from quintet.executor.model_config.hf_config import HfConfig
-from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     LAYERS,
     MAX_LAYERS,
@@ -37,12 +36,8 @@ _KINDS = {
     "attention": "full_attention",
     "-": "mlp",
 }
-_H_NAMES = Names(
-    prefix="backbone.",
-    embedding="backbone.embeddings",
-    layer="backbone.layers.{layer}",
-    final_norm="backbone.norm_f",
-    mixer_norm="norm",
+_H_NAMES = replace(
+    MAMBA_NAMES,
     mlp_norm="norm",
     q="mixer.q_proj",
     k="mixer.k_proj",
