@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
@@ -34,8 +35,8 @@ from quintet.executor.model_config.shape import (
     windows_by_kind,
 )
 from quintet.executor.model_config.spec import (
-    AttentionSpec,
     DecoderSpec,
+    FeedForwardSpec,
     LearnedActivation,
     MlpLayout,
     MlpSpec,
@@ -101,10 +102,13 @@ def mimo(hf_config: HfConfig) -> DecoderSpec:
 
 def granite(hf_config: HfConfig) -> DecoderSpec:
     """Granite 3: factors of embeddings, scores, residuals and logits."""
-    norms = Norms(before=rms(hf_config))
-    return _multiplied(
-        hf_config, _multiplied_attention(hf_config, 1.0), norms, 1 / factor(hf_config, "logits_scaling")
-    )
+    return multiplied_granite(hf_config, biased_gated(hf_config))
+
+
+def multiplied_granite(hf_config: HfConfig, mlp: FeedForwardSpec, **switches: Any) -> DecoderSpec:
+    """Return Granite 3 with this feed-forward; ``switches``: see `decoder`."""
+    norms, divisor = Norms(before=rms(hf_config)), factor(hf_config, "logits_scaling")
+    return _multiplied(hf_config, 1.0, mlp, norms, logit_scale=1 / divisor, **switches)
 
 
 def hyperclovax(hf_config: HfConfig) -> DecoderSpec:
@@ -112,20 +116,20 @@ def hyperclovax(hf_config: HfConfig) -> DecoderSpec:
     norm, has_post_norm = rms(hf_config), hf_config.flag("use_post_norm", True)
     norms = Norms(before=norm, after=norm if has_post_norm else None)
     names = Names(mixer_out_norm="post_norm1", mlp_out_norm="post_norm2")
-    mixer = _multiplied_attention(hf_config, head_width(hf_config) ** -0.5)
-    return replace(_multiplied(hf_config, mixer, norms, factor(hf_config, "logits_scaling")), names=names)
+    scale, logit_scale = head_width(hf_config) ** -0.5, factor(hf_config, "logits_scaling")
+    return _multiplied(hf_config, scale, biased_gated(hf_config), norms, logit_scale=logit_scale, names=names)
 
 
-def _multiplied_attention(hf_config: HfConfig, scale: float) -> AttentionSpec:
+def _multiplied(
+    hf_config: HfConfig, scale: float, mlp: FeedForwardSpec, norms: Norms, **switches: Any
+) -> DecoderSpec:
+    """``scale``: of scores, if the config has none."""
     scale = factor(hf_config, "attention_multiplier", scale)
-    return attention(hf_config, positions=2048, scale=scale, bias_key="attention_bias")
-
-
-def _multiplied(hf_config: HfConfig, mixer: AttentionSpec, norms: Norms, logit_scale: float) -> DecoderSpec:
+    mixer = attention(hf_config, positions=2048, scale=scale, bias_key="attention_bias")
     residual = factor(hf_config, "residual_multiplier")
-    layer = normed_layer(norms, mixer, biased_gated(hf_config), residual_multiplier=residual)
-    scale = factor(hf_config, "embedding_multiplier")
-    return decoder(hf_config, layer, rms(hf_config), embedding_scale=scale, logit_scale=logit_scale)
+    layer = normed_layer(norms, mixer, mlp, residual_multiplier=residual)
+    embedding_scale = factor(hf_config, "embedding_multiplier")
+    return decoder(hf_config, layer, rms(hf_config), embedding_scale=embedding_scale, **switches)
 
 
 def stablelm(hf_config: HfConfig) -> DecoderSpec:

@@ -14,7 +14,7 @@ from quintet.executor.model_config.experts import (
     Routing,
     Scoring,
 )
-from quintet.executor.model_config.families.llama import rotated_layers
+from quintet.executor.model_config.families.llama import multiplied_granite, rotated_layers
 from quintet.executor.model_config.hf_config import HfConfig, Key
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import MAX_POSITIONS
@@ -27,7 +27,6 @@ from quintet.executor.model_config.shape import (
     activation,
     attention,
     decoder,
-    factor,
     gated,
     hidden_size,
     layer_types,
@@ -143,22 +142,8 @@ def olmoe(hf_config: HfConfig) -> DecoderSpec:
 
 def granite(hf_config: HfConfig) -> DecoderSpec:
     """Granite 3 MoE, with and without a shared expert: Granite's multipliers."""
-    mixer = attention(
-        *(hf_config,),
-        positions=2048,
-        bias_key="attention_bias",
-        scale=factor(hf_config, "attention_multiplier"),
-    )
     shared = hf_config.whole("shared_intermediate_size", 0, MAX_WIDTH, 0) or None
-    experts = granite_experts(hf_config, shared)
-    residual = factor(hf_config, "residual_multiplier")
-    layer = pre_norm(rms(hf_config), mixer, experts, residual_multiplier=residual)
-    return decoder(
-        *(hf_config, layer, rms(hf_config)),
-        names=GRANITE_NAMES,
-        embedding_scale=factor(hf_config, "embedding_multiplier"),
-        logit_scale=1.0 / factor(hf_config, "logits_scaling"),
-    )
+    return multiplied_granite(hf_config, granite_experts(hf_config, shared), names=GRANITE_NAMES)
 
 
 def granite_experts(hf_config: HfConfig, shared_width: int | None, width: int | None = None) -> ExpertsSpec:
@@ -321,29 +306,22 @@ def llama4(hf_config: HfConfig) -> DecoderSpec:
 
 
 def _llama4_attention(hf_config: HfConfig, rotated: bool) -> AttentionSpec:
-    biased = hf_config.flag("attention_bias", False)
-    spec: dict[str, Any] = {
-        "positions": 131072,
-        "theta": 500000.0,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "qkv_bias": biased,
-        "output_bias": biased,
-    }
+    switches: dict[str, Any] = {"rotated": rotated}
     if rotated:
-        normed = hf_config.flag("use_qk_norm", True)
-        return attention(
-            *(hf_config,),
-            **spec,
-            interleaved=True,
-            chunk=window(hf_config, 8192, "attention_chunk_size"),
-            qk_norm=rms(hf_config, 1e-5, weighted=False) if normed else None,
-        )
-    period = hf_config.whole("floor_scale", 1, MAX_POSITIONS, 8192)
-    tuned = hf_config.flag("attn_temperature_tuning", True)
-    growth = hf_config.real("attn_scale", 0.0, 1e3, 0.1)
+        switches |= {"interleaved": True, "chunk": window(hf_config, 8192, "attention_chunk_size")}
+        if hf_config.flag("use_qk_norm", True):
+            switches["qk_norm"] = rms(hf_config, 1e-5, weighted=False)
+    elif hf_config.flag("attn_temperature_tuning", True):
+        period = hf_config.whole("floor_scale", 1, MAX_POSITIONS, 8192)
+        switches["temperature"] = Temperature(hf_config.real("attn_scale", 0.0, 1e3, 0.1), period, 1)
     return attention(
-        *(hf_config,), **spec, rotated=False, temperature=Temperature(growth, period, 1) if tuned else None
+        hf_config,
+        positions=131072,
+        theta=500000.0,
+        kv_heads=8,
+        head_dim=128,
+        bias_key="attention_bias",
+        **switches,
     )
 
 
