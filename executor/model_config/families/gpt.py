@@ -153,7 +153,7 @@ def codegen(hf_config: HfConfig) -> DecoderSpec:
     """CodeGen, CodeGen 2: GPT-J with queries, values and keys in four parts of one tensor."""
     if num_heads(hf_config) % 4:
         raise hf_config.wrong(HEADS, "a multiple of 4")
-    return gptj(hf_config, layout=QkvLayout.QUARTERS)
+    return gptj(hf_config, layout=QkvLayout.QUARTERS, num_kv_heads=num_heads(hf_config))
 
 
 def persimmon(hf_config: HfConfig) -> DecoderSpec:
