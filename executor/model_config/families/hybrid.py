@@ -58,7 +58,8 @@ from quintet.executor.model_config.state_specs import Mamba2Spec, MambaSpec, Sho
 _MOST = 1e6
 """Limit of a factor."""
 
-NAMES = Names(
+_NAMES = Names(
+    final_norm="model.final_layernorm",
     state_mixer="mamba",
     mlp_norm="pre_ff_layernorm",
     gate="feed_forward.gate_proj",
@@ -92,7 +93,7 @@ def jamba(hf_config: HfConfig) -> DecoderSpec:
         )
         for layer in range(num_layers(hf_config))
     ]
-    names = replace(NAMES, final_norm="model.final_layernorm", router="feed_forward.router")
+    names = replace(_NAMES, router="feed_forward.router")
     return decoder(hf_config, layers, norm, names=names, reach=max_positions(hf_config, 262144))
 
 
@@ -132,24 +133,13 @@ def bamba(hf_config: HfConfig) -> DecoderSpec:
     """Bamba: Mamba 2, and attention in the listed layers with half of each head rotated."""
     norm = rms(hf_config, 1e-5)
     mamba = _mamba2(hf_config, norm, expanded(hf_config, "mamba_expand"))
-    attention_spec = pre_norm(
-        norm,
-        attention(
-            hf_config,
-            kv_heads=8,
-            positions=262144,
-            share=0.5,
-            bias_key="attention_bias",
-        ),
-        biased_gated(hf_config),
-    )
+    mixer = attention(hf_config, kv_heads=8, positions=262144, share=0.5, bias_key="attention_bias")
+    layer = pre_norm(norm, mixer, biased_gated(hf_config))
     listed = named_layers(hf_config, "attn_layer_indices")
     layers = [
-        attention_spec if layer in listed else replace(attention_spec, mixer=mamba)
-        for layer in range(num_layers(hf_config))
+        layer if index in listed else replace(layer, mixer=mamba) for index in range(num_layers(hf_config))
     ]
-    names = replace(NAMES, final_norm="model.final_layernorm")
-    return decoder(hf_config, layers, norm, names=names)
+    return decoder(hf_config, layers, norm, names=_NAMES)
 
 
 def _factors(hf_config: HfConfig, key: str, count: int, each_of: str) -> tuple[float, ...]:
@@ -198,7 +188,7 @@ def falcon_h1(hf_config: HfConfig) -> DecoderSpec:
     )
     return pre_norm_decoder(
         *(hf_config, norm, both, mlp),
-        names=replace(NAMES, final_norm="model.final_layernorm"),
+        names=_NAMES,
         embedding_scale=factor(hf_config, "embedding_multiplier"),
         logit_scale=factor(hf_config, "lm_head_multiplier"),
     )
