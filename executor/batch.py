@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from quintet.executor.backends.cpu.ops.paged_attention import MAX_FOLDED_TOKENS, AttentionBucket
-from quintet.executor.backends.cpu.ops.state_rows import StateRows
+from quintet.executor.backends.cpu.ops.states import StateRows
 from quintet.executor.memory import to_device
 from quintet.executor.models.layers.attention import AttentionWindow, Heads
 from quintet.executor.ragged import Int, ranges

@@ -23,7 +23,7 @@ from bench.embedded.draft_layer import (
     norm_like,
     sizes_of,
 )
-from quintet.executor.model_config.eagle import AUX_LAYERS, default_aux_layers
+from quintet.executor.model_config.draft_heads import AUX_LAYERS, default_aux_layers
 
 
 class EagleHead(nn.Module):

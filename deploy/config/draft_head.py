@@ -25,11 +25,9 @@ from quintet.deploy.config.model.weights import (
 )
 from quintet.deploy.config.speculation import FLAG, draft_quantization, speculative_config, speculative_method
 from quintet.executor.checkpoints.quant.formats.scheme import Format
-from quintet.executor.model_config import eagle, medusa, mtp
-from quintet.executor.model_config.draft_heads import DRAFT_HEADS, HeadSpec
-from quintet.executor.model_config.eagle import EagleSpec
+from quintet.executor.model_config import draft_heads, mtp
+from quintet.executor.model_config.draft_heads import DRAFT_HEADS, EagleSpec, HeadSpec, MedusaSpec
 from quintet.executor.model_config.hf_config import HfConfig
-from quintet.executor.model_config.medusa import MedusaSpec
 from quintet.executor.model_config.mtp import MTP_NAMES, MtpSpec
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.shape import STACKED_EXPERTS
@@ -41,9 +39,9 @@ from quintet.wire.model_files import hf_config_path, parse_json, read_json
 
 _DECODER = "quintet.executor.models.decoder:Decoder"
 _CONVERTERS: Mapping[str, Callable[..., dict[str, Any]]] = {
-    "eagle": eagle.eagle_hf_config,
-    "eagle3": eagle.eagle3_hf_config,
-    "medusa": medusa.medusa_hf_config,
+    "eagle": draft_heads.eagle_hf_config,
+    "eagle3": draft_heads.eagle3_hf_config,
+    "medusa": draft_heads.medusa_hf_config,
 }
 """Functions that convert the configuration of a head, by method."""
 HEAD_METHODS = tuple(_CONVERTERS)

@@ -20,7 +20,9 @@ def misfit(spec: DecoderSpec, share: Share) -> str | None:
 
 def why_not(spec: DecoderSpec, *, by_experts: bool) -> str | None:
     """Return the reason why no number of ranks can share a model; None if some number can."""
-    return next((words for layer in spec.layers if (words := _kind_of(layer, by_experts)) is not None), None)
+    if not by_experts and any(isinstance(each.mlp, ExpertsSpec) and each.mlp.biased for each in spec.layers):
+        return "columns of biased experts cannot be divided, but whole experts can: add --enable-expert-parallel, or"
+    return None
 
 
 def sizes_that_fit(spec: DecoderSpec, *, by_experts: bool) -> list[int]:
@@ -79,12 +81,6 @@ def describe_share(spec: DecoderSpec, share: Share) -> list[str]:
             whole += f" and slots for copies of {share.places}" if share.places else ""
             parts.append(whole if share.by_experts else of_each)
     return [*dict.fromkeys(parts), f"{-(-spec.vocab_size // size)} of {spec.vocab_size} logits"]
-
-
-def _kind_of(layer: LayerSpec, by_experts: bool) -> str | None:
-    if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.biased and not by_experts:
-        return "columns of biased experts cannot be divided, but whole experts can: add --enable-expert-parallel, or"
-    return None
 
 
 def _misfit_of(layer: LayerSpec, share: Share) -> str | None:

@@ -46,24 +46,26 @@ class HfConfig:
         present = [each for each in key if each in self.values]
         return next((each for each in present if self.values[each] is not None), (present or list(key))[0])
 
+    def _value(self, key: Key, default: object) -> Any:
+        value = self.values.get(self.spelling(key))
+        return default if value is None else value
+
     def whole(self, key: Key, least: int, most: int, default: int | None = None) -> int:
         """Return an integer in range. Raises `ConfigError`, as all readers do."""
-        value = self.values.get(self.spelling(key))
-        value = default if value is None else value
+        value = self._value(key, default)
         if type(value) is not int or not least <= value <= most:
             raise self.wrong(key, f"an integer from {least} to {most}")
         return value
 
     def real(self, key: Key, least: float, most: float, default: float | None = None) -> float:
         """Return a finite number in range."""
-        value = self.values.get(self.spelling(key))
-        value = default if value is None else value
+        value = self._value(key, default)
         if not _is_number(value) or not least <= value <= most:
             raise self.wrong(key, f"a number from {least:g} to {most:g}")
         return float(value)
 
-    def reals(self, key: Key, count: int, least: float, most: float) -> tuple[float, ...]:
-        """Return a list of ``count`` finite numbers in range."""
+    def reals(self, key: Key, count: int, least: float, most: float, each_of: str) -> tuple[float, ...]:
+        """Return a list of ``count`` finite numbers in range. each_of: what has one number each, for errors."""
         key = self.spelling(key)
         value = self.values.get(key)
         if not isinstance(value, list) or not all(
@@ -72,23 +74,20 @@ class HfConfig:
             raise self.wrong(key, f"a list of {count} numbers from {least:g} to {most:g}")
         if len(value) != count:
             raise ConfigError(
-                f"{self.path}: {self.inside}{key} has {len(value)} numbers; it must have {count}, one for each pair of"
-                " rotated dimensions"
+                f"{self.path}: {self.inside}{key} has {len(value)} numbers; it must have {count}, one for each {each_of}"
             )
         return tuple(map(float, value))
 
     def flag(self, key: Key, default: bool) -> bool:
         """Return a boolean."""
-        value = self.values.get(self.spelling(key))
-        value = default if value is None else value
+        value = self._value(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")
         return value
 
     def word(self, key: Key, known: Sequence[str], default: str) -> str:
         """Return one of the ``known`` strings."""
-        value = self.values.get(self.spelling(key))
-        value = default if value is None else value
+        value = self._value(key, default)
         if not isinstance(value, str) or value not in known:
             raise self.wrong(key, f"one of {', '.join(known)}")
         return value

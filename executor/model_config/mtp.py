@@ -103,7 +103,7 @@ MTP_NAMES: dict[str, MtpNames] = {
 
 @dataclass(frozen=True, slots=True)
 class MtpSpec(DecoderSpec):
-    """Prediction layers, or an EAGLE head (`quintet.executor.model_config.eagle`)."""
+    """Prediction layers, or an EAGLE head (`quintet.executor.model_config.draft_heads`)."""
 
     parts: tuple[MtpNames, ...] = ()
     """Names of each layer's parts."""
@@ -127,8 +127,7 @@ class MtpSpec(DecoderSpec):
     def num_parameters(self) -> int:
         """See `ModelSpec`: without embedding and output layer."""
         hidden = self.hidden_size
-        blocks = [block for layer in self.layers for block in (layer.mixer, layer.mlp) if block is not None]
-        return sum(block.num_parameters(hidden) for block in blocks) + 2 * hidden * hidden * len(self.layers)
+        return sum(layer.num_parameters(hidden) + 2 * hidden * hidden for layer in self.layers)
 
     def has(self, tensor: str) -> bool:
         """Return whether a layer reads a tensor. The name may lack ``model.``."""

@@ -31,11 +31,7 @@ def spellings(name: str, prefix: str) -> tuple[str, ...]:
         found.append(_LANGUAGE_MODEL + name)
     if prefix == _BACKBONE and name.startswith(prefix):
         found.append(_MODEL + name.removeprefix(prefix))
-    if name.startswith(_TEXT_PART):
-        found.append(_MODEL + name.removeprefix(_TEXT_PART))
-    elif name.startswith(_MODEL):
-        found.append(_TEXT_PART + name.removeprefix(_MODEL))
-    return tuple(found)
+    return (*found, *_other_nesting(name))
 
 
 def expected_spellings(name: str, prefix: str) -> tuple[str, ...]:
@@ -43,11 +39,14 @@ def expected_spellings(name: str, prefix: str) -> tuple[str, ...]:
     found = [name, name.removeprefix(prefix), prefix + name, name.removeprefix(_LANGUAGE_MODEL)]
     if prefix == _BACKBONE and name.startswith(_MODEL):
         found.append(prefix + name.removeprefix(_MODEL))
+    return (*found, *_other_nesting(name))
+
+
+def _other_nesting(name: str) -> list[str]:
+    """Return the name in a multimodal checkpoint of one in a text model's, and the reverse."""
     if name.startswith(_TEXT_PART):
-        found.append(_MODEL + name.removeprefix(_TEXT_PART))
-    elif name.startswith(_MODEL):
-        found.append(_TEXT_PART + name.removeprefix(_MODEL))
-    return tuple(found)
+        return [_MODEL + name.removeprefix(_TEXT_PART)]
+    return [_TEXT_PART + name.removeprefix(_MODEL)] if name.startswith(_MODEL) else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -177,16 +177,20 @@ def _with_scaling(spec: RopeSpec, parameters: HfConfig) -> RopeSpec:
             mscale=parameters.real("mscale", 0.0, _MAX_FACTOR, 0.0),
             mscale_all_dim=parameters.real("mscale_all_dim", 0.0, _MAX_FACTOR, 0.0),
         )
-    pairs = spec.rotary_dim // 2
+
+    def by_pair(key: str) -> tuple[float, ...]:
+        pairs = spec.rotary_dim // 2
+        return parameters.reals(key, pairs, 1e-6, _MAX_FACTOR, "pair of rotated dimensions")
+
     if spec.kind == "factors":
-        return replace(spec, short_factor=parameters.reals("factors", pairs, 1e-6, _MAX_FACTOR))
+        return replace(spec, short_factor=by_pair("factors"))
     if spec.kind == "longrope":
         return replace(
             spec,
             factor=optional("factor", 1.0),
             attention_factor=optional("attention_factor", 1e-6),
-            short_factor=parameters.reals("short_factor", pairs, 1e-6, _MAX_FACTOR),
-            long_factor=parameters.reals("long_factor", pairs, 1e-6, _MAX_FACTOR),
+            short_factor=by_pair("short_factor"),
+            long_factor=by_pair("long_factor"),
         )
     return spec
 

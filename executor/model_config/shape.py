@@ -1,13 +1,13 @@
-"""Common parts of config readers: keys of a decoder's sizes, and usual building blocks.
+"""Common parts of config readers: registry entries, keys of a decoder's sizes, and usual building blocks.
 
-Every function takes the family's defaults, those of its configuration class in transformers, for values missing in a
+Readers take the family's defaults, those of its configuration class in transformers, for values missing in a
 config.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
@@ -23,6 +23,7 @@ from quintet.executor.model_config.spec import (
     MixerSpec,
     MlpLayout,
     MlpSpec,
+    ModelSpec,
     NormKind,
     Norms,
     NormSpec,
@@ -70,6 +71,18 @@ _ACTIVATIONS = {
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Names in ``layer_types`` of layers with full attention and with a sliding window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """An architecture: its config reader and its model builder."""
+
+    read: Callable[[HfConfig], ModelSpec]
+    """Returns the spec of a config. Raises `ConfigError` that names an invalid value."""
+    words: str
+    """Model names, for users."""
+    builder: str = "quintet.executor.models.decoder:Decoder"
+    """``module:name`` of the function that builds the model from a spec and a `quintet.executor.models.model.Setting`."""
 
 
 def hidden_size(hf_config: HfConfig) -> int:
@@ -137,13 +150,14 @@ def attention(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     rotated: bool = True,
+    biased: bool = False,
     bias_key: str | None = None,
     **switches: Any,
 ) -> AttentionSpec:
     """Return full attention with the config's rotation, if ``rotated``; ``switches`` are fields of `AttentionSpec`.
 
-    ``positions``, ``theta`` and ``share`` (see `rope_spec`), ``kv_heads``, ``head_dim``: the family's defaults. ``bias_key``:
-    flag of the config for biases of all projections.
+    ``positions``, ``theta`` and ``share`` (see `rope_spec`), ``kv_heads``, ``head_dim``: the family's defaults. ``biased``:
+    all projections have biases; ``bias_key``: the config's flag for them, by default false.
     """
     heads, dim = num_heads(hf_config), head_width(hf_config, head_dim)
     usual: dict[str, Any] = {
@@ -154,8 +168,7 @@ def attention(
         "scale": dim**-0.5,
         "rope": None,
     }
-    if bias_key is not None:
-        usual["qkv_bias"] = usual["output_bias"] = hf_config.flag(bias_key, False)
+    usual["qkv_bias"] = usual["output_bias"] = biased if bias_key is None else hf_config.flag(bias_key, False)
     if rotated and "rope" not in switches:
         usual["rope"] = rope_spec(hf_config, dim, positions or 0, theta=theta, share=share)
     return AttentionSpec(**(usual | switches))
@@ -206,31 +219,19 @@ def layer_norm(hf_config: HfConfig, default: float = 1e-5, **switches: Any) -> N
     return NormSpec(**(usual | switches))
 
 
-def alibi_slopes(count: int, octaves: float = 8.0) -> tuple[float, ...]:
-    """Return the ALiBi slopes of ``count`` heads.
-
-    Press, Smith and Lewis, "Train short, test long: attention with linear biases enables input length extrapolation",
-    2022. For a power of two, the slopes are a geometric series that ends at 2^-octaves. For other counts, the slopes
-    of the next lower power of two are followed by every other slope of the next higher one.
-    """
-    below = 1 << (count.bit_length() - 1)
-
-    def series(of: int) -> list[float]:
-        return [2.0 ** (-octaves * (index + 1) / of) for index in range(of)]
-
-    return tuple((series(below) + series(2 * below)[0::2])[:count])
+def normed_layer(norms: Norms, mixer: MixerSpec, mlp: FeedForwardSpec, **switches: Any) -> LayerSpec:
+    """Return a layer with equal norms around its mixer and its feed-forward; ``switches`` are fields of `LayerSpec`."""
+    return LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=norms, mlp_norms=norms, **switches)
 
 
 def pre_norm(norm: NormSpec, mixer: MixerSpec, mlp: FeedForwardSpec, **switches: Any) -> LayerSpec:
     """Return a layer with norms before its mixer and its feed-forward; ``switches`` are fields of `LayerSpec`."""
-    return LayerSpec(
-        mixer=mixer, mlp=mlp, mixer_norms=Norms(before=norm), mlp_norms=Norms(before=norm), **switches
-    )
+    return normed_layer(Norms(before=norm), mixer, mlp, **switches)
 
 
 def side_by_side(norm: NormSpec, mixer: AttentionSpec, mlp: MlpSpec) -> LayerSpec:
     """Return a parallel layer: mixer and feed-forward read the same norm."""
-    return LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=Norms(before=norm), mlp_norms=Norms(), parallel=True)
+    return LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=Norms(before=norm), parallel=True)
 
 
 def factor(hf_config: HfConfig, key: str, default: float = 1.0) -> float:
@@ -265,58 +266,51 @@ def every_full(hf_config: HfConfig, period: int) -> list[str]:
     return [SLIDING if (i + 1) % period else FULL for i in range(num_layers(hf_config))]
 
 
-def layer_kinds(hf_config: HfConfig, usual: list[str]) -> list[str]:
-    """Return each layer's kind, `FULL` or `SLIDING`; ``usual`` if the config does not list them."""
-    return layer_types(hf_config, (FULL, SLIDING)) if hf_config.has("layer_types") else usual
+def layer_kinds(hf_config: HfConfig, usual: list[str], known: Sequence[str] = (FULL, SLIDING)) -> list[str]:
+    """Return each layer's kind, one of ``known``; ``usual`` if the config does not list them."""
+    return layer_types(hf_config, known) if hf_config.has("layer_types") else usual
 
 
-def layer_types(hf_config: HfConfig, known: Sequence[str]) -> list[str]:
+def windows_by_kind(hf_config: HfConfig, width: int | None, usual: list[str]) -> list[int | None]:
+    """Return each layer's sliding window: ``width`` for kind `SLIDING`; ``usual``: see `layer_kinds`."""
+    return [width if kind == SLIDING else None for kind in layer_kinds(hf_config, usual)]
+
+
+def layer_types(hf_config: HfConfig, known: Sequence[str], key: str = "layer_types") -> list[str]:
     """Return each layer's kind from the config's list. Raises `ConfigError` for kinds not in ``known``.
 
     Entries after the last layer are ignored: multi-token prediction layers, or layers that an override removed.
     """
-    listed, count = hf_config.values.get("layer_types"), num_layers(hf_config)
+    listed, count = hf_config.values.get(key), num_layers(hf_config)
     kinds = listed[:count] if isinstance(listed, list) else []
     if len(kinds) < count or not all(kind in known for kind in kinds):
-        raise hf_config.wrong("layer_types", f"a list of {count} words, each {' or '.join(known)}")
+        raise hf_config.wrong(key, f"a list of {count} words, each {' or '.join(known)}")
     return kinds
 
 
-def rotated_layers(hf_config: HfConfig) -> list[bool]:
-    """Return whether each layer has rotation.
-
-    ``no_rope_layers`` has a 0 for each layer without. If the list is absent or empty, the last of every
-    ``no_rope_layer_interval`` layers has none.
-    """
-    count, flags = num_layers(hf_config), hf_config.values.get("no_rope_layers")
-    if flags is None or flags == []:
-        interval = hf_config.whole("no_rope_layer_interval", 1, MAX_LAYERS, 4)
-        return [(layer + 1) % interval != 0 for layer in range(count)]
-    if not isinstance(flags, list) or len(flags) < count or not all(flag in (0, 1) for flag in flags):
-        raise hf_config.wrong("no_rope_layers", f"a list of {count} numbers, each 0 (not rotated) or 1")
-    return [bool(flag) for flag in flags[:count]]
+def last_sliding(hf_config: HfConfig, default: int) -> list[str]:
+    """Return each layer's kind: `SLIDING` from layer ``max_window_layers`` on, by default ``default``."""
+    first = hf_config.whole("max_window_layers", 0, MAX_LAYERS, default)
+    return [SLIDING if layer >= first else FULL for layer in range(num_layers(hf_config))]
 
 
-def layered_windows(hf_config: HfConfig) -> tuple[int | None, ...]:
-    """Return each layer's sliding window by Qwen's rule.
-
-    Layers from ``max_window_layers`` on have one if ``use_sliding_window``, unless ``layer_types`` lists them.
-    """
+def qwen_windows(hf_config: HfConfig) -> list[int | None]:
+    """Return each layer's sliding window by Qwen's rule: the last layers have one if ``use_sliding_window``."""
     width = window(hf_config, 4096) if hf_config.flag("use_sliding_window", False) else None
     if width is None:
-        return (None,) * num_layers(hf_config)
-    if hf_config.has("layer_types"):
-        kinds = layer_types(hf_config, (FULL, SLIDING))
-        return tuple(width if kind == SLIDING else None for kind in kinds)
-    first = hf_config.whole("max_window_layers", 0, MAX_LAYERS, 28)
-    return tuple(width if layer >= first else None for layer in range(num_layers(hf_config)))
+        return [None] * num_layers(hf_config)
+    return windows_by_kind(hf_config, width, last_sliding(hf_config, 28))
 
 
-def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
-    """Return one copy of the layer for each window."""
-    mixer = layer.mixer
-    assert isinstance(mixer, AttentionSpec), mixer
-    return tuple(replace(layer, mixer=replace(mixer, window=each)) for each in windows)
+def windowed(layers: LayerSpec | Iterable[LayerSpec], windows: Sequence[int | None]) -> list[LayerSpec]:
+    """Return copies of a layer, or of different layers, each with its window."""
+    layers = [layers] * len(windows) if isinstance(layers, LayerSpec) else layers
+    return [_windowed(layer, each) for layer, each in zip(layers, windows, strict=True)]
+
+
+def _windowed(layer: LayerSpec, width: int | None) -> LayerSpec:
+    assert isinstance(layer.mixer, AttentionSpec), layer.mixer
+    return replace(layer, mixer=replace(layer.mixer, window=width))
 
 
 def rotated_reach(hf_config: HfConfig, ropes: Iterable[RopeSpec | None]) -> int:
@@ -330,11 +324,12 @@ def decoder(
     layers: LayerSpec | Sequence[LayerSpec],
     final_norm: NormSpec | None,
     predictors: int = 0,
+    usually_tied: bool = False,
     **switches: Any,
 ) -> DecoderSpec:
     """Return the decoder of equal or different layers; ``switches`` are fields of `DecoderSpec`.
 
-    ``tie_word_embeddings`` defaults to false.
+    ``usually_tied``: default of ``tie_word_embeddings``.
 
     The context length follows from learned positions or rotations, unless ``reach`` is given. ``predictors``: number
     of multi-token prediction layers after the last one that a checkpoint may have; they are not loaded. The config may
@@ -346,7 +341,7 @@ def decoder(
         "hidden_size": hidden_size(hf_config),
         "layers": layers,
         "final_norm": final_norm,
-        "tied": hf_config.flag("tie_word_embeddings", False),
+        "tied": hf_config.flag("tie_word_embeddings", usually_tied),
     }
     if switches.get("positions") is not None:
         usual["reach"] = switches["positions"].count
@@ -359,7 +354,16 @@ def decoder(
     spec = DecoderSpec(**(usual | switches | {"names": names}))
     if hf_config.flag(STACKED_EXPERTS, False):
         spec = replace(spec, layers=tuple(map(_with_stacked_experts, spec.layers)))
-    return _apart(spec) if hf_config.flag(SEPARATE_MATRICES, False) else spec
+    if hf_config.flag(SEPARATE_MATRICES, False):
+        spec = replace(spec, transposed=False, layers=tuple(map(_with_separate_matrices, spec.layers)))
+    return spec
+
+
+def pre_norm_decoder(
+    hf_config: HfConfig, norm: NormSpec, mixer: MixerSpec, mlp: FeedForwardSpec, **switches: Any
+) -> DecoderSpec:
+    """Return a decoder of equal layers, with ``norm`` before each block and after the last; ``switches``: see `decoder`."""
+    return decoder(hf_config, pre_norm(norm, mixer, mlp), norm, **switches)
 
 
 def _with_stacked_experts(layer: LayerSpec) -> LayerSpec:
@@ -369,12 +373,8 @@ def _with_stacked_experts(layer: LayerSpec) -> LayerSpec:
     return replace(layer, mlp=replace(mlp, layout=ExpertsLayout.STACKED))
 
 
-def _apart(spec: DecoderSpec) -> DecoderSpec:
-    """Return the spec for a checkpoint with separate matrices, ``[out, in]``, instead of the family's stacked ones."""
-    return replace(spec, transposed=False, layers=tuple(map(_with_matrices_apart, spec.layers)))
-
-
-def _with_matrices_apart(layer: LayerSpec) -> LayerSpec:
+def _with_separate_matrices(layer: LayerSpec) -> LayerSpec:
+    """Return the layer for a checkpoint with separate matrices, instead of the family's stacked ones."""
     mixer, mlp = layer.mixer, layer.mlp
     if isinstance(mixer, AttentionSpec):
         mixer = replace(mixer, layout=QkvLayout.SEPARATE)

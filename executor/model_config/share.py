@@ -233,8 +233,7 @@ def share_of(executor: ExecutorConfig, rank: int, spec: DecoderSpec | None = Non
 def stage_layers(spec: DecoderSpec, stages: int) -> list[tuple[int, int]]:
     """Return the layers of each stage: consecutive, with the smallest possible largest stage, logits included."""
     hidden, count = spec.hidden_size, len(spec.layers)
-    blocks = [[block for block in (layer.mixer, layer.mlp) if block is not None] for layer in spec.layers]
-    sums = [0, *accumulate(sum(block.num_parameters(hidden) for block in layer) for layer in blocks)]
+    sums = [0, *accumulate(layer.num_parameters(hidden) for layer in spec.layers)]
     sums[count] += spec.vocab_size * (spec.embedding_width or hidden)
     best = {
         0: (0, [0])

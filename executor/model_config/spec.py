@@ -272,20 +272,20 @@ class ParallelMixerSpec:
 StateSpec = MambaSpec | Mamba2Spec | ShortConvSpec | DeltaSpec
 """Mixers with a state of fixed size and no KV memory."""
 MixerSpec = AttentionSpec | LatentSpec | StateSpec | ParallelMixerSpec
-"""Token mixers; `quintet.executor.models.sublayers.sublayer` builds each kind."""
+"""Token mixers; `quintet.executor.models.sublayers.layer` builds each kind."""
 FeedForwardSpec = MlpSpec | ExpertsSpec
-"""Per-token layers; `quintet.executor.models.sublayers.sublayer` builds each kind."""
+"""Per-token layers; `quintet.executor.models.sublayers.layer` builds each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer."""
 
-    mixer: MixerSpec | None
+    mixer: MixerSpec | None = None
     """None for a layer without a mixer, as ``mlp`` for one without a feed-forward."""
-    mlp: FeedForwardSpec | None
-    mixer_norms: Norms
-    mlp_norms: Norms
+    mlp: FeedForwardSpec | None = None
+    mixer_norms: Norms = field(default_factory=Norms)
+    mlp_norms: Norms = field(default_factory=Norms)
     parallel: bool = False
     """True for ``x + mixer(norm x) + mlp(norm x)``, with the mixer's norm unless ``mlp_norms`` has one."""
     residual_multiplier: float = 1.0
@@ -296,24 +296,18 @@ class LayerSpec:
     @property
     def attention(self) -> AttentionSpec | LatentSpec | None:
         """The mixer, or its attention part; None without attention."""
-        match self.mixer:
-            case AttentionSpec() | LatentSpec():
-                return self.mixer
-            case ParallelMixerSpec():
-                return self.mixer.attention
-            case _:
-                return None
+        mixer = self.mixer.attention if isinstance(self.mixer, ParallelMixerSpec) else self.mixer
+        return mixer if isinstance(mixer, AttentionSpec | LatentSpec) else None
 
     @property
     def state(self) -> StateSpec | None:
         """The mixer, or its state part; None without a state."""
-        match self.mixer:
-            case AttentionSpec() | LatentSpec() | None:
-                return None
-            case ParallelMixerSpec():
-                return self.mixer.state
-            case _:
-                return self.mixer
+        mixer = self.mixer.state if isinstance(self.mixer, ParallelMixerSpec) else self.mixer
+        return None if isinstance(mixer, AttentionSpec | LatentSpec) else mixer
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Number of matrix elements."""
+        return sum(each.num_parameters(hidden_size) for each in (self.mixer, self.mlp) if each is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,8 +383,7 @@ class DecoderSpec:
     def num_parameters(self) -> int:
         """See `ModelSpec`."""
         hidden, width = self.hidden_size, self.embedding_width or self.hidden_size
-        blocks = [block for layer in self.layers for block in (layer.mixer, layer.mlp) if block is not None]
-        layers = sum(block.num_parameters(hidden) for block in blocks)
+        layers = sum(layer.num_parameters(hidden) for layer in self.layers)
         projections = 2 * hidden * width if self.embedding_width else 0
         learned = self.positions is not None and not self.positions.sinusoidal
         positions = (

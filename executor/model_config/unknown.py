@@ -66,12 +66,8 @@ def _kv_needs(hf_config: HfConfig) -> tuple[KvNeed, ...]:
         key_dim = sum(hf_config.whole(part, 0, MAX_HEAD_DIM) for part in parts)
         value_dim = hf_config.whole("v_head_dim", 1, MAX_HEAD_DIM)
         return (KvNeed(num_heads(hf_config), key_dim, value_dim),) * num_layers(hf_config)
-    return tuple(_kv_need(_hf_config_of_layer(hf_config, index)) for index in range(num_layers(hf_config)))
-
-
-def _kv_need(hf_config: HfConfig) -> KvNeed:
-    dim = head_width(hf_config)
-    return KvNeed(num_kv_heads(hf_config), dim, dim)
+    configs = [_hf_config_of_layer(hf_config, index) for index in range(num_layers(hf_config))]
+    return tuple(KvNeed(num_kv_heads(each), head_width(each), head_width(each)) for each in configs)
 
 
 def _hf_config_of_layer(hf_config: HfConfig, index: int) -> HfConfig:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from quintet.executor.checkpoints.quant.method import LinearShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.share import Share
@@ -19,7 +20,6 @@ from quintet.executor.model_config.spec import DecoderSpec
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.linear import Embedding, Linear, RowRange
-from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import Setting
 from quintet.executor.models.sublayers.layer import Layer
@@ -40,7 +40,7 @@ class Decoder:
         if spec.tied:  # a checkpoint may have either or both
             self.weights.aliases[f"{names.embedding}.weight"] = f"{names.head}.weight"
         self.vocab_size = spec.vocab_size
-        scope = Scope(setting, self.weights, names, spec.hidden_size)
+        scope = Scope(setting, self.weights, names, spec.hidden_size, spec.transposed, spec.ropes)
         self._hidden_size = spec.hidden_size
         self._is_first, self._is_last = setting.share.is_first, setting.share.is_last
         self._first_layer = 0 if setting.share.layers is None else setting.share.layers[0]
@@ -49,22 +49,16 @@ class Decoder:
         if self._is_first:
             self._declare_input(scope, spec)
         if self._is_first or self._is_last:
-            self._norm = scope.norm(spec.final_norm, names.final_norm)
+            self.final_norm = scope.norm(spec.final_norm, names.final_norm)
+            """The norm before the output layer; draft heads in the first stage use it, too."""
         if setting.share.stages > 1:
             self.weights.on_other_ranks.update(_other_stages_prefixes(names, setting.share, len(spec.layers)))
-        attentions: list[AttentionLayer] = []
         self._layers = [
-            Layer(
-                Scope(
-                    *(setting, self.weights, names, spec.hidden_size, index, spec.transposed, spec.ropes),
-                    attentions=attentions,
-                ),
-                layer,
-            )
+            Layer(scope.of_layer(index), layer)
             for index, layer in enumerate(spec.layers)
             if setting.share.has_layer(index)
         ]
-        self.attentions: Sequence[AttentionLayer] = attentions
+        self.attentions: Sequence[AttentionLayer] = scope.attentions
         self.ropes = [Rope(rope, setting.device) for rope in spec.ropes]
 
     def _declare_output(self, scope: Scope, spec: DecoderSpec) -> None:
@@ -78,9 +72,8 @@ class Decoder:
         self._project_out: Linear | None = None
         if spec.embedding_width is not None:
             # Adapters are applied to all tokens of a step, but this layer has only the rows of logits.
-            self._project_out = Linear(
-                scope.setting, self.weights, [scope.part(names.project_out, width)], hidden
-            )
+            shape = LinearShape((scope.part(names.project_out, width),), hidden)
+            self._project_out = Linear(scope.setting.quantization, self.weights, shape)
         self._logit_scale, self._logit_softcap = spec.logit_scale, spec.logit_softcap
 
     def _declare_input(self, scope: Scope, spec: DecoderSpec) -> None:
@@ -88,8 +81,8 @@ class Decoder:
         names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width or spec.hidden_size
         is_shared = spec.tied and not spec.normalised_head and scope.share.is_all and self._is_last
         shared = self._head if is_shared else None
-        self._embedding = Embedding(
-            scope.setting, self.weights, names.embedding, spec.vocab_size, width, shared
+        self.embedding = Embedding(
+            scope.setting.quantization, self.weights, names.embedding, spec.vocab_size, width, shared
         )
         self._project_in: Linear | None = None
         if spec.embedding_width is not None:
@@ -107,16 +100,6 @@ class Decoder:
             )
         self._embedding_norm = scope.norm(spec.embedding_norm, names.embedding_norm)
 
-    @property
-    def embedding(self) -> Embedding:
-        """The embedding, in the first stage."""
-        return self._embedding
-
-    @property
-    def final_norm(self) -> Norm | None:
-        """The norm before the output layer, in the last stage, and in the first one for draft heads."""
-        return self._norm
-
     def forward(
         self, ops: ForwardPass[ValueT], observe: Callable[[int, ValueT], None] | None = None
     ) -> ValueT:
@@ -132,7 +115,7 @@ class Decoder:
 
     def _begin(self, ops: ForwardPass[ValueT]) -> ValueT:
         """Return the first layer's input."""
-        x = ops.embedding(self._embedding)  # [T, embedding width]
+        x = ops.embedding(self.embedding)  # [T, embedding width]
         if self._scale != 1.0:
             x = ops.scale(x, self._scale)
         if self._project_in is not None:
@@ -149,7 +132,7 @@ class Decoder:
 
     def normed(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
         """See `quintet.executor.models.model.PooledModel`."""
-        return hidden if self._norm is None else ops.norm(hidden, self._norm)
+        return hidden if self.final_norm is None else ops.norm(hidden, self.final_norm)
 
     def logits_of_normed(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """Return the logits of hidden states after the final norm."""

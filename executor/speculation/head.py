@@ -34,8 +34,7 @@ from numpy.typing import NDArray
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.memory import Bits, bits_of, from_bits, lazy_zeros
-from quintet.executor.models.eagle import EagleHead
-from quintet.executor.models.mtp import MtpHead
+from quintet.executor.models.draft_heads import EagleHead, MtpHead
 from quintet.executor.ragged import Int, ranges
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.sequences import plan_of_rows

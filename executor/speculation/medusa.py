@@ -19,7 +19,7 @@ import torch
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.memory import Bits, bits_of, from_bits
-from quintet.executor.models.medusa import MedusaHeads
+from quintet.executor.models.draft_heads import MedusaHeads
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.sequences import plan_of_rows

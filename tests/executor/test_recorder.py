@@ -28,7 +28,6 @@ from quintet.executor.model_config.spec import Activation, NormKind
 from quintet.executor.models.layers.experts import Experts, Gate
 from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRange
 from quintet.executor.models.layers.norm import Norm
-from quintet.executor.models.model import Setting
 from quintet.wire.kv_spec import full_layers
 
 pytestmark = pytest.mark.skipif(program_library() is None, reason="the host kernels are not built")
@@ -54,8 +53,8 @@ def linear(
     quantization: str = "none",
 ) -> Linear:
     plan = WeightPlan(DTYPE, torch.device("cpu"))
-    setting = Setting(torch.device("cpu"), DTYPE, open_quantization(quantization))
-    layer = Linear(setting, plan, (RowRange("layer", columns),), depth, activation=activation)
+    shape = LinearShape((RowRange("layer", columns),), depth, activation=activation)
+    layer = Linear(open_quantization(quantization), plan, shape)
     plan.reservation = reserve(plan.stores)
     assert layer.method.packed is not None
     layer.method.packed.fill(noise(columns, depth, seed=seed) / depth**0.5)
@@ -86,7 +85,7 @@ class MixedQuantization:
 def linear_of_parts(widths: list[int], depth: int) -> Linear:
     plan = WeightPlan(DTYPE, torch.device("cpu"))
     parts = [RowRange(f"part {i}", width) for i, width in enumerate(widths)]
-    layer = Linear(Setting(torch.device("cpu"), DTYPE, MixedQuantization()), plan, parts, depth, biased=True)
+    layer = Linear(MixedQuantization(), plan, LinearShape(parts, depth, biased=True))
     plan.reservation = reserve(plan.stores)
     for seed, expected in enumerate(plan.expected.values()):
         for sink in (*expected.sinks, *expected.packers):

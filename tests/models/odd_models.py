@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quintet.executor.checkpoints.quant.method import LinearShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve
 from quintet.executor.model_config.rope import RopeSpec
@@ -39,7 +40,7 @@ class OddModel:
         self.attentions: list[AttentionLayer] = []
         self.weights = WeightPlan(setting.dtype, setting.device)
         self._setting = setting
-        self._embedding = Embedding(setting, self.weights, "embedding", VOCAB, HIDDEN)
+        self._embedding = Embedding(setting.quantization, self.weights, "embedding", VOCAB, HIDDEN)
         self._head = self._linear("head", VOCAB, HIDDEN, is_output_layer=True)
         self._last = self._norm("last")
         self._layers = [KINDS[kind](self, index) for index in range(LAYERS)]
@@ -54,7 +55,8 @@ class OddModel:
                 sink(tensor.to(setting.dtype))
 
     def _linear(self, name: str, columns: int, depth: int, **switches: object) -> Linear:
-        return Linear(self._setting, self.weights, (RowRange(name, columns),), depth, **switches)  # type: ignore[arg-type]
+        shape = LinearShape((RowRange(name, columns),), depth, **switches)  # type: ignore[arg-type]
+        return Linear(self._setting.quantization, self.weights, shape)
 
     def _norm(
         self,

@@ -36,8 +36,8 @@ from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.spec import NormKind, NormSpec, StateSpec
 from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from quintet.executor.models.model import Setting
+from quintet.executor.models.sublayers.layer import Sublayer, mixer
 from quintet.executor.models.sublayers.scope import Scope
-from quintet.executor.models.sublayers.sublayer import Sublayer, mixer
 from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import KvSpec, LayerKv, group_layers
@@ -174,7 +174,7 @@ def mixer_of(case: Case, module: torch.nn.Module, dtype: torch.dtype) -> Sublaye
     """Declare the mixer and load the module's tensors."""
     weights = WeightPlan(dtype, CPU)
     setting = Setting(CPU, dtype, open_quantization("none"))
-    declared = mixer(Scope(setting, weights, Names(layer="layers.{layer}"), HIDDEN, LAYER), case.spec)
+    declared = mixer(Scope(setting, weights, Names(layer="layers.{layer}"), HIDDEN, layer=LAYER), case.spec)
     weights.reservation = reserve(weights.stores)
     prefix = f"layers.{LAYER}.mixer."
     tensors = {f"{prefix}{name}": tensor for name, tensor in module.state_dict().items()}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES, NARROW_KV
-from quintet.executor.backends.cpu.program.kv import share_kv, takes_layer
-from quintet.executor.backends.cpu.program.library import program_library
+from quintet.executor.backends.cpu.program.library import ProgramLibrary, program_library
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import Unsupported
@@ -15,19 +16,21 @@ from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.pipeline import Pipeline
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.distributed.parallel.rank_views import open_links, open_ranks, share_of_rank
+from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.interface import StepWorker
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.loading import MODEL_DTYPES
 from quintet.executor.model_config.share import aux_layers_of
 from quintet.executor.models.decoder import Decoder
-from quintet.executor.models.medusa import MedusaHeads
+from quintet.executor.models.draft_heads import MedusaHeads, MtpHead
+from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.model import CausalModel
-from quintet.executor.models.mtp import MtpHead
 from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
 from quintet.executor.speculation.head import DraftHead, HeadDrafter, HeadLayer
 from quintet.executor.speculation.medusa import MedusaDrafter
 from quintet.executor.worker import MakeDrafter, Worker
 from quintet.wire.errors import ConfigError
+from quintet.wire.kv_spec import KvSpec
 
 
 def make_worker(context: WorkerContext) -> StepWorker:
@@ -123,7 +126,7 @@ def _open_programs(context: WorkerContext, models: Sequence[CausalModel]) -> lis
     dtype = MODEL_DTYPES[config.model.dtype]
     kv_dtype = NARROW_KV.get(config.cache.dtype, dtype)
     code = DTYPE_CODES[kv_dtype]
-    if not all(takes_layer(library, layer, code, kv.block_size) for layer in attentions):
+    if not all(_takes_layer(library, layer, code, kv.block_size) for layer in attentions):
         widest = max(max(layer.head_dim, layer.value_width) for layer in attentions)
         raise _unsupported(
             context,
@@ -131,7 +134,7 @@ def _open_programs(context: WorkerContext, models: Sequence[CausalModel]) -> lis
             f" multiples of 16 tokens; this model has head size {widest} and block size {kv.block_size}",
         )
     if ranks is not None and not ranks.share.stripe.is_alone:
-        context.kv = memory = share_kv(kv, num_blocks, kv_dtype, ranks)
+        context.kv = memory = _share_kv(kv, num_blocks, kv_dtype, ranks)
     else:
         memory = context.reserve_kv(kv_dtype)
     aux_layers = aux_layers_of(config.scheduler)
@@ -139,6 +142,20 @@ def _open_programs(context: WorkerContext, models: Sequence[CausalModel]) -> lis
         ModelProgram(library, model, config, dtype, memory, context.share, ranks, aux_layers)
         for model in models
     ]
+
+
+def _takes_layer(library: ProgramLibrary, layer: AttentionLayer, code: int, block_size: int) -> bool:
+    """Return whether the kernels support the layer with a KV cache of this dtype code."""
+    heads = (layer.num_kv_heads, layer.head_dim, layer.value_width)
+    return bool(library.kv_block_bytes(code, *heads, block_size, layer.values_in_keys))
+
+
+def _share_kv(spec: KvSpec, num_blocks: int, dtype: torch.dtype, ranks: Ranks) -> KvMemory:
+    """Map the KV memory that ranks share. A place that only layers of other stages use is empty."""
+    share, used = ranks.share, spec.places_of(ranks.share.has_layer)
+    memory = ranks.kv_blocks(spec.layer_bytes).view(spec.layers_per_block, num_blocks, spec.layer_bytes)
+    places = [memory[place][:, : spec.layer_bytes * (place in used)] for place in range(len(memory))]
+    return KvMemory(spec, places, dtype, share.stripe)
 
 
 def _unsupported(context: WorkerContext, reason: str) -> ConfigError:

@@ -13,8 +13,13 @@ import torch
 from quintet.executor.backends.cpu.ops.activation import activate, clipped, xielu
 from quintet.executor.backends.cpu.ops.paged_attention import paged_attention
 from quintet.executor.backends.cpu.ops.rope_kv_write import rope_kv_write
-from quintet.executor.backends.cpu.ops.state_rows import StateRows
-from quintet.executor.backends.cpu.ops.states import causal_conv, delta_rule, head_scan, selective_scan
+from quintet.executor.backends.cpu.ops.states import (
+    StateRows,
+    causal_conv,
+    delta_rule,
+    head_scan,
+    selective_scan,
+)
 from quintet.executor.batch import Batch, BatchBuilder
 from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.kv_memory import KvMemory

@@ -6,16 +6,15 @@ from dataclasses import replace
 
 from quintet.executor.model_config.experts import ExpertsSpec, Scoring
 from quintet.executor.model_config.families.moe import expert_width, routing
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import RopeSpec, rope_spec
 from quintet.executor.model_config.shape import (
+    Family,
     attention,
-    decoder,
     gated,
     head_width,
-    pre_norm,
+    pre_norm_decoder,
     rms,
 )
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec
@@ -35,8 +34,7 @@ _LISTED = ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_siz
 def dense(hf_config: HfConfig) -> DecoderSpec:
     """HunYuan 0.5B to 7B, Hunyuan-MT."""
     norm = rms(hf_config, 1e-5)
-    layer = pre_norm(norm, _attention(hf_config), gated(hf_config))
-    return decoder(hf_config, layer, norm, names=_NAMES)
+    return pre_norm_decoder(hf_config, norm, _attention(hf_config), gated(hf_config), names=_NAMES)
 
 
 def routed(hf_config: HfConfig) -> DecoderSpec:
@@ -48,7 +46,7 @@ def routed(hf_config: HfConfig) -> DecoderSpec:
         width=width,
         shared_width=hf_config.whole("num_shared_expert", 1, 64, 1) * width,
     )
-    return decoder(hf_config, pre_norm(norm, _attention(hf_config), experts), norm, names=_NAMES)
+    return pre_norm_decoder(hf_config, norm, _attention(hf_config), experts, names=_NAMES)
 
 
 def _once(hf_config: HfConfig) -> HfConfig:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig, Key
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     LAYER_EPS,
     MAX_WIDTH,
+    Family,
     decoder,
     hidden_size,
 )
@@ -25,7 +25,7 @@ MAX_TIME_STEP = 3e38
 REACH = 1 << 17
 """Context length of models without positions: states have no limit, token tables do."""
 
-NAMES = Names(
+MAMBA_NAMES = Names(
     prefix="backbone.",
     embedding="backbone.embeddings",
     layer="backbone.layers.{layer}",
@@ -86,8 +86,8 @@ def dt_limits(hf_config: HfConfig) -> tuple[float, float]:
 
 
 def _layers(hf_config: HfConfig, mixer: MambaSpec | Mamba2Spec, **switches: Any) -> DecoderSpec:
-    layer = LayerSpec(mixer=mixer, mlp=None, mixer_norms=Norms(before=norm(hf_config)), mlp_norms=Norms())
-    usual: dict[str, Any] = {"names": NAMES, "reach": REACH}
+    layer = LayerSpec(mixer=mixer, mixer_norms=Norms(before=norm(hf_config)))
+    usual: dict[str, Any] = {"names": MAMBA_NAMES, "reach": REACH}
     return decoder(hf_config, layer, norm(hf_config), **(usual | switches))
 
 
@@ -102,7 +102,7 @@ def _mamba(hf_config: HfConfig, inner_norm: NormSpec | None) -> DecoderSpec:
         projection_bias=hf_config.flag("use_bias", False),
         inner_norm=inner_norm,
     )
-    return _layers(hf_config, mixer, tied=hf_config.flag("tie_word_embeddings", True))
+    return _layers(hf_config, mixer, usually_tied=True)
 
 
 def mamba(hf_config: HfConfig) -> DecoderSpec:

@@ -1,4 +1,4 @@
-"""Mixture-of-experts models with usual attention: Mixtral, Qwen, OLMoE, Granite, Ernie, DeepSeek 1, Ling."""
+"""Mixture-of-experts models with usual attention: Mixtral, Qwen, OLMoE, Granite, Ernie, gpt-oss, Llama 4, Phi."""
 
 from __future__ import annotations
 
@@ -14,25 +14,41 @@ from quintet.executor.model_config.experts import (
     Routing,
     Scoring,
 )
-from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.families.llama import multiplied_granite, rotated_layers
 from quintet.executor.model_config.hf_config import HfConfig, Key
 from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.rope import MAX_POSITIONS
 from quintet.executor.model_config.shape import (
+    FULL,
     MAX_LAYERS,
     MAX_WIDTH,
+    SLIDING,
+    Family,
     activation,
     attention,
     decoder,
-    factor,
     gated,
-    layered_windows,
+    hidden_size,
+    layer_types,
     num_layers,
     pre_norm,
+    pre_norm_decoder,
+    qwen_windows,
     rms,
     window,
     windowed,
+    windows_by_kind,
 )
-from quintet.executor.model_config.spec import Activation, DecoderSpec, FeedForwardSpec, QkNormOver, QkvLayout
+from quintet.executor.model_config.spec import (
+    Activation,
+    AttentionSpec,
+    DecoderSpec,
+    FeedForwardSpec,
+    NormKind,
+    NormSpec,
+    QkNormOver,
+    Temperature,
+)
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
@@ -48,16 +64,8 @@ QWEN_NAMES = Names(
     shared_up="mlp.shared_expert.up_proj",
     shared_down="mlp.shared_expert.down_proj",
 )
-BAILING_NAMES = Names(
-    embedding="model.word_embeddings",
-    qkv="attention.query_key_value",
-    output="attention.dense",
-    q_norm="attention.query_layernorm",
-    k_norm="attention.key_layernorm",
-    correction="mlp.gate.expert_bias",
-)
 _ERNIE_NAMES = Names(correction="mlp.moe_statics.e_score_correction_bias", ignored=("model.mtp_*",))
-_GRANITE_NAMES = Names(
+GRANITE_NAMES = Names(
     router="block_sparse_moe.router.layer",
     experts_gate_up="block_sparse_moe.input_linear.weight",
     experts_down="block_sparse_moe.output_linear.weight",
@@ -73,24 +81,6 @@ def routing(hf_config: HfConfig, scoring: Scoring, experts: int, chosen: int, **
     return Routing(experts=count, chosen=taken, scoring=scoring, **switches)
 
 
-def grouped(
-    hf_config: HfConfig, groups: int, chosen_groups: int, best: int, experts: int, chosen: int
-) -> dict[str, Any]:
-    """Return the `Routing` fields of group-limited selection; the arguments are the family's defaults."""
-    count = hf_config.whole(EXPERTS, 1, MAX_EXPERTS, experts)
-    groups = hf_config.whole("n_group", 1, count, groups)
-    if count % groups or count // groups < best:
-        raise hf_config.wrong(
-            "n_group", f"a number that divides {count} experts into groups of at least {best}"
-        )
-    kept = hf_config.whole("topk_group", 1, groups, chosen_groups)
-    if hf_config.whole("num_experts_per_tok", 1, MAX_CHOSEN, chosen) > kept * (count // groups):
-        raise hf_config.wrong(
-            "num_experts_per_tok", f"at most the {kept * (count // groups)} experts of {kept} groups"
-        )
-    return {"groups": groups, "chosen_groups": kept, "group_best": best} if groups > 1 else {}
-
-
 def expert_width(hf_config: HfConfig, key: Key = "moe_intermediate_size", default: int | None = None) -> int:
     """Return the width of an expert. Raises `ConfigError` if its activation is not SiLU."""
     if activation(hf_config, "silu") is not Activation.SILU:
@@ -104,21 +94,26 @@ def mixtral(hf_config: HfConfig) -> DecoderSpec:
     mixer = attention(hf_config, positions=131072, theta=1e6, kv_heads=8, window=slides)
     chosen = routing(hf_config, Scoring.SOFTMAX, 8, 2, renormalise=True)
     experts = ExpertsSpec(routing=chosen, width=expert_width(hf_config, "intermediate_size"))
-    layer = pre_norm(rms(hf_config, 1e-5), mixer, experts)
-    return decoder(hf_config, layer, rms(hf_config, 1e-5), names=MIXTRAL_NAMES)
+    return pre_norm_decoder(hf_config, rms(hf_config, 1e-5), mixer, experts, names=MIXTRAL_NAMES)
 
 
 def qwen2(hf_config: HfConfig) -> DecoderSpec:
     """Qwen 1.5 and 2 MoE: many small experts, and a gated shared expert."""
     mixer = attention(hf_config, positions=32768, kv_heads=16, qkv_bias=hf_config.flag("qkv_bias", True))
-    chosen = routing(hf_config, Scoring.SOFTMAX, 60, 4, renormalise=hf_config.flag("norm_topk_prob", False))
-    experts = ExpertsSpec(
-        routing=chosen,
-        width=expert_width(hf_config, default=1408),
-        shared_width=hf_config.whole("shared_expert_intermediate_size", 1, MAX_WIDTH, 5632),
+    renormalise = hf_config.flag("norm_topk_prob", False)
+    return _qwen(hf_config, mixer, qwen_experts(hf_config, 60, 4, 1408, 5632, renormalise))
+
+
+def qwen_experts(
+    hf_config: HfConfig, experts: int, chosen: int, width: int, shared_width: int, renormalise: bool
+) -> ExpertsSpec:
+    """Return softmax experts with a gated shared expert; the numbers are the family's defaults."""
+    return ExpertsSpec(
+        routing=routing(hf_config, Scoring.SOFTMAX, experts, chosen, renormalise=renormalise),
+        width=expert_width(hf_config, default=width),
+        shared_width=hf_config.whole("shared_expert_intermediate_size", 1, MAX_WIDTH, shared_width),
         shared_gated=True,
     )
-    return _qwen(hf_config, mixer, experts)
 
 
 def qwen3(hf_config: HfConfig) -> DecoderSpec:
@@ -142,33 +137,23 @@ def olmoe(hf_config: HfConfig) -> DecoderSpec:
     )
     chosen = routing(hf_config, Scoring.SOFTMAX, 64, 8, renormalise=hf_config.flag("norm_topk_prob", False))
     experts = ExpertsSpec(routing=chosen, width=expert_width(hf_config, "intermediate_size"))
-    return decoder(hf_config, pre_norm(rms(hf_config, 1e-5), mixer, experts), rms(hf_config, 1e-5))
+    return pre_norm_decoder(hf_config, rms(hf_config, 1e-5), mixer, experts)
 
 
 def granite(hf_config: HfConfig) -> DecoderSpec:
     """Granite 3 MoE, with and without a shared expert: Granite's multipliers."""
-    mixer = attention(
-        *(hf_config,),
-        positions=2048,
-        bias_key="attention_bias",
-        scale=factor(hf_config, "attention_multiplier"),
-    )
     shared = hf_config.whole("shared_intermediate_size", 0, MAX_WIDTH, 0) or None
-    experts = ExpertsSpec(
+    return multiplied_granite(hf_config, granite_experts(hf_config, shared), names=GRANITE_NAMES)
+
+
+def granite_experts(hf_config: HfConfig, shared_width: int | None, width: int | None = None) -> ExpertsSpec:
+    """Return Granite's experts; ``width``: the default of an expert's width."""
+    return ExpertsSpec(
         routing=routing(hf_config, Scoring.SOFTMAX_OF_CHOSEN, 8, 2),
-        width=expert_width(hf_config, "intermediate_size"),
+        width=expert_width(hf_config, "intermediate_size", width),
         layout=ExpertsLayout.STACKED,
-        shared_width=shared,
+        shared_width=shared_width,
         shared_stacked=True,
-    )
-    layer = pre_norm(
-        rms(hf_config), mixer, experts, residual_multiplier=factor(hf_config, "residual_multiplier")
-    )
-    return decoder(
-        *(hf_config, layer, rms(hf_config)),
-        names=_GRANITE_NAMES,
-        embedding_scale=factor(hf_config, "embedding_multiplier"),
-        logit_scale=1.0 / factor(hf_config, "logits_scaling"),
     )
 
 
@@ -183,42 +168,10 @@ def softmax_experts(hf_config: HfConfig, width: int) -> ExpertsSpec:
     return ExpertsSpec(routing=choice, width=width, shared_width=count * width or None)
 
 
-def deepseek(hf_config: HfConfig) -> DecoderSpec:
-    """DeepSeekMoE 16B: Llama's attention, softmax over many small experts, shared experts."""
-    norm = rms(hf_config)
-    mixer = attention(hf_config, positions=2048, bias_key="attention_bias")
-    experts = softmax_experts(hf_config, width=1407)
-    return decoder(hf_config, first_dense(hf_config, norm, mixer, experts, 0), norm)
-
-
-def bailing(hf_config: HfConfig) -> DecoderSpec:
-    """Ling and Ling-lite 1.5: as DeepSeekMoE, with other tensor names and stacked queries, keys and values."""
-    norm, biased = rms(hf_config), hf_config.flag("use_qkv_bias", False)
-    mixer = attention(
-        *(hf_config,),
-        positions=16384,
-        kv_heads=4,
-        theta=600000.0,
-        qkv_bias=biased,
-        output_bias=hf_config.flag("use_bias", False),
-        layout=QkvLayout.STACKED,
-    )
-    experts = softmax_experts(hf_config, width=1408)
-    head = hf_config.flag("norm_head", False)
-    return decoder(
-        hf_config,
-        first_dense(hf_config, norm, mixer, experts, 0),
-        norm,
-        names=BAILING_NAMES,
-        normalised_head=head,
-    )
-
-
 def ernie(hf_config: HfConfig) -> DecoderSpec:
     """ERNIE 4.5 MoE: experts in all but the first layer, a routing correction, interleaved rotation."""
     norm = rms(hf_config, 1e-5)
     count = num_layers(hf_config)
-    tied = hf_config.flag("tie_word_embeddings", True)
     if hf_config.flag("use_bias", False):
         raise hf_config.wrong("use_bias", "false: biases of experts are not supported")
     mixer = attention(hf_config, positions=131072, kv_heads=4, theta=500000.0, interleaved=True)
@@ -233,31 +186,7 @@ def ernie(hf_config: HfConfig) -> DecoderSpec:
         experts if layer in routed and (layer + 1) % step == 0 else gated(hf_config) for layer in range(count)
     ]
     layers = [pre_norm(norm, mixer, mlp) for mlp in mlps]
-    return decoder(hf_config, layers, norm, names=_ERNIE_NAMES, tied=tied)
-
-
-def sigmoid_experts(
-    hf_config: HfConfig,
-    *,
-    experts: int,
-    chosen: int,
-    width: int,
-    groups: int = 1,
-    chosen_groups: int = 1,
-    scale: float = 1.0,
-    renormalise: bool = True,
-    shared: int = 1,
-) -> ExpertsSpec:
-    """Return experts with DeepSeek V3's routing, shared ones included; the arguments are the family's defaults."""
-    width = expert_width(hf_config, default=width)
-    choice = routing(
-        *(hf_config, Scoring.SIGMOID, experts, chosen),
-        renormalise=hf_config.flag("norm_topk_prob", renormalise),
-        scale=hf_config.real("routed_scaling_factor", 1e-9, 1e9, scale),
-        **grouped(hf_config, groups, chosen_groups, 2, experts, chosen),
-    )
-    shared = hf_config.whole(SHARED, 0, MAX_EXPERTS, shared)
-    return ExpertsSpec(routing=choice, width=width, corrected=True, shared_width=shared * width or None)
+    return decoder(hf_config, layers, norm, names=_ERNIE_NAMES, usually_tied=True)
 
 
 def first_dense(hf_config: HfConfig, norm: Any, mixer: Any, experts: ExpertsSpec, default: int) -> list[Any]:
@@ -268,13 +197,14 @@ def first_dense(hf_config: HfConfig, norm: Any, mixer: Any, experts: ExpertsSpec
 
 def dense_then(hf_config: HfConfig, experts: ExpertsSpec, default: int) -> list[FeedForwardSpec]:
     """Return each layer's feed-forward: plain in the first layers, unless the config lists the kinds."""
-    count, kinds = num_layers(hf_config), hf_config.values.get("mlp_layer_types")
-    if kinds is None:
+    if hf_config.has("mlp_layer_types"):
+        is_dense = [
+            kind == "dense" for kind in layer_types(hf_config, ("dense", "sparse"), "mlp_layer_types")
+        ]
+    else:
         dense = hf_config.whole("first_k_dense_replace", 0, MAX_LAYERS, default)
-        kinds = ["dense" if layer < dense else "sparse" for layer in range(count)]
-    if not isinstance(kinds, list) or len(kinds) < count or not all(k in ("dense", "sparse") for k in kinds):
-        raise hf_config.wrong("mlp_layer_types", f"a list of {count} words, each dense or sparse")
-    return [experts if kind == "sparse" else gated(hf_config) for kind in kinds[:count]]
+        is_dense = [layer < dense for layer in range(num_layers(hf_config))]
+    return [gated(hf_config) if each else experts for each in is_dense]
 
 
 def sparse(hf_config: HfConfig, experts: ExpertsSpec) -> list[FeedForwardSpec]:
@@ -291,9 +221,7 @@ def _qwen(hf_config: HfConfig, mixer: Any, experts: ExpertsSpec) -> DecoderSpec:
     """Return a model with different feed-forwards and windows per layer."""
     norm = rms(hf_config)
     layers = [pre_norm(norm, mixer, mlp) for mlp in sparse(hf_config, experts)]
-    slides = layered_windows(hf_config)
-    layers = [windowed(layer, (width,))[0] for layer, width in zip(layers, slides, strict=True)]
-    return decoder(hf_config, layers, norm, names=QWEN_NAMES)
+    return decoder(hf_config, windowed(layers, qwen_windows(hf_config)), norm, names=QWEN_NAMES)
 
 
 def named_layers(hf_config: HfConfig, key: str) -> Sequence[int]:
@@ -304,14 +232,143 @@ def named_layers(hf_config: HfConfig, key: str) -> Sequence[int]:
     return named
 
 
+MXFP4_GROUP = 32
+"""Elements that share a scale."""
+
+
+def gpt_oss(hf_config: HfConfig) -> DecoderSpec:
+    """gpt-oss 20b and 120b. The experts' gates and ups are interleaved in the checkpoint."""
+    norm, biased = rms(hf_config, 1e-5, rounds_once=True), hf_config.flag("attention_bias", True)
+    mixer = attention(
+        *(hf_config,),
+        positions=131072,
+        theta=150000.0,
+        kv_heads=8,
+        head_dim=64,
+        biased=biased,
+        sinks=True,
+    )
+    expert, hidden = expert_width(hf_config, "intermediate_size", 2880), hidden_size(hf_config)
+    packed = hf_config.section("quantization_config").values.get("quant_method") == "mxfp4"
+    for key, size in (("intermediate_size", expert), ("hidden_size", hidden)):
+        if packed and size % MXFP4_GROUP:
+            raise hf_config.wrong(key, f"a multiple of {MXFP4_GROUP}, the group size of MXFP4")
+    experts = ExpertsSpec(
+        routing=routing(hf_config, Scoring.SOFTMAX_OF_CHOSEN, 128, 4),
+        width=expert,
+        layout=ExpertsLayout.MXFP4 if packed else ExpertsLayout.ALTERNATING,
+        router_bias=True,
+        biased=True,
+        clamp=(
+            hf_config.real("swiglu_alpha", 1e-3, 1e3, 1.702),
+            hf_config.real("swiglu_limit", 1e-3, 1e6, 7.0),
+        ),
+    )
+    usual = [FULL if layer % 2 else SLIDING for layer in range(num_layers(hf_config))]
+    windows = windows_by_kind(hf_config, window(hf_config, 128), usual)
+    layers = windowed(pre_norm(norm, mixer, experts), windows)
+    return decoder(hf_config, layers, norm, names=Names(router="mlp.router"))
+
+
+_LLAMA4_NAMES = Names(
+    gate="feed_forward.gate_proj",
+    up="feed_forward.up_proj",
+    down="feed_forward.down_proj",
+    router="feed_forward.router",
+    experts_gate_up="feed_forward.experts.gate_up_proj",
+    experts_down="feed_forward.experts.down_proj",
+    shared_gate="feed_forward.shared_expert.gate_proj",
+    shared_up="feed_forward.shared_expert.up_proj",
+    shared_down="feed_forward.shared_expert.down_proj",
+)
+
+
+def llama4(hf_config: HfConfig) -> DecoderSpec:
+    """Llama 4 Scout and Maverick. The routing weight multiplies the expert's input."""
+    norm, count = rms(hf_config, 1e-5), num_layers(hf_config)
+    width = expert_width(hf_config, "intermediate_size", 8192)
+    experts = ExpertsSpec(
+        routing=routing(hf_config, Scoring.SIGMOID, 16, 1, scaled_inputs=True),
+        width=width,
+        layout=ExpertsLayout.TRANSPOSED,
+        shared_width=width,
+    )
+    plain = gated(hf_config, width=hf_config.whole("intermediate_size_mlp", 1, MAX_WIDTH, 16384))
+    step = hf_config.whole("interleave_moe_layer_step", 1, MAX_LAYERS, 1)
+    routed = (
+        named_layers(hf_config, "moe_layers") if hf_config.has("moe_layers") else range(step - 1, count, step)
+    )
+    layers = [
+        pre_norm(norm, _llama4_attention(hf_config, rotated), experts if layer in routed else plain)
+        for layer, rotated in enumerate(rotated_layers(hf_config))
+    ]
+    return decoder(hf_config, layers, norm, names=_LLAMA4_NAMES)
+
+
+def _llama4_attention(hf_config: HfConfig, rotated: bool) -> AttentionSpec:
+    switches: dict[str, Any] = {"rotated": rotated}
+    if rotated:
+        switches |= {"interleaved": True, "chunk": window(hf_config, 8192, "attention_chunk_size")}
+        if hf_config.flag("use_qk_norm", True):
+            switches["qk_norm"] = rms(hf_config, 1e-5, weighted=False)
+    elif hf_config.flag("attn_temperature_tuning", True):
+        period = hf_config.whole("floor_scale", 1, MAX_POSITIONS, 8192)
+        switches["temperature"] = Temperature(hf_config.real("attn_scale", 0.0, 1e3, 0.1), period, 1)
+    return attention(
+        hf_config,
+        positions=131072,
+        theta=500000.0,
+        kv_heads=8,
+        head_dim=128,
+        bias_key="attention_bias",
+        **switches,
+    )
+
+
+def phi_moe(hf_config: HfConfig) -> DecoderSpec:
+    """Phi 3.5 MoE: layer norms, biases on attention, two of sixteen experts by sparse mixer routing."""
+    norm = NormSpec(kind=NormKind.LAYER, eps=rms(hf_config, 1e-5).eps, biased=True)
+    mixer = attention(
+        *(_with_attention_factor(hf_config),),
+        positions=131072,
+        theta=1e6,
+        kv_heads=8,
+        window=window(hf_config),
+        bias_key="attention_bias",
+    )
+    choice = routing(
+        hf_config, Scoring.SPARSE_MIXER, 16, 2, jitter=hf_config.real("router_jitter_noise", 0.0, 10.0, 0.01)
+    )
+    experts = ExpertsSpec(routing=choice, width=expert_width(hf_config, "intermediate_size"))
+    head_bias = hf_config.flag("lm_head_bias", False)
+    return pre_norm_decoder(hf_config, norm, mixer, experts, names=MIXTRAL_NAMES, head_bias=head_bias)
+
+
+def _with_attention_factor(hf_config: HfConfig) -> HfConfig:
+    """Return the config with ``short_mscale`` and ``long_mscale`` renamed to ``attention_factor``."""
+    for key in ("rope_parameters", "rope_scaling"):
+        parameters = hf_config.section(key)
+        if parameters.has("short_mscale") or parameters.has("long_mscale"):
+            short, long = (parameters.real(f"{which}_mscale", 1e-6, 1e6) for which in ("short", "long"))
+            if short != long:
+                raise parameters.wrong(
+                    "long_mscale", f"equal to short_mscale, {short:g}: other values are not supported"
+                )
+            values = {**parameters.values, "attention_factor": short}
+            return replace(hf_config, values={**hf_config.values, key: values})
+    return hf_config
+
+
 FAMILIES = {
     "MixtralForCausalLM": Family(mixtral, "Mixtral 8x7B and 8x22B"),
     "Qwen2MoeForCausalLM": Family(qwen2, "Qwen 1.5 MoE A2.7B, Qwen 2 57B A14B"),
     "Qwen3MoeForCausalLM": Family(qwen3, "Qwen 3 30B A3B and 235B A22B, Qwen 3 Coder"),
     "OlmoeForCausalLM": Family(olmoe, "OLMoE 1B-7B"),
-    "DeepseekForCausalLM": Family(deepseek, "DeepSeekMoE 16B"),
-    "BailingMoeForCausalLM": Family(bailing, "Ling 1 and 1.5"),
     "Ernie4_5_MoeForCausalLM": Family(ernie, "ERNIE 4.5 21B A3B and 300B A47B"),
     "GraniteMoeForCausalLM": Family(granite, "Granite 3 1B A400M and 3B A800M"),
     "GraniteMoeSharedForCausalLM": Family(granite, "Granite MoE with a shared expert"),
+    "GptOssForCausalLM": Family(gpt_oss, "gpt-oss 20b and 120b"),
+    "Llama4ForCausalLM": Family(llama4, "Llama 4, text model only"),
+    "PhiMoEForCausalLM": Family(phi_moe, "Phi 3.5 MoE"),
+    "PhimoeForCausalLM": Family(phi_moe, "Phi 3.5 MoE"),
 }

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quintet.executor.model_config.families.mamba import groups, state_size, taps
-from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.families.mamba import MAMBA_NAMES, groups, state_size, taps
 from quintet.executor.model_config.hf_config import HfConfig
-from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.shape import (
     LAYERS,
     MAX_LAYERS,
     MAX_WIDTH,
     WIDTH,
+    Family,
     activation,
     attention,
     decoder,
@@ -37,12 +36,8 @@ _KINDS = {
     "attention": "full_attention",
     "-": "mlp",
 }
-_H_NAMES = Names(
-    prefix="backbone.",
-    embedding="backbone.embeddings",
-    layer="backbone.layers.{layer}",
-    final_norm="backbone.norm_f",
-    mixer_norm="norm",
+_H_NAMES = replace(
+    MAMBA_NAMES,
     mlp_norm="norm",
     q="mixer.q_proj",
     k="mixer.k_proj",
@@ -68,12 +63,8 @@ def nas(hf_config: HfConfig) -> DecoderSpec:
         layers.append(_reduced_layer(hf_config, inner.section("attention"), inner.section("ffn"), shared))
     if not any(layer.mixer for layer in layers):
         raise hf_config.wrong("block_configs", "a list with attention in at least one layer")
-    layers = [
-        LayerSpec(
-            mixer=each.mixer, mlp=each.mlp, mixer_norms=Norms(before=norm), mlp_norms=Norms(before=norm)
-        )
-        for each in layers
-    ]
+    before = Norms(before=norm)
+    layers = [replace(each, mixer_norms=before, mlp_norms=before) for each in layers]
     return decoder(hf_config, layers, norm)
 
 
@@ -111,12 +102,7 @@ def _reduced_layer(hf_config: HfConfig, mixer: HfConfig, mlp: HfConfig, shared: 
         gates = MlpSpec(
             width=width, activation=activation(hf_config, "silu"), biased=hf_config.flag("mlp_bias", False)
         )
-    return LayerSpec(
-        mixer=None if mixer.flag("no_op", False) else attention_spec,
-        mlp=gates,
-        mixer_norms=Norms(),
-        mlp_norms=Norms(),
-    )
+    return LayerSpec(mixer=None if mixer.flag("no_op", False) else attention_spec, mlp=gates)
 
 
 def hybrid(hf_config: HfConfig) -> DecoderSpec:
@@ -125,14 +111,12 @@ def hybrid(hf_config: HfConfig) -> DecoderSpec:
     hf_config = replace(hf_config, values={**hf_config.values, "num_hidden_layers": len(kinds)})
     norm = rms(hf_config, 1e-5, rounds_once=True)
     attention_spec = attention(hf_config, kv_heads=8, head_dim=128, rotated=False, bias_key="attention_bias")
-    before, nothing = Norms(before=norm), Norms()
+    before = Norms(before=norm)
     wide = plain(hf_config, "relu2", "mlp_hidden_act", biased=hf_config.flag("mlp_bias", False))
     layers = {
-        "linear_attention": LayerSpec(
-            mixer=_mamba(hf_config), mlp=None, mixer_norms=before, mlp_norms=nothing
-        ),
-        "full_attention": LayerSpec(mixer=attention_spec, mlp=None, mixer_norms=before, mlp_norms=nothing),
-        "mlp": LayerSpec(mixer=None, mlp=wide, mixer_norms=nothing, mlp_norms=before),
+        "linear_attention": LayerSpec(mixer=_mamba(hf_config), mixer_norms=before),
+        "full_attention": LayerSpec(mixer=attention_spec, mixer_norms=before),
+        "mlp": LayerSpec(mlp=wide, mlp_norms=before),
     }
     chosen = [layers[kind] for kind in kinds]
     return decoder(hf_config, chosen, norm, names=_H_NAMES, reach=max_positions(hf_config, 4096))

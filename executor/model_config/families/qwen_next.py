@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quintet.executor.model_config.experts import ExpertsSpec, Scoring
 from quintet.executor.model_config.families.mamba import MAX_STATE_SIZE, check_silu, taps
-from quintet.executor.model_config.families.moe import QWEN_NAMES, expert_width, routing, sparse
-from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.families.moe import QWEN_NAMES, qwen_experts, sparse
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.shape import (
+    FULL,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_WIDTH,
+    Family,
     attention,
     decoder,
     gated,
-    layer_types,
+    layer_kinds,
     num_layers,
     pre_norm,
     rms,
@@ -30,11 +30,8 @@ NAMES = replace(QWEN_NAMES, state_mixer="linear_attn", ignored=("mtp.*",))
 
 def qwen3_next(hf_config: HfConfig) -> DecoderSpec:
     """Qwen3-Next: experts with a gated shared expert, optionally not in all layers."""
-    return _hybrid(
-        hf_config,
-        sparse(hf_config, _experts(hf_config, 512, 10, hf_config.flag("norm_topk_prob", True))),
-        kv_heads=2,
-    )
+    experts = qwen_experts(hf_config, 512, 10, 512, 512, hf_config.flag("norm_topk_prob", True))
+    return _hybrid(hf_config, sparse(hf_config, experts), kv_heads=2)
 
 
 def qwen3_5(hf_config: HfConfig) -> DecoderSpec:
@@ -44,9 +41,8 @@ def qwen3_5(hf_config: HfConfig) -> DecoderSpec:
 
 def qwen3_5_moe(hf_config: HfConfig) -> DecoderSpec:
     """Qwen 3.5 MoE: experts in all layers."""
-    return _hybrid(
-        hf_config, [_experts(hf_config, 256, 8, True)] * num_layers(hf_config), kv_heads=2, by_head=False
-    )
+    experts = qwen_experts(hf_config, 256, 8, 512, 512, renormalise=True)
+    return _hybrid(hf_config, [experts] * num_layers(hf_config), kv_heads=2, by_head=False)
 
 
 def _hybrid(
@@ -65,24 +61,14 @@ def _hybrid(
         output_gate=True,
     )
     interval = hf_config.whole("full_attention_interval", 1, MAX_LAYERS, 4)
-    kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(count)]
-    if hf_config.has("layer_types"):
-        kinds = layer_types(hf_config, ("linear_attention", "full_attention"))
+    usual = ["linear_attention" if (layer + 1) % interval else FULL for layer in range(count)]
+    kinds = layer_kinds(hf_config, usual, ("linear_attention", FULL))
     delta = _delta(hf_config, by_head)
     layers = [
-        pre_norm(norm, attention_spec if kind == "full_attention" else delta, mlp)
+        pre_norm(norm, attention_spec if kind == FULL else delta, mlp)
         for kind, mlp in zip(kinds, mlps, strict=True)
     ]
     return decoder(hf_config, layers, norm, names=NAMES)
-
-
-def _experts(hf_config: HfConfig, experts: int, chosen: int, renormalise: bool) -> ExpertsSpec:
-    return ExpertsSpec(
-        routing=routing(hf_config, Scoring.SOFTMAX, experts, chosen, renormalise=renormalise),
-        width=expert_width(hf_config, default=512),
-        shared_width=hf_config.whole("shared_expert_intermediate_size", 1, MAX_WIDTH, 512),
-        shared_gated=True,
-    )
 
 
 def _delta(hf_config: HfConfig, by_head: bool) -> DeltaSpec:

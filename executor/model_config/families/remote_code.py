@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from quintet.executor.model_config.families.falcon import alibi_slopes
+from quintet.executor.model_config.families.gpt import GPT2_NAMES, GPT_NEO_NAMES
 from quintet.executor.model_config.families.llama import llama
-from quintet.executor.model_config.family import Family
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.rope import MAX_POSITIONS, rope_spec
 from quintet.executor.model_config.shape import (
     MAX_HEAD_DIM,
     MAX_WIDTH,
-    alibi_slopes,
+    Family,
     attention,
     decoder,
     factor,
@@ -23,6 +24,7 @@ from quintet.executor.model_config.shape import (
     num_heads,
     num_kv_heads,
     pre_norm,
+    pre_norm_decoder,
     refuse,
     rms,
 )
@@ -35,36 +37,9 @@ from quintet.executor.model_config.spec import (
     Temperature,
 )
 
-_QWEN1 = Names(
-    prefix="transformer.",
-    embedding="transformer.wte",
-    layer="transformer.h.{layer}",
-    final_norm="transformer.ln_f",
-    mixer_norm="ln_1",
-    mlp_norm="ln_2",
-    qkv="attn.c_attn",
-    output="attn.c_proj",
-    gate="mlp.w2",
-    up="mlp.w1",
-    down="mlp.c_proj",
-    ignored=("*.attn.masked_bias",),
-)
+_QWEN1 = replace(GPT2_NAMES, gate="mlp.w2", up="mlp.w1", ignored=("*.attn.masked_bias",))
 
-_EXAONE = Names(
-    prefix="transformer.",
-    embedding="transformer.wte",
-    layer="transformer.h.{layer}",
-    final_norm="transformer.ln_f",
-    mixer_norm="ln_1",
-    mlp_norm="ln_2",
-    q="attn.attention.q_proj",
-    k="attn.attention.k_proj",
-    v="attn.attention.v_proj",
-    output="attn.attention.out_proj",
-    gate="mlp.c_fc_0",
-    up="mlp.c_fc_1",
-    down="mlp.c_proj",
-)
+_EXAONE = replace(GPT_NEO_NAMES, gate="mlp.c_fc_0", up="mlp.c_fc_1", ignored=())
 _CHATGLM = Names(
     prefix="transformer.",
     embedding="transformer.embedding.word_embeddings",
@@ -88,10 +63,8 @@ def baichuan(hf_config: HfConfig) -> DecoderSpec:
         alibi=() if rotated else alibi_slopes(num_heads(hf_config)),
         layout=QkvLayout.STACKED,
     )
-    return decoder(
-        hf_config,
-        pre_norm(norm, mixer, gated(hf_config)),
-        norm,
+    return pre_norm_decoder(
+        *(hf_config, norm, mixer, gated(hf_config)),
         names=Names(qkv="self_attn.W_pack"),
         reach=hf_config.whole(("max_position_embeddings", "model_max_length"), 1, MAX_POSITIONS, 4096),
         normalised_head=hf_config.has("z_loss_weight"),
@@ -102,16 +75,14 @@ def internlm(hf_config: HfConfig) -> DecoderSpec:
     """InternLM 1: biases of all attention projections."""
     biased, norm = hf_config.flag("bias", True), rms(hf_config)
     base = hf_config.section("rotary").real("base", 2.0, 1e15, 10000.0)
-    mixer = attention(hf_config, positions=2048, theta=base, qkv_bias=biased, output_bias=biased)
-    return decoder(hf_config, pre_norm(norm, mixer, gated(hf_config)), norm)
+    mixer = attention(hf_config, positions=2048, theta=base, biased=biased)
+    return pre_norm_decoder(hf_config, norm, mixer, gated(hf_config))
 
 
 def internlm2(hf_config: HfConfig) -> DecoderSpec:
     """InternLM 2: queries, keys and values grouped by KV head."""
     biased, norm = hf_config.flag("bias", True), rms(hf_config)
-    mixer = attention(
-        hf_config, positions=32768, qkv_bias=biased, output_bias=biased, layout=QkvLayout.GROUPED
-    )
+    mixer = attention(hf_config, positions=32768, biased=biased, layout=QkvLayout.GROUPED)
     names = Names(
         embedding="model.tok_embeddings",
         head="output",
@@ -123,7 +94,7 @@ def internlm2(hf_config: HfConfig) -> DecoderSpec:
         up="feed_forward.w3",
         down="feed_forward.w2",
     )
-    return decoder(hf_config, pre_norm(norm, mixer, gated(hf_config)), norm, names=names)
+    return pre_norm_decoder(hf_config, norm, mixer, gated(hf_config), names=names)
 
 
 def qwen1(hf_config: HfConfig) -> DecoderSpec:
@@ -149,14 +120,14 @@ def qwen1(hf_config: HfConfig) -> DecoderSpec:
         reach = min(trained, reach)
     width = hf_config.whole("intermediate_size", 2, MAX_WIDTH) // 2
     mlp = replace(gated(hf_config, biased=biased), width=width)
-    return decoder(hf_config, pre_norm(norm, mixer, mlp), norm, names=_QWEN1, reach=reach)
+    return pre_norm_decoder(hf_config, norm, mixer, mlp, names=_QWEN1, reach=reach)
 
 
 def exaone(hf_config: HfConfig) -> DecoderSpec:
     """EXAONE 3 and 3.5: Llama with GPT-2's tensor names."""
     norm = rms(hf_config, 1e-5)
-    layer = pre_norm(norm, attention(hf_config, positions=2048), gated(hf_config))
-    return decoder(hf_config, layer, norm, names=_EXAONE)
+    mixer = attention(hf_config, positions=2048)
+    return pre_norm_decoder(hf_config, norm, mixer, gated(hf_config), names=_EXAONE)
 
 
 def chatglm(hf_config: HfConfig) -> DecoderSpec:

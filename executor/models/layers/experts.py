@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Protocol
 
 import torch
 
 from quintet.executor.backends.cpu.ops.experts import ExpertTables, Gate, experts, route
 from quintet.executor.backends.cpu.ops.host_experts import ALL_HERE, Homes, HostExperts
+from quintet.executor.checkpoints.quant.method import Quantization
 from quintet.executor.checkpoints.quant.stack import StackMethod, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.experts import Routing
@@ -17,19 +17,12 @@ from quintet.executor.model_config.share import WHOLE, Share
 __all__ = ["Experts", "Gate"]
 
 
-class StackQuantization(Protocol):
-    """The part of a quantization that experts need."""
-
-    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        """See `quintet.executor.checkpoints.quant.method.Quantization`."""
-
-
 class Experts:
     """``sum over chosen e of weight_e * down_e(gate(gate_up_e(x)))``; `Routing` selects the experts from scores."""
 
     def __init__(
         self,
-        quantization: StackQuantization,
+        quantization: Quantization,
         plan: WeightPlan,
         routing: Routing,
         gate: Gate,

@@ -8,9 +8,7 @@ The quantization's method object owns the weights.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol
 
 import torch
 
@@ -22,17 +20,8 @@ from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.checkpoints.quant.stack import StackMethod, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.lora.adapters import LoraLayer
-from quintet.executor.models.layers.experts import StackQuantization
 
 __all__ = ["Embedding", "GatedActivation", "HeadLinear", "Linear", "RowRange"]
-
-
-class LinearSetting(Protocol):
-    """The part of a model's setting that linear layers need."""
-
-    @property
-    def quantization(self) -> Quantization:
-        """The quantization that creates their methods."""
 
 
 class Linear:
@@ -40,23 +29,9 @@ class Linear:
 
     __slots__ = ("lora", "method", "shape")
 
-    def __init__(
-        self,
-        setting: LinearSetting,
-        plan: WeightPlan,
-        parts: Sequence[RowRange],
-        depth: int,
-        *,
-        biased: bool = False,
-        activation: GatedActivation = GatedActivation.NONE,
-        is_output_layer: bool = False,
-        is_exact: bool = False,
-        result_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.shape = LinearShape(
-            tuple(parts), depth, biased, activation, is_output_layer, is_exact, result_dtype
-        )
-        self.method: LinearMethod = setting.quantization.linear(self.shape, plan)
+    def __init__(self, quantization: Quantization, plan: WeightPlan, shape: LinearShape) -> None:
+        self.shape = shape
+        self.method: LinearMethod = quantization.linear(shape, plan)
         self.lora: LoraLayer | None = None
         """Matrices of adapters, which a backend applies to the rows of their requests."""
 
@@ -92,7 +67,7 @@ class Embedding:
 
     def __init__(
         self,
-        setting: LinearSetting,
+        quantization: Quantization,
         plan: WeightPlan,
         name: str,
         rows: int,
@@ -104,7 +79,7 @@ class Embedding:
         if tied_to is not None and not tied_to.method.is_quantized:
             self._method: LinearMethod | None = tied_to.method
         else:
-            self._method = setting.quantization.embedding(LinearShape((RowRange(name, rows),), width), plan)
+            self._method = quantization.embedding(LinearShape((RowRange(name, rows),), width), plan)
         self._table: torch.Tensor | None = None
         self.width = width
         if self._method is None:
@@ -142,7 +117,7 @@ def _gather(packed: PackedWeight, token_ids: torch.Tensor) -> torch.Tensor:
 class HeadLinear:
     """``y[:, head] = x[:, head] @ weight[head].T`` for x ``[tokens, heads * depth]``, y ``[tokens, heads * columns]``."""
 
-    def __init__(self, quantization: StackQuantization, plan: WeightPlan, shape: StackShape) -> None:
+    def __init__(self, quantization: Quantization, plan: WeightPlan, shape: StackShape) -> None:
         assert shape.is_exact and not shape.paired and not shape.biases, shape
         self.shape = shape
         self.method: StackMethod = quantization.stack(shape, plan)

@@ -5,8 +5,6 @@ With gated attention, the gates follow the values (Qiu et al., "Gated attention 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from quintet.executor.model_config.share import KeptRange
@@ -19,20 +17,17 @@ from quintet.executor.models.sublayers.scope import Scope
 
 
 class Attention:
-    """A `quintet.executor.models.sublayers.sublayer.Sublayer`."""
+    """A `quintet.executor.models.sublayers.layer.Sublayer`."""
 
     def __init__(self, scope: Scope, spec: AttentionSpec, depth: int | None = None) -> None:
         """depth: width of the input; None: the hidden size."""
         assert scope.layer is not None
         heads, kv_heads = scope.share.of(spec.num_heads), scope.share.of_kv_heads(spec.num_kv_heads)
-        parts, attended = _qkv_parts(scope, spec), heads.times(spec.value_dim)
-        if not scope.share.is_all:
-            parts, spec = _kept_parts(scope, spec, parts), scope.share.of_attention(spec)
-        self._widths = (
-            spec.num_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
-            spec.num_kv_heads * spec.value_dim,
-        )
+        queries, keys = heads.times(spec.head_dim), kv_heads.times(spec.head_dim)
+        values, attended = kv_heads.times(spec.value_dim), heads.times(spec.value_dim)
+        kinds = zip(_qkv_parts(scope, spec), (queries, keys, values, queries), strict=False)
+        parts, spec = [part.keeping(kept) for part, kept in kinds], scope.share.of_attention(spec)
+        self._widths = (queries.count, keys.count, values.count)
         self._qkv = scope.linear(parts, depth or scope.hidden_size, biased=spec.qkv_bias)
         self._output = scope.linear(
             [scope.part(scope.names.output, scope.hidden_size).of_inputs(attended, scope.share.own_leaves)],
@@ -42,7 +37,7 @@ class Attention:
         self._clip, self._gated = spec.clip_qkv, spec.output_gate
         self._attended = attended
         self._norm = scope.norm(spec.attended_norm, scope.names.attended_norm, attended.whole)
-        self._queries, self._keys = heads.times(spec.head_dim), kv_heads.times(spec.head_dim)
+        self._queries, self._keys = queries, keys
         q_norm = _head_norm(scope, spec, scope.names.q_norm, heads)
         k_norm = _head_norm(scope, spec, scope.names.k_norm, kv_heads)
         whole = spec.qk_norm_over is QkNormOver.WHOLE
@@ -106,14 +101,6 @@ def _qkv_parts(scope: Scope, spec: AttentionSpec) -> list[RowRange]:
         scope.part(names.qkv, rows, q + k + v, begin // groups, groups)
         for rows, begin in ((q, 0), (k, q), (v, q + k))
     ]
-
-
-def _kept_parts(scope: Scope, spec: AttentionSpec, parts: Sequence[RowRange]) -> list[RowRange]:
-    """Return the rows that a rank keeps of queries, keys, values and gates."""
-    heads, kv_heads = scope.share.of(spec.num_heads), scope.share.of_kv_heads(spec.num_kv_heads)
-    queries, keys = heads.times(spec.head_dim), kv_heads.times(spec.head_dim)
-    kept = (queries, keys, kv_heads.times(spec.value_dim), queries)
-    return [part.keeping(its) for part, its in zip(parts, kept, strict=False)]
 
 
 def _slopes(scope: Scope, spec: AttentionSpec) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from quintet.executor.models.sublayers.scope import Scope
 
 
 class FeedForward:
-    """A `quintet.executor.models.sublayers.sublayer.Sublayer`."""
+    """A `quintet.executor.models.sublayers.layer.Sublayer`."""
 
     def __init__(self, scope: Scope, spec: MlpSpec) -> None:
         names, wide, kept = scope.names, spec.width, scope.share.of(spec.width)

@@ -24,7 +24,7 @@ from quintet.executor.models.sublayers.scope import Scope
 
 
 class Latent:
-    """A `quintet.executor.models.sublayers.sublayer.Sublayer`."""
+    """A `quintet.executor.models.sublayers.layer.Sublayer`."""
 
     def __init__(self, scope: Scope, spec: LatentSpec) -> None:
         assert scope.layer is not None

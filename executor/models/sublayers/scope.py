@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,19 +28,23 @@ class Scope:
     names: Names
     hidden_size: int
     """Width of the residual stream."""
-    layer: int | None = None
-    """Layer index; None outside of layers, where names are complete."""
     transposed: bool = False
     """See `quintet.executor.model_config.spec.DecoderSpec`."""
     ropes: tuple[RopeSpec, ...] = ()
     """The model's rotations, in order."""
     attentions: list[AttentionLayer] = field(default_factory=list)
     """The model's attention layers, appended by sublayers."""
+    layer: int | None = None
+    """Layer index; None outside of layers, where names are complete."""
 
     @property
     def share(self) -> Share:
         """The share of the model that this process computes."""
         return self.setting.share
+
+    def of_layer(self, index: int) -> Scope:
+        """Return the scope of one of the model's layers."""
+        return replace(self, layer=index)
 
     def name(self, name: str) -> str:
         """Return the full name of a tensor."""
@@ -50,7 +54,8 @@ class Scope:
         self, name: str, rows: int, total: int | None = None, begin: int = 0, groups: int = 1
     ) -> RowRange:
         """Return a part of a linear layer; see `RowRange`."""
-        return RowRange(self.name(name), rows, total, begin, groups, self.transposed)
+        transposed = self.transposed and self.layer is not None
+        return RowRange(self.name(name), rows, total, begin, groups, transposed)
 
     def linear(
         self,
@@ -63,19 +68,11 @@ class Scope:
         is_exact: bool = False,
     ) -> Linear:
         """Declare a linear layer."""
-        linear = Linear(
-            self.setting,
-            self.weights,
-            parts,
-            depth,
-            biased=biased,
-            activation=activation,
-            is_output_layer=is_output_layer,
-            is_exact=is_exact,
-            result_dtype=self.setting.logits_dtype if is_output_layer else None,
-        )
+        result_dtype = self.setting.logits_dtype if is_output_layer else None
+        shape = LinearShape(tuple(parts), depth, biased, activation, is_output_layer, is_exact, result_dtype)
+        linear = Linear(self.setting.quantization, self.weights, shape)
         if self.setting.adapters is not None:
-            linear.lora = self.setting.adapters.of_layer(linear.shape, self.weights.prefix)
+            linear.lora = self.setting.adapters.of_layer(shape, self.weights.prefix)
         return linear
 
     def pairs(self, shape: LinearShape) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from tests.cuda.kernels.test_linear import HALF_UNIT, noise
@@ -16,17 +14,13 @@ from quintet.executor.checkpoints.gguf.weights import BLOCKS
 from quintet.executor.checkpoints.quant.blocks import PACKED_FORMATS
 from quintet.executor.checkpoints.quant.coded import KEPT_BLOCKS, CodedLinear, CodedRun
 from quintet.executor.checkpoints.quant.gguf import GgufQuantization
+from quintet.executor.checkpoints.quant.method import LinearShape
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRange
 
 DEPTH = 256
-
-
-@dataclass
-class Setting:
-    quantization: GgufQuantization
 
 
 def loaded(
@@ -47,9 +41,8 @@ def loaded(
         numbers.append(stands_for)
     plan = WeightPlan(torch.bfloat16, device.torch_device)
     quantization = GgufQuantization(contents, RowMajor(), on_device=True)
-    layer = Linear(
-        Setting(quantization), plan, [RowRange(name, 48) for name in kinds], DEPTH, activation=activation
-    )
+    shape = LinearShape([RowRange(name, 48) for name in kinds], DEPTH, activation=activation)
+    layer = Linear(quantization, plan, shape)
     for name, expected in plan.expected.items():
         for sink in (*expected.sinks, *expected.packers):
             sink(tensors[name])

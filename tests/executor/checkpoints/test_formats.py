@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from quintet.executor.checkpoints.quant.coded import kept_of
 from quintet.executor.checkpoints.quant.fill import packed_format_of
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import StoredLayer
-from quintet.executor.checkpoints.quant.method import Quantization
+from quintet.executor.checkpoints.quant.method import LinearShape
 from quintet.executor.checkpoints.quant.none import Unquantized
 from quintet.executor.checkpoints.quant.packed_formats import PackedFormat
 from quintet.executor.checkpoints.quant.stored import StoredQuantization
@@ -211,11 +210,6 @@ ROUNDED = {
 """Formats without a kernel: rounded to the model's dtype."""
 
 
-@dataclass
-class Setting:
-    quantization: Quantization
-
-
 def noise(rows: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal((rows, DEPTH)).astype(np.float32)
 
@@ -243,8 +237,8 @@ def loaded(
     found = recognise(HfConfig({"quantization_config": dict(written.section)}, "config.json"))
     assert found is not None
     plan = WeightPlan(torch.bfloat16, where or CPU)
-    setting = Setting(StoredQuantization(found, Unquantized(), contents, on_device=where is not None))
-    layer = Linear(setting, plan, parts, DEPTH, activation=activation)
+    quantization = StoredQuantization(found, Unquantized(), contents, on_device=where is not None)
+    layer = Linear(quantization, plan, LinearShape(parts, DEPTH, activation=activation))
     reserve(plan.stores)
     for name, expected in plan.expected.items():
         assert tuple(tensors[name].shape) == expected.shape, name

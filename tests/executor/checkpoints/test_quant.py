@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat, linear_library
 from quintet.executor.backends.cpu.ops.linear import linear
-from quintet.executor.checkpoints.quant.method import Quantization
+from quintet.executor.checkpoints.quant.method import LinearShape
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
 from quintet.executor.checkpoints.quant.registry import RoundedInputs, open_quantization
 from quintet.executor.checkpoints.weights.plan import WeightPlan
@@ -24,11 +22,6 @@ QKV = (RowRange("q", 96), RowRange("k", 37), RowRange("v", 37))  # the second an
 GATE_UP = (RowRange("gate", 72), RowRange("up", 72))
 
 QUANTIZATIONS = ("none", "int8", "int4", "w8a8")
-
-
-@dataclass
-class Setting:
-    quantization: Quantization
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -53,9 +46,8 @@ def layer_of(
     **options: bool,
 ) -> tuple[Linear, dict[str, torch.Tensor]]:
     plan = WeightPlan(torch.bfloat16, torch.device("cpu"))
-    layer = Linear(
-        Setting(open_quantization(name)), plan, parts, DEPTH, activation=activation, biased=True, **options
-    )
+    shape = LinearShape(parts, DEPTH, activation=activation, biased=True, **options)
+    layer = Linear(open_quantization(name), plan, shape)
     return layer, deliver(plan)
 
 
@@ -69,13 +61,8 @@ def test_parts_of_a_fused_tensor_equal_separate_tensors(name: str, transposed: b
     parts = [RowRange("qkv", rows, 80, begin, groups, transposed) for rows, begin in heads.values()]
     layer, given = layer_of(name, tuple(parts))
     apart = WeightPlan(torch.bfloat16, torch.device("cpu"))
-    alone = Linear(
-        Setting(open_quantization(name)),
-        apart,
-        [RowRange(head, rows) for head, (rows, _) in heads.items()],
-        DEPTH,
-        biased=True,
-    )
+    separate = [RowRange(head, rows) for head, (rows, _) in heads.items()]
+    alone = Linear(open_quantization(name), apart, LinearShape(separate, DEPTH, biased=True))
     reserve(apart.stores)
     weight, bias = given["qkv.weight"], given["qkv.bias"]
     assert weight.shape == ((DEPTH, 80) if transposed else (80, DEPTH))
@@ -127,7 +114,7 @@ def rounded_layer(name: str, **options: bool) -> tuple[Linear, RoundedInputs]:
         WeightPlan(torch.bfloat16, torch.device("cpu")),
         RoundedInputs(open_quantization(name)),
     )
-    layer = Linear(Setting(quantization), plan, QKV, DEPTH, biased=True, **options)
+    layer = Linear(quantization, plan, LinearShape(QKV, DEPTH, biased=True, **options))
     deliver(plan)
     return layer, quantization
 
@@ -160,7 +147,7 @@ def test_a_checkpoint_of_another_dtype_is_rounded_as_torch_does(
     dtype: torch.dtype, stored: torch.dtype
 ) -> None:
     plan = WeightPlan(dtype, torch.device("cpu"))
-    layer = Linear(Setting(open_quantization("none")), plan, QKV, DEPTH)
+    layer = Linear(open_quantization("none"), plan, LinearShape(QKV, DEPTH))
     given = deliver(plan, stored)
     assert layer.method.packed is not None
     whole = torch.cat([given[f"{part.name}.weight"] for part in QKV])
@@ -191,9 +178,10 @@ def test_a_tied_embedding_is_never_quantized(name: str) -> None:
     if name != "none" and linear_library() is None:
         pytest.skip("the host kernels are not built")
     plan = WeightPlan(torch.bfloat16, torch.device("cpu"))
-    setting = Setting(open_quantization(name))
-    head = Linear(setting, plan, (RowRange("embedding", 150),), DEPTH, is_output_layer=True)
-    embedding = Embedding(setting, plan, "embedding", 150, DEPTH, tied_to=head)
+    quantization = open_quantization(name)
+    shape = LinearShape((RowRange("embedding", 150),), DEPTH, is_output_layer=True)
+    head = Linear(quantization, plan, shape)
+    embedding = Embedding(quantization, plan, "embedding", 150, DEPTH, tied_to=head)
     table = deliver(plan)["embedding.weight"]
     ids = torch.tensor([149, 0, 77, 0, 64], dtype=torch.int32)
     assert torch.equal(embedding(ids), table[ids])

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from quintet.executor.backends.cpu.ops.state_rows import StateRows
+from quintet.executor.backends.cpu.ops.states import StateRows
 
 Operation = Callable[[StateRows, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 

@@ -45,6 +45,21 @@ def test_gemma_3_with_vision() -> None:
     assert 3.8e9 < spec.num_parameters < 4e9
 
 
+def test_a_tensor_in_four_parts_has_as_many_keys_as_queries() -> None:
+    """CodeGen has no grouped queries, so its code does not read a number of KV heads."""
+    hf_config = {
+        "n_embd": 64,
+        "n_head": 8,
+        "n_layer": 2,
+        "num_key_value_heads": 2,
+        "rotary_dim": 8,
+        "vocab_size": 96,
+    }
+    mixer = read("CodeGenForCausalLM", hf_config).layers[0].mixer
+    assert isinstance(mixer, AttentionSpec)
+    assert (mixer.layout, mixer.num_kv_heads) == (QkvLayout.QUARTERS, 8)
+
+
 def test_gemma_2() -> None:
     hf_config = {
         "attn_logit_softcapping": 50.0,

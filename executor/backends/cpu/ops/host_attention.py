@@ -14,10 +14,8 @@ Quantized caches:
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -48,30 +46,26 @@ class CAttention(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionFunctions:
+class AttentionLibrary:
     """C functions; ``csrc/cpu/attention/attention.cpp`` documents the arguments."""
 
-    block_bytes: Callable[..., Any]
-    query_width: Callable[..., Any]
-    write_kv: Callable[..., Any]
-    attend: Callable[..., Any]
+    def __init__(self, library: ctypes.CDLL) -> None:
+        check_layout(library, "qt_attention_layer_bytes", ctypes.sizeof(CAttention))
+        a, n, i = _ADDRESS, _SIZE, _INT
+        self.block_bytes = declare(library, "qt_kv_block_bytes", i, n, n, n, n, n, result=n)
+        self.query_width = declare(library, "qt_query_width", n, result=n)
+        self.write_kv = declare(library, "qt_write_kv", a, a, a, n, a, n, a, n, a, a, n)
+        self.attend = declare(library, "qt_attend", a, a, a, n, a, a, n)
 
 
 @cache
-def attention_functions() -> AttentionFunctions | None:
-    """Declare the functions; None if the library is not built."""
+def _functions() -> AttentionLibrary:
     library = open_library()
     if library is None:
-        return None
-    check_layout(library, "qt_attention_layer_bytes", ctypes.sizeof(CAttention))
-    a, n, i = _ADDRESS, _SIZE, _INT
-    return AttentionFunctions(
-        declare(library, "qt_kv_block_bytes", i, n, n, n, n, n, result=n),
-        declare(library, "qt_query_width", n, result=n),
-        declare(library, "qt_write_kv", a, a, a, n, a, n, a, n, a, a, n),
-        declare(library, "qt_attend", a, a, a, n, a, a, n),
-    )
+        raise RuntimeError(
+            "the host kernels are not built; check the installation log, or use the torch references"
+        )
+    return AttentionLibrary(library)
 
 
 def kv_block_bytes(
@@ -267,15 +261,6 @@ def _c_attention(layer: AttentionLayer, q: torch.Tensor, kv: PagedKv) -> CAttent
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _functions() -> AttentionFunctions:
-    functions = attention_functions()
-    if functions is None:
-        raise RuntimeError(
-            "the host kernels are not built; check the installation log, or use the torch references"
-        )
-    return functions
 
 
 def _check(step: CStep, layer: AttentionLayer, name: str, x: torch.Tensor, width: int, kv: PagedKv) -> None:

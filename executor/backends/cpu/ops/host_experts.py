@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -28,36 +28,21 @@ _SIZE, _ADDRESS, _INT, _DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, 
 
 
 class CExperts(ctypes.Structure):
-    """Mirror of ``qt::ExpertsLayer``, which begins with its ``qt::Routing``."""
+    """Mirror of ``qt::ExpertsLayer``, which begins with its ``qt::Routing``: the fields of `Routing`, and the correction."""
 
     _fields_ = (
-        ("experts", _SIZE),
-        ("chosen", _SIZE),
-        ("scoring", _SIZE),
-        ("groups", _SIZE),
-        ("chosen_groups", _SIZE),
-        ("group_best", _SIZE),
+        *(
+            (name, _SIZE)
+            for name in ("experts", "chosen", "scoring", "groups", "chosen_groups", "group_best")
+        ),
         ("correction", _ADDRESS),
         ("renormalise", _SIZE),
-        ("addend", _DOUBLE),
-        ("jitter", _DOUBLE),
-        ("scale", _DOUBLE),
+        *((name, _DOUBLE) for name in ("addend", "jitter", "scale")),
         ("scaled_inputs", _SIZE),
-        ("first", _SIZE),
-        ("kept", _SIZE),
-        ("rank", _SIZE),
-        ("ranks", _SIZE),
-        ("places", _SIZE),
-        ("copies", _ADDRESS),
-        ("gate_up", _ADDRESS),
-        ("down", _ADDRESS),
-        ("gate_up_bias", _ADDRESS),
-        ("down_bias", _ADDRESS),
-        ("activation", _SIZE),
-        ("gate_up_inputs", _SIZE),
-        ("down_inputs", _SIZE),
-        ("gate_factor", _DOUBLE),
-        ("gate_limit", _DOUBLE),
+        *((name, _SIZE) for name in ("first", "kept", "rank", "ranks", "places")),
+        *((name, _ADDRESS) for name in ("copies", "gate_up", "down", "gate_up_bias", "down_bias")),
+        *((name, _SIZE) for name in ("activation", "gate_up_inputs", "down_inputs")),
+        *((name, _DOUBLE) for name in ("gate_factor", "gate_limit")),
         ("asked", _ADDRESS),
     )
 
@@ -127,7 +112,7 @@ class HostExperts:
         """Total work so far, in rows: of each expert; of the busiest rank of each step; of all ranks. A small number of rows
         counts as the rows that take as long as reading the weights."""
         self.c = CExperts(
-            **_routing_fields(routing),
+            **asdict(routing),
             correction=addresses[0],
             first=first,
             kept=kept,
@@ -173,19 +158,3 @@ class HostExperts:
 
 def _shapes(weights: Sequence[PackedWeight]) -> set[tuple[WeightFormat, int, int, int]]:
     return {(each.format, each.columns, each.depth, each.group) for each in weights}
-
-
-def _routing_fields(routing: Routing) -> dict[str, float]:
-    return {
-        "experts": routing.experts,
-        "chosen": routing.chosen,
-        "scoring": routing.scoring,
-        "groups": routing.groups,
-        "chosen_groups": routing.chosen_groups,
-        "group_best": routing.group_best,
-        "renormalise": routing.renormalise,
-        "addend": routing.addend,
-        "jitter": routing.jitter,
-        "scale": routing.scale,
-        "scaled_inputs": routing.scaled_inputs,
-    }

@@ -52,8 +52,8 @@ def open_library() -> ctypes.CDLL | None:
 def check_library(library: ctypes.CDLL, sources: Path, name: str) -> None:
     """Raise `ConfigError` if the library's interface differs from ``sources``; warn if only the kernels differ."""
     advice = "rebuild with `make install` (without make: `python setup.py build_ext --inplace`)"
-    functions = getattr(library, "qt_interface", None), getattr(library, "qt_sources", None)
-    built = [None if function is None else _text_of(function) for function in functions]
+    names = ("qt_interface", "qt_sources")
+    built = [_text_of(library, each) if hasattr(library, each) else None for each in names]
     if built[0] != host_sources.interface_of(sources):
         raise ConfigError(f"{name} was built from sources other than {sources}: {advice}")
     if built[1] != host_sources.sources_of(sources):
@@ -70,9 +70,8 @@ def check_layout(library: ctypes.CDLL, function: str, size: int) -> None:
         )
 
 
-def _text_of(function: Any) -> str:
-    function.restype = ctypes.c_char_p
-    text: bytes = function()
+def _text_of(library: ctypes.CDLL, function: str) -> str:
+    text: bytes = declare(library, function, result=ctypes.c_char_p)()
     return text.decode()
 
 
@@ -91,17 +90,14 @@ def set_threads(library: ctypes.CDLL, threads: int, pinned: bool) -> None:
 
 def sources_name(library: ctypes.CDLL) -> str:
     """Return the hash of the sources that the kernels were built from."""
-    name: bytes = declare(library, "qt_sources", result=ctypes.c_char_p)()
-    return name.decode()
+    return _text_of(library, "qt_sources")
 
 
 def instruction_set(library: ctypes.CDLL) -> str:
     """Return the instruction set in use on this processor."""
-    name: bytes = declare(library, "qt_isa", result=ctypes.c_char_p)()
-    return name.decode()
+    return _text_of(library, "qt_isa")
 
 
 def instruction_set_refusal(library: ctypes.CDLL) -> str | None:
     """Return the reason that the requested (or best) instruction set is not in use; None if it is."""
-    reason: bytes = declare(library, "qt_isa_refusal", result=ctypes.c_char_p)()
-    return reason.decode() or None
+    return _text_of(library, "qt_isa_refusal") or None

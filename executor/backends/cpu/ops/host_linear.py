@@ -7,10 +7,8 @@ kernels as operations of a program.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from enum import IntEnum, IntFlag
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 import torch
 
@@ -168,52 +166,21 @@ class LinearLibrary:
     """C functions; csrc/cpu/linear/weight.cpp and linear_calls.cpp document the arguments."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        def function(name: str, *arguments: type, result: type | None = None) -> Callable[..., Any]:
-            return declare(library, name, *arguments, result=result)
-
-        self.weight_bytes = function("qt_weight_bytes", _INT, _SIZE, _SIZE, _SIZE, _INT, result=_SIZE)
-        self.weight_new = function(
-            "qt_weight_new",
-            *(_INT, _SIZE, _SIZE, _SIZE, _INT, _SIZE, _SIZE, _ADDRESS),
-            result=_ADDRESS,
-        )
-        self.weight_delete = function("qt_weight_delete", _ADDRESS)
-        self.weight_fill = function("qt_weight_fill", _ADDRESS, _ADDRESS, _INT, _SIZE, _SIZE, _SIZE)
+        function, a, n, i = partial(declare, library), _ADDRESS, _SIZE, _INT
+        self.weight_bytes = function("qt_weight_bytes", i, n, n, n, i, result=n)
+        self.weight_new = function("qt_weight_new", i, n, n, n, i, n, n, a, result=a)
+        self.weight_delete = function("qt_weight_delete", a)
+        self.weight_fill = function("qt_weight_fill", a, a, i, n, n, n)
         self.weight_fill_codes = function(
-            "qt_weight_fill_codes",
-            *(
-                _ADDRESS,
-                _ADDRESS,
-                _INT,
-                _SIZE,
-                _ADDRESS,
-                _INT,
-                _SIZE,
-                _SIZE,
-                _ADDRESS,
-                _ADDRESS,
-                _SIZE,
-                _SIZE,
-                _SIZE,
-            ),
-            result=_INT,
+            "qt_weight_fill_codes", a, a, i, n, a, i, n, n, a, a, n, n, n, result=i
         )
-        self.weight_fill_tables = function(
-            "qt_weight_fill_tables", _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, result=_INT
-        )
-        self.weight_outlier_bytes = function(
-            "qt_weight_outlier_bytes", _SIZE, _SIZE, _INT, _SIZE, result=_SIZE
-        )
-        self.weight_set_outliers = function("qt_weight_set_outliers", _ADDRESS, _ADDRESS, _SIZE)
-        self.weight_fill_outliers = function(
-            "qt_weight_fill_outliers", _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, result=_INT
-        )
-        self.weight_fill_blocks = function("qt_weight_fill_blocks", _ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE)
-        self.weight_read = function("qt_weight_read", _ADDRESS, _SIZE, _SIZE, _ADDRESS)
-        self.linear = function(
-            "qt_weight_linear",
-            *(_ADDRESS, _ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _INT, _INT, _INT),
-        )
+        self.weight_fill_tables = function("qt_weight_fill_tables", a, a, n, a, n, n, result=i)
+        self.weight_outlier_bytes = function("qt_weight_outlier_bytes", n, n, i, n, result=n)
+        self.weight_set_outliers = function("qt_weight_set_outliers", a, a, n)
+        self.weight_fill_outliers = function("qt_weight_fill_outliers", a, n, n, a, a, a, result=i)
+        self.weight_fill_blocks = function("qt_weight_fill_blocks", a, a, n, n, n)
+        self.weight_read = function("qt_weight_read", a, n, n, a)
+        self.linear = function("qt_weight_linear", a, a, n, n, i, a, a, a, n, i, i, i)
 
 
 def head_linear(handles: ctypes.Array[ctypes.c_void_p], x: torch.Tensor, width: int) -> torch.Tensor:

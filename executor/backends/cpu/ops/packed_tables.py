@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from quintet.executor.backends.cpu.ops.host_linear import CodesProblem
-from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight, PackedWeightError
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight, PackedWeightError, check_tensor
 
 TABLE_SIZE = 16
 """Entries of a table; codes of fewer bits use the first ones."""
@@ -55,14 +55,8 @@ def fill_tables(
     count = codes.shape[0]
     if not weight.format.has_tables:
         raise PackedWeightError(f"the weight is {weight.format.name}; tables need a weight of format TABLES")
-    for name, tensor, dtype, shape in (
-        ("codes", codes, torch.uint8, (count, weight.depth)),
-        ("tables", tables, torch.float32, (count, TABLE_SIZE)),
-    ):
-        if tensor.shape != shape or tensor.dtype is not dtype:
-            raise PackedWeightError(
-                f"{name} are {tensor.dtype}{list(tensor.shape)}; expected {dtype}{list(shape)}"
-            )
+    check_tensor("codes are", codes, torch.uint8, (count, weight.depth))
+    check_tensor("tables are", tables, torch.float32, (count, TABLE_SIZE))
     weight.check_columns(first_column, count)
     codes, tables = codes.contiguous(), tables.contiguous()
     problems = weight.library.weight_fill_tables(

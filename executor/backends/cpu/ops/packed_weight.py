@@ -138,15 +138,10 @@ class PackedWeight:
             raise PackedWeightError(
                 f"cannot quantize into {self.format.name}: it is only filled from a checkpoint's codes"
             )
-        if source.stride(1) != 1:
-            source = source.contiguous()
+        source = _with_rows(source)
         self.library.weight_fill(
-            self.handle,
-            source.data_ptr(),
-            FLOAT_CODES[source.dtype],
-            source.stride(0),
-            first_column,
-            source.shape[0],
+            *(self.handle, source.data_ptr(), FLOAT_CODES[source.dtype], source.stride(0)),
+            *(first_column, source.shape[0]),
         )
 
     def fill_codes(
@@ -214,18 +209,10 @@ class PackedWeight:
         group, count = self.format.bytes_group, codes.shape[0]
         if group == 0:
             raise PackedWeightError(f"the weight is {self.format.name}; fp4 codes need MXFP4 or NVFP4")
-        for name, tensor, shape in (
-            ("codes", codes, (count, self.depth)),
-            ("scales", scales, (count, self.depth // group)),
-        ):
-            if tensor.shape != shape or tensor.dtype is not torch.uint8:
-                raise PackedWeightError(
-                    f"{name} are {tensor.dtype}{list(tensor.shape)}; expected uint8{list(shape)}"
-                )
-        if factors is not None and (factors.shape != (count,) or factors.dtype is not torch.float32):
-            raise PackedWeightError(
-                f"factors are {factors.dtype}{list(factors.shape)}; expected float32[{count}]"
-            )
+        check_tensor("codes are", codes, torch.uint8, (count, self.depth))
+        check_tensor("scales are", scales, torch.uint8, (count, self.depth // group))
+        if factors is not None:
+            check_tensor("factors are", factors, torch.float32, (count,))
         self.check_columns(first_column, count)
         codes, scales = _with_rows(codes), _with_rows(scales)
         factors = None if factors is None else factors.contiguous()
@@ -293,11 +280,9 @@ class PackedWeight:
         rows, width, dtype = x.shape[0], self.output_columns, result_dtype or x.dtype
         if out is None:
             out = torch.empty((rows, width), dtype=dtype)
-        for name, tensor in (("out", out), ("residual", residual)):
-            if tensor is not None and (tensor.dtype, tensor.shape) != (dtype, (rows, width)):
-                raise PackedWeightError(
-                    f"{name} is {tensor.dtype}{list(tensor.shape)}; expected {dtype}[{rows}, {width}]"
-                )
+        check_tensor("out is", out, dtype, (rows, width))
+        if residual is not None:
+            check_tensor("residual is", residual, dtype, (rows, width))
         if dtype != x.dtype and (dtype != torch.float32 or residual is not None or activation):
             raise PackedWeightError(
                 f"the result dtype is {dtype}; expected {x.dtype}, or torch.float32 without residual and activation"
@@ -307,18 +292,9 @@ class PackedWeight:
         if residual is not None and self.paired:
             raise PackedWeightError("a residual was given, but a paired weight does not support one")
         self.library.linear(
-            self.handle,
-            x.data_ptr(),
-            x.stride(0),
-            rows,
-            FLOAT_CODES[x.dtype],
-            None if bias is None else bias.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            int(activation),
-            int(inputs),
-            FLOAT_CODES[dtype],
+            *(self.handle, x.data_ptr(), x.stride(0), rows, FLOAT_CODES[x.dtype]),
+            *(None if each is None else each.data_ptr() for each in (bias, residual)),
+            *(out.data_ptr(), out.stride(0), int(activation), int(inputs), FLOAT_CODES[dtype]),
         )
         return out
 
@@ -332,10 +308,8 @@ class PackedWeight:
             raise PackedWeightError(f"x is {x.dtype}{list(x.shape)}; expected {expected}[rows, {self.depth}]")
         if x.stride(1) != 1:
             raise PackedWeightError(f"rows of x have stride {x.stride(1)}; expected contiguous rows")
-        if bias is not None and (bias.dtype, bias.shape) != (x.dtype, (self.columns,)):
-            raise PackedWeightError(
-                f"bias is {bias.dtype}{list(bias.shape)}; expected {x.dtype}[{self.columns}]"
-            )
+        if bias is not None:
+            check_tensor("bias is", bias, x.dtype, (self.columns,))
         if self.paired is (activation is GatedActivation.NONE):
             raise PackedWeightError(
                 f"the activation is {activation.name} and the weight is {'' if self.paired else 'not '}paired: paired weights "
@@ -373,10 +347,7 @@ class PackedWeight:
                 f"zero points with {codes.dtype} codes in {self.format.name}: expected uint8 codes and a format ..._ZEROS"
             )
         dtype = torch.float32 if self.format.has_real_zeros else torch.uint8
-        if zeros.shape != shape or zeros.dtype is not dtype:
-            raise PackedWeightError(
-                f"zeros are {zeros.dtype}{list(zeros.shape)}; expected {dtype}{list(shape)}"
-            )
+        check_tensor("zeros are", zeros, dtype, shape)
 
     def _check_is_whole(self) -> None:
         if self.leaves > 1:
@@ -390,6 +361,12 @@ class PackedWeight:
             raise PackedWeightError(
                 f"columns {first} to {first + count} are out of range; the weight has {self.columns}"
             )
+
+
+def check_tensor(words: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raise `PackedWeightError`, which begins with ``words``, for another dtype or shape."""
+    if tensor.shape != shape or tensor.dtype is not dtype:
+        raise PackedWeightError(f"{words} {tensor.dtype}{list(tensor.shape)}; expected {dtype}{list(shape)}")
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:

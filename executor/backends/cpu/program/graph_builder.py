@@ -1,7 +1,7 @@
 """Builds a program from a forward pass.
 
-The builder records the values that each operation reads and writes. `MemoryPlanner` then assigns memory to each
-value, and each operation appends itself to the program.
+The builder records each operation as a call of a library function, with the values that it reads and writes.
+`MemoryPlanner` then assigns memory to each value, and each operation appends itself to the program.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from quintet.executor.backends.cpu.ops.activation import ACTIVATION_CODES
 from quintet.executor.backends.cpu.ops.host_attention import c_attention, query_width
 from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES, FLOAT_CODES
 from quintet.executor.backends.cpu.ops.host_experts import HostExperts
-from quintet.executor.backends.cpu.program.kv import kv_place
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
-from quintet.executor.backends.cpu.program.lora import append_lora
 from quintet.executor.backends.cpu.program.memory_planner import Lifetimes, MemoryPlanner, fuse
-from quintet.executor.backends.cpu.program.states import StateOperations
-from quintet.executor.backends.cpu.program.values import EmitWith, Extent, Operation, Value
+from quintet.executor.backends.cpu.program.step import kv_place
+from quintet.executor.backends.cpu.program.values import Extent, Operation, Value, columns_of
 from quintet.executor.distributed.parallel.operations import RankOperations, SharedRows
 from quintet.executor.distributed.parallel.ranks import Ranks, input_place
 from quintet.executor.kv_memory import KvMemory
+from quintet.executor.lora.adapters import LoraLayer
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation, NormKind
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.experts import Experts
 from quintet.executor.models.layers.linear import Embedding, GatedActivation, HeadLinear, Linear
 from quintet.executor.models.layers.norm import Norm
-from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
+from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan, StatePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,26 +86,18 @@ class GraphBuilder:
         self.handle = library.new()
         self._input = partial(input_place, max_tokens, dtype=dtype, ranks=ranks)
         self._ranks = None if ranks is None else RankOperations(ranks, self.handle, dtype, max_tokens)
-        self._states = StateOperations(library, self.handle, partial(kv_place, kv, state=True), self._code)
 
     def embedding(self, layer: Embedding) -> Value:
         """See `ForwardPass`."""
-        y = Value(layer.width, Extent.TOKENS)
-        library, code = self._library, self._code
+        self.embedded = y = Value(layer.width, Extent.TOKENS)
         packed, table = layer.packed, layer.table
-
-        def emit() -> None:
-            if packed is not None:
-                library.embedding_packed(self.handle, packed.handle, y.address, y.stride, code)
-            else:
-                assert table is not None, "an embedding has a table or a packed output layer"
-                library.embedding(
-                    *(self.handle, table.data_ptr(), layer.width, y.address, y.stride),
-                    *(code, FLOAT_CODES[table.dtype]),
-                )
-
-        self.embedded = y
-        return self._append("embedding", emit, (), y)
+        if packed is not None:
+            return self._record(
+                "embedding", self._library.embedding_packed, (packed.handle, y, self._code), y
+            )
+        assert table is not None, "an embedding has a table or a packed output layer"
+        arguments = (table, layer.width, y, self._code, FLOAT_CODES[table.dtype])
+        return self._record("embedding", self._library.embedding, arguments, y)
 
     def from_previous_stage(self, width: int) -> Value:
         """See `ForwardPass`. Its memory is never reused, because other ranks read it too."""
@@ -121,16 +112,11 @@ class GraphBuilder:
         vectors = [norm.weight] if is_rms else [norm.weight, norm.bias]
         assert all(vector is None or vector.dtype is self._dtype for vector in vectors), norm
         append = self._library.rms_norm if is_rms else self._library.layer_norm
-
-        def emit() -> None:
-            append(
-                *(self.handle, x.address, x.stride, groups, norm.width),
-                *(*(None if v is None else v.data_ptr() for v in vectors), norm.is_per_group, norm.eps),
-                *((norm.offset, norm.rounds_once) if is_rms else ()),
-                *(y.address, y.stride, self._code, x.extent),
-            )
-
-        return self._append(f"{norm.kind}_norm", emit, (x,), y)
+        arguments = (
+            *(x, groups, norm.width, *vectors, norm.is_per_group, norm.eps),
+            *(*((norm.offset, norm.rounds_once) if is_rms else ()), y, self._code, x.extent),
+        )
+        return self._record(f"{norm.kind}_norm", append, arguments, y)
 
     def linear(self, layer: Linear, x: Value) -> Value:
         """See `ForwardPass`."""
@@ -141,7 +127,7 @@ class GraphBuilder:
         assert runs, "recorded without the host kernels"
         assert x.width == layer.depth, (x.width, layer.depth)
         run_inputs = [x if run.order is None else self._take_columns(x, run.order) for run in runs]
-        lora, most_rows = layer.lora, self._max_rows[x.extent]
+        lora = layer.lora
 
         def emit(result: Value, residual: Value | None, activation: int) -> None:
             assert residual is None or residual.stride == result.stride, (residual, result)
@@ -149,15 +135,14 @@ class GraphBuilder:
             for run, run_input in zip(runs, run_inputs, strict=True):
                 packed, bias, width = run.packed, run.bias, run.packed.output_columns
                 added = None if residual is None else self.columns(residual, begin, width).address
-                y = self.columns(result, begin, width)
-                self._library.linear(
-                    *(self.handle, packed.handle, run_input.address, run_input.stride, most_rows, self._code),
-                    *(None if bias is None else bias.data_ptr(), added, y.address, y.stride),
+                self._call(
+                    *(self._library.linear, packed.handle, run_input, self._max_rows[x.extent], self._code),
+                    *(bias, added, self.columns(result, begin, width)),
                     *(0 if lora else activation, run.inputs, code, x.extent),
                 )
                 begin += width
             if lora is not None:
-                append_lora(self._library, self.handle, lora, x, result, most_rows, code, activation)
+                self._add_lora(lora, x, result, activation)
 
         name = f"linear {layer.depth} to {layer.width}"
         is_plain = layer.activation is GatedActivation.NONE and code == self._code
@@ -176,63 +161,46 @@ class GraphBuilder:
             assert not activation, activation
             ranks.linear(layer, x, residual, result)
             if lora is not None:
-                most_rows = self._max_rows[x.extent]
-                append_lora(self._library, self.handle, lora, whole, result, most_rows, self._code, 0)
+                self._add_lora(lora, whole, result, activation)
 
         name = f"linear {layer.depth} to {layer.width}, all ranks"
         return self._append(name, partial(emit, y, None, 0), (x, whole), y, emit_with=emit)
+
+    def _add_lora(self, lora: LoraLayer, x: Value, y: Value, activation: int) -> None:
+        """Append the adapters of a layer with input ``x`` and result ``y``, then its activation."""
+        assert x.extent is Extent.TOKENS, "only layers over all tokens have adapters"
+        (a, b), code = lora.handles, self._code_of(y)
+        self._call(self._library.lora, a, b, len(b), x, self._max_rows[x.extent], code, y)
+        if activation:
+            self._call(self._library.activation, activation, y, y.width, y, code, y.extent)
 
     def _take_columns(self, x: Value, columns: torch.Tensor) -> Value:
         """Gather columns of ``x``. columns: indices, int32 ``[width]``."""
         y = Value(x.width, x.extent)
         assert columns.dtype is torch.int32 and columns.shape == (x.width,), (x, columns)
-
-        def emit() -> None:
-            self._library.take_columns(
-                *(self.handle, x.address, x.stride, x.width, columns.data_ptr()),
-                *(y.address, y.stride, self._code, x.extent),
-            )
-
-        return self._append("order of inputs", emit, (x,), y)
+        arguments = (x, x.width, columns, y, self._code, x.extent)
+        return self._record("order of inputs", self._library.take_columns, arguments, y)
 
     def add(self, x: Value, y: Value) -> Value:
         """See `ForwardPass`. Fused into the layer that computes a summand, if possible."""
         total = Value(x.width, x.extent)
         assert (y.width, y.extent) == (x.width, x.extent), (x, y)
-
-        def emit() -> None:
-            self._library.add(
-                *(self.handle, x.address, x.stride, y.address, y.stride, x.width),
-                *(total.address, total.stride, self._code, x.extent),
-            )
-
-        return self._append("add", emit, (x, y), total, over=(x, y), sums=(x, y))
+        arguments = (x, y, x.width, total, self._code, x.extent)
+        return self._record("add", self._library.add, arguments, total, over=(x, y), sums=(x, y))
 
     def add_positions(self, x: Value, table: torch.Tensor, offset: int) -> Value:
         """See `ForwardPass`."""
         y = Value(x.width, x.extent)
         assert x.extent is Extent.TOKENS and table.dtype is self._dtype and table.is_contiguous(), (x, table)
-
-        def emit() -> None:
-            self._library.add_positions(
-                *(self.handle, x.address, x.stride, table.data_ptr(), offset, x.width),
-                *(y.address, y.stride, self._code),
-            )
-
-        return self._append("add positions", emit, (x,), y, over=(x,))
+        arguments = (x, table, offset, x.width, y, self._code)
+        return self._record("add positions", self._library.add_positions, arguments, y, over=(x,))
 
     def multiply(self, x: Value, y: Value) -> Value:
         """See `ForwardPass`."""
         product = Value(x.width, x.extent)
         assert y.width in (x.width, 1) and y.extent is x.extent, (x, y)
-
-        def emit() -> None:
-            self._library.multiply(
-                *(self.handle, x.address, x.stride, y.address, y.stride, y.width, x.width),
-                *(product.address, product.stride, self._code, x.extent),
-            )
-
-        return self._append("multiply", emit, (x, y), product, over=(x, y))
+        arguments = (x, y, y.width, x.width, product, self._code, x.extent)
+        return self._record("multiply", self._library.multiply, arguments, product, over=(x, y))
 
     def scale(self, x: Value, factor: float) -> Value:
         """See `ForwardPass`."""
@@ -246,32 +214,21 @@ class GraphBuilder:
         """See `ForwardPass`."""
         return self._with_number("softcap", self._library.softcap, x, cap)
 
-    def _with_number(self, name: str, append: Callable[..., Any], x: Value, number: float) -> Value:
+    def _with_number(
+        self, name: str, append: Callable[..., Any], x: Value, number: float | torch.Tensor
+    ) -> Value:
         y = Value(x.width, x.extent, dtype=x.dtype)
-
-        def emit() -> None:
-            append(
-                *(self.handle, x.address, x.stride, x.width, number),
-                *(y.address, y.stride, self._code_of(y), x.extent),
-            )
-
-        return self._append(name, emit, (x,), y, over=(x,))
+        return self._record(name, append, (x, x.width, number, y, self._code_of(y), x.extent), y, over=(x,))
 
     def activation(self, x: Value, kind: Activation) -> Value:
         """See `ForwardPass`. Fused into the layer that computes ``x``, if no other operation reads ``x``."""
         y, code = Value(x.width, x.extent), ACTIVATION_CODES[kind]
-
-        def emit() -> None:
-            self._library.activation(
-                *(self.handle, code, x.address, x.stride, x.width, y.address, y.stride),
-                *(self._code, x.extent),
-            )
-
-        return self._append(kind, emit, (x,), y, over=(x,), activates=(x, code))
+        arguments = (code, x, x.width, y, self._code, x.extent)
+        return self._record(kind, self._library.activation, arguments, y, over=(x,), activates=(x, code))
 
     def xielu(self, x: Value, numbers: torch.Tensor) -> Value:
         """See `ForwardPass`."""
-        return self._with_number("xielu", self._library.xielu, x, numbers.data_ptr())
+        return self._with_number("xielu", self._library.xielu, x, numbers)
 
     def columns(self, x: Value, begin: int, width: int) -> Value:
         """See `ForwardPass`."""
@@ -280,17 +237,11 @@ class GraphBuilder:
 
     def head_linear(self, layer: HeadLinear, x: Value) -> Value:
         """See `ForwardPass`."""
-        y, handles = Value(layer.width, Extent.TOKENS), layer.handles
+        y, handles, shape = Value(layer.width, Extent.TOKENS), layer.handles, layer.shape
         assert (x.width, x.extent) == (layer.depth, Extent.TOKENS), (x, layer.depth)
-
-        def emit() -> None:
-            self._library.head_linear(
-                *(self.handle, ctypes.addressof(handles), len(handles), x.address, x.stride),
-                *(self._max_rows[Extent.TOKENS], self._code, y.address, y.stride),
-            )
-
-        shape = layer.shape
-        return self._append(f"{shape.experts} x linear {shape.depth} to {shape.columns}", emit, (x,), y)
+        name = f"{shape.experts} x linear {shape.depth} to {shape.columns}"
+        arguments = (handles, len(handles), x, self._max_rows[x.extent], self._code, y)
+        return self._record(name, self._library.head_linear, arguments, y)
 
     def join(self, x: Value, y: Value) -> Value:
         """See `ForwardPass`. Copies both inputs."""
@@ -298,13 +249,13 @@ class GraphBuilder:
         assert x.extent is y.extent, (x, y)
 
         def emit() -> None:
-            for part, begin in ((x, 0), (y, x.width)):
-                self._library.scale(
-                    *(self.handle, part.address, part.stride, part.width, 1.0),
-                    *(joined.address + begin * self._dtype.itemsize, joined.stride, self._code, x.extent),
-                )
+            self._copy(x, self.columns(joined, 0, x.width))
+            self._copy(y, self.columns(joined, x.width, y.width))
 
         return self._append("join", emit, (x, y), joined)
+
+    def _copy(self, x: Value, y: Value) -> None:
+        self._call(self._library.scale, x, x.width, 1.0, y, self._code, x.extent)
 
     def experts(self, layer: Experts, x: Value, scores: Value) -> Value:
         """See `ForwardPass`."""
@@ -315,12 +266,6 @@ class GraphBuilder:
         assert x.extent is scores.extent is Extent.TOKENS, "experts run on token rows only"
         self.expert_layers.append(host)
 
-        def emit() -> None:
-            self._library.experts(
-                *(self.handle, host.address, x.address, x.stride, scores.address, scores.stride),
-                *(self._max_rows[Extent.TOKENS], y.address, y.stride, self._code),
-            )
-
         def emit_with(result: Value, residual: Value | None, activation: int) -> None:
             assert self._ranks is not None and not activation, activation
             self._ranks.experts(layer, x, scores, residual, result)
@@ -329,7 +274,8 @@ class GraphBuilder:
         if layer.is_partial:
             emit_alone = partial(emit_with, y, None, 0)
             return self._append(f"{name}, all ranks", emit_alone, (x, scores), y, emit_with=emit_with)
-        return self._append(name, emit, (x, scores), y)
+        arguments = (host.address, x, scores, self._max_rows[Extent.TOKENS], y, self._code)
+        return self._record(name, self._library.experts, arguments, y)
 
     def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
         """See `ForwardPass`. Records RoPE with the KV write, then attention."""
@@ -344,71 +290,70 @@ class GraphBuilder:
         assert (q.width, k.width, v.width) == widths, (q.width, k.width, v.width, widths)
         queries = Value(layer.num_heads * query_width(layer.head_dim), Extent.TOKENS)
         y = Value(layer.num_heads * layer.value_width, Extent.TOKENS)
-        library, kv = self._library, self._kv
+        library, kv, max_rows = self._library, self._kv, self._max_rows[Extent.TOKENS]
         context_ranks = None if kv.stripe.is_alone else self._ranks
         if context_ranks is not None:
             queries.place = context_ranks.queries(queries.width)
             self.keep(queries)
         place = kv_place(kv, layer.index)
         c_layer = c_attention(layer, self._dtype, DTYPE_CODES[kv.dtype], kv.spec.block_size)
+        c_layer_address, place_address = ctypes.byref(c_layer), ctypes.byref(place)
 
         def emit_write() -> None:
-            library.rope_kv_write(
-                *(self.handle, ctypes.byref(c_layer)),
-                *(q.address, q.stride, k.address, k.stride, v.address, v.stride),
-                *(ctypes.byref(place), queries.address, queries.stride),
-            )
+            self._call(library.rope_kv_write, c_layer_address, q, k, v, place_address, queries)
             if context_ranks is not None:
                 context_ranks.barrier(Extent.TOKENS)
 
         def emit_attend() -> None:
             if context_ranks is not None:
                 context_ranks.attention(c_layer, queries, place, y)
-                return
-            library.attention(
-                *(self.handle, ctypes.byref(c_layer), queries.address, queries.stride, ctypes.byref(place)),
-                *(y.address, y.stride, self._max_rows[Extent.TOKENS]),
-            )
+            else:
+                self._call(library.attention, c_layer_address, queries, place_address, y, max_rows)
 
         self._append("rotate and write KV", emit_write, (q, k, v), queries)
         return self._append("attention", emit_attend, (queries,), y)
 
     def causal_conv(self, layer: CausalConv, x: Value) -> Value:
         """See `ForwardPass`."""
-        assert x.width == layer.weight.shape[1], (x.width, layer.weight.shape)
-        y = Value(x.width, Extent.TOKENS)
-        return self._append("causal_conv", lambda: self._states.causal_conv(layer, x, y), (x,), y)
+        taps, channels = layer.weight.shape
+        assert x.width == channels, (x.width, layer.weight.shape)
+        arguments = (x, channels, taps, layer.weight, layer.bias, layer.silu)
+        return self._record_state("causal_conv", layer.state, arguments, Value(x.width, Extent.TOKENS))
 
     def selective_scan(
         self, layer: SelectiveScan, x: Value, dt: Value, b: Value, c: Value, gate: Value
     ) -> Value:
         """See `ForwardPass`."""
-        y, reads = Value(x.width, Extent.TOKENS), (x, dt, b, c, gate)
-        return self._append("selective_scan", lambda: self._states.selective_scan(layer, reads, y), reads, y)
+        size, channels = layer.state.shape
+        arguments = ((x, dt, b, c, gate), channels, size, layer.a, layer.dt_bias, layer.skip)
+        return self._record_state("selective_scan", layer.state, arguments, Value(x.width, Extent.TOKENS))
 
     def head_scan(
         self, layer: HeadScan, x: Value, dt: Value, b: Value, c: Value, gate: Value | None
     ) -> Value:
         """See `ForwardPass`."""
-        y, values = Value(x.width, Extent.TOKENS), (x, dt, b, c, gate)
-        reads = tuple(value for value in values if value is not None)
-        return self._append("head_scan", lambda: self._states.head_scan(layer, values, y), reads, y)
+        heads, size, head_dim = layer.state.shape
+        parameters = (layer.a, layer.dt_bias, layer.skip)
+        arguments = ((x, dt, b, c, gate), heads, head_dim, layer.groups, size, *parameters, *layer.dt_limits)
+        return self._record_state("head_scan", layer.state, arguments, Value(x.width, Extent.TOKENS))
 
     def delta_rule(self, layer: DeltaRule, q: Value, k: Value, v: Value, alpha: Value, beta: Value) -> Value:
         """See `ForwardPass`."""
-        y, reads = Value(v.width, Extent.TOKENS), (q, k, v, alpha, beta)
-        return self._append("delta_rule", lambda: self._states.delta_rule(layer, reads, y), reads, y)
+        heads, key_dim, head_dim = layer.state.shape
+        sizes = (heads, head_dim, layer.key_heads, key_dim)
+        arguments = ((q, k, v, alpha, beta), *sizes, layer.a, layer.dt_bias)
+        return self._record_state("delta_rule", layer.state, arguments, Value(v.width, Extent.TOKENS))
+
+    def _record_state(self, name: str, state: StatePart, arguments: tuple[Any, ...], y: Value) -> Value:
+        """Record an operation with a recurrent state: the arguments between its location and the result."""
+        place = ctypes.byref(kv_place(self._kv, state.index, state=True))
+        whole = (place, state.offset, *arguments, y, self._code)
+        return self._record(name, getattr(self._library, name), whole, y)
 
     def take_outputs(self, x: Value) -> Value:
         """Return the rows of ``x`` that need logits."""
         y = Value(x.width, Extent.OUTPUTS)
-
-        def emit() -> None:
-            self._library.take_outputs(
-                self.handle, x.address, x.stride, x.width, y.address, y.stride, self._code
-            )
-
-        return self._append("take outputs", emit, (x,), y)
+        return self._record("take outputs", self._library.take_outputs, (x, x.width, y, self._code), y)
 
     def gather_logits(self, logits: Value) -> Value:
         """Return the logits of all ranks. Each rank writes its columns directly into shared memory, before a barrier."""
@@ -435,12 +380,9 @@ class GraphBuilder:
 
         def emit() -> None:
             item_bytes = self._dtype.itemsize
-            own = whole.address + kept.begin * item_bytes
-            self._library.scale(
-                *(self.handle, x.address, x.stride, x.width, 1.0),
-                *(own, whole.stride, self._code, x.extent),
-            )
-            ranks.barrier(x.extent, SharedRows(own, x.width * item_bytes, whole.stride * item_bytes))
+            own = self.columns(whole, kept.begin, kept.count)
+            self._copy(x, own)
+            ranks.barrier(x.extent, SharedRows(own.address, x.width * item_bytes, own.stride * item_bytes))
 
         return self._append(f"gather {kept.whole} columns of all ranks", emit, (x,), whole)
 
@@ -484,17 +426,43 @@ class GraphBuilder:
                     f"operation {number}, {operation.name!r}, reads a value of an earlier part that was not kept"
                 )
 
-    def _append(
+    def _record(
         self,
         name: str,
-        emit: Callable[[], None],
-        reads: tuple[Value, ...],
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
         y: Value,
-        *,
-        over: tuple[Value, ...] = (),
-        emit_with: EmitWith | None = None,
-        sums: tuple[Value, Value] | None = None,
-        activates: tuple[Value, int] | None = None,
+        **fusion: Any,
     ) -> Value:
-        self._operations.append(Operation(name, emit, reads, y, over, emit_with, sums, activates))
+        """Record a call, see `_call`; it reads the values among the arguments, except its result ``y``.
+
+        fusion: further fields of `Operation`.
+        """
+        flat = [value for each in arguments for value in (each if isinstance(each, tuple) else (each,))]
+        reads = tuple(each for each in flat if isinstance(each, Value) and each is not y)
+        emit = partial(self._call, function, *arguments)
+        return self._append(name, emit, reads, y, **fusion)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Append an operation.
+
+        A value stands for its address and stride, a tuple of values for an array of both, a tensor for its address.
+        """
+        places: list[Any] = []
+        for each in arguments:
+            match each:
+                case Value():
+                    places += (each.address, each.stride)
+                case tuple():
+                    places.append(columns_of(*((v.address, v.stride) if v else (None, 0) for v in each)))
+                case torch.Tensor():
+                    places.append(each.data_ptr())
+                case _:
+                    places.append(each)
+        function(self.handle, *places)
+
+    def _append(
+        self, name: str, emit: Callable[[], None], reads: tuple[Value, ...], y: Value, **fusion: Any
+    ) -> Value:
+        self._operations.append(Operation(name, emit, reads, y, **fusion))
         return y

@@ -24,7 +24,7 @@ from quintet.executor.embeds import StepEmbeds
 from quintet.executor.expert_metrics import ExpertCounts
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.share import Share, most_outputs
-from quintet.executor.models.eagle import observed_forward
+from quintet.executor.models.draft_heads import observed_forward
 from quintet.executor.models.model import CausalModel, PooledModel
 from quintet.wire.config import EngineConfig
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import Rows, SlotTables
@@ -33,33 +34,17 @@ class CStep(ctypes.Structure):
     """Mirror of ``qt::Step``, which documents the fields."""
 
     _fields_ = (
-        ("num_tokens", _SIZE),
-        ("num_rows", _SIZE),
-        ("num_outputs", _SIZE),
-        ("token_ids", _ADDRESS),
-        ("positions", _ADDRESS),
-        ("row_slots", _ADDRESS),
-        ("row_starts", _ADDRESS),
-        ("row_counts", _ADDRESS),
-        ("row_offsets", _ADDRESS),
+        *((name, _SIZE) for name in ("num_tokens", "num_rows", "num_outputs")),
+        *((name, _ADDRESS) for name in ("token_ids", "positions")),
+        *((name, _ADDRESS) for name in ("row_slots", "row_starts", "row_counts", "row_offsets")),
         ("block_table", _ADDRESS),
-        ("block_table_stride", _SIZE),
-        ("block_table_group_stride", _SIZE),
-        ("output_tokens", _ADDRESS),
-        ("rotations", _ADDRESS),
-        ("max_tokens", _SIZE),
-        ("max_rows", _SIZE),
-        ("num_slots", _SIZE),
+        *((name, _SIZE) for name in ("block_table_stride", "block_table_group_stride")),
+        *((name, _ADDRESS) for name in ("output_tokens", "rotations")),
+        *((name, _SIZE) for name in ("max_tokens", "max_rows", "num_slots")),
         ("slot_tokens", _ADDRESS),
         ("slot_tokens_stride", _SIZE),
-        ("settings", _ADDRESS),
-        ("output_slots", _ADDRESS),
-        ("output_positions", _ADDRESS),
-        ("drawn", _ADDRESS),
-        ("masks", _ADDRESS),
-        ("marks", _ADDRESS),
-        ("slot_adapters", _ADDRESS),
-        ("row_adapters", _ADDRESS),
+        *((name, _ADDRESS) for name in ("settings", "output_slots", "output_positions")),
+        *((name, _ADDRESS) for name in ("drawn", "masks", "marks", "slot_adapters", "row_adapters")),
     )
 
 
@@ -74,6 +59,16 @@ class KvPlace(ctypes.Structure):
         ("sharer", _SIZE),
         ("drafts", _SIZE),
     )
+
+
+def kv_place(kv: KvMemory, layer: int, *, state: bool = False) -> KvPlace:
+    """Return the location of a layer's keys and values, or of its recurrent state."""
+    if state and kv.states is not None:
+        kv = kv.states
+    group, place = kv.spec.place(layer, state=state)
+    drafts = kv.draft_block(group) if state else 0
+    address, stripe = kv.places[place].data_ptr(), kv.stripe
+    return KvPlace(address, kv.spec.layer_bytes, group, stripe.size, stripe.index, drafts)
 
 
 class Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -54,6 +55,17 @@ class Value:
     def stride(self) -> int:
         """Elements from one row to the next."""
         return self.tensor.stride(0)
+
+
+class CColumns(ctypes.Structure):
+    """``qt::Columns``: address of a value and its row stride in elements."""
+
+    _fields_ = (("numbers", ctypes.c_void_p), ("stride", ctypes.c_int64))
+
+
+def columns_of(*values: tuple[int | None, int]) -> ctypes.Array[CColumns]:
+    """Pack addresses and strides for the C functions."""
+    return (CColumns * len(values))(*(CColumns(*value) for value in values))
 
 
 EmitWith = Callable[[Value, Value | None, int], None]

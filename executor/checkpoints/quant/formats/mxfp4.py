@@ -3,7 +3,7 @@
     …_blocks  uint8 [experts, rows, depth / 32, 16]   two codes in a byte, the first in the low bits
     …_scales  uint8 [experts, rows, depth / 32]       exponents of powers of two
 
-The experts' layout locates these tensors (`quintet.executor.models.sublayers.expert_weights`); all other layers are
+The experts' layout locates these tensors (`quintet.executor.models.sublayers.experts`); all other layers are
 unquantized.
 """
 

@@ -16,9 +16,9 @@ import torch
 
 from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.backends.cpu.ops.host_library import declare, open_library
-from quintet.executor.backends.cpu.ops.state_rows import StateRows
+from quintet.executor.backends.cpu.ops.states import StateRows
 from quintet.executor.backends.cpu.program.library import STATE_ARGUMENTS
-from quintet.executor.backends.cpu.program.states import columns_of
+from quintet.executor.backends.cpu.program.values import columns_of
 
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
