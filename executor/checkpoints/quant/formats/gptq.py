@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from quintet.executor.checkpoints.quant.formats.modules import compiled, is_part_of, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
+    MOST_GROUP,
     Format,
     Packing,
     Scheme,
@@ -29,8 +30,6 @@ from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
-
-MOST_GROUP = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,10 @@ class GptqConfig:
         """Description for messages."""
         marks = "" if self.symmetric else ", zero points"
         return f"{self.bits} bits, {groups_in_words(self.group)}{marks}{', in the order of activations' * self.by_activations}"
+
+
+USUAL = GptqConfig(4, 128, True, False)
+"""Configuration of the keys that a section lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,7 @@ class Gptq:
         stored: tuple[Stored, ...] = (
             Stored("qweight", (depth * bits // 32, rows), ("I32",)),
             Stored("scales", (groups, rows), FLOATS),
-            Stored(
-                "qzeros", (groups, rows * bits // 32), ("I32",), (middles, middles) if symmetric else None
-            ),
+            Stored("qzeros", (groups, rows * bits // 32), ("I32",), (middles,) * 2 if symmetric else None),
         )
         is_ordered = numbers.by_activations and layer.contents is not None  # dummy inputs keep their order
         if is_ordered:
@@ -131,7 +132,7 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
             f"{section.path}: unsupported GPTQ checkpoint_format {version!r}, a layout for one GPU's kernels: use the"
             " original with `checkpoint_format` 'gptq' or 'gptq_v2'"
         )
-    numbers = numbers_of(section, GptqConfig(4, 128, True, False))
+    numbers = numbers_of(section, USUAL)
     symmetric = section.flag(("sym", "symmetric"), True)
     layers = Gptq(
         replace(numbers, symmetric=symmetric),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from quintet.executor.checkpoints.quant.formats.modules import word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
+    MOST_GROUP,
     Format,
     Packing,
     Scheme,
@@ -35,7 +36,6 @@ STORED_BITS = {8: 8, 6: 8, 5: 8, 4: 4, 3: 3, 2: 2, 1: 1}
 IN_WORD = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 """Codes in a byte by stored bits; in a 32-bit word for 3 bits."""
 MARK = "W_q"
-MOST_GROUP = 1 << 20
 LEAST_GROUP = 16
 """Kernels support multiples of this group size."""
 BESIDE = (

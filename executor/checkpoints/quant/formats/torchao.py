@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from quintet.executor.checkpoints.quant.formats.floats import fp8_scheme
+from quintet.executor.checkpoints.quant.formats.floats import fp8_scheme, int8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import compiled, is_part_of, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
+    MOST_GROUP,
     Format,
     Packing,
     Scheme,
@@ -26,6 +27,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     groups_in_words,
     in_words,
     total_bytes,
+    with_input_factors,
 )
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.hf_config import HfConfig
@@ -52,7 +54,6 @@ MAPPINGS = ("SYMMETRIC", "SYMMETRIC_NO_CLIPPING_ERR", "ASYMMETRIC")
 """Mappings from codes to values: zero in the middle; the same, with both ends of the range used; with a zero point."""
 PLAIN = ("plain", "unpacked_to_int8")
 USUAL_GROUP = 128
-MOST_GROUP = 1 << 20
 _SPELLINGS = ("_weight_", "weight:")
 
 
@@ -107,22 +108,12 @@ class TorchAo:
         numbers = self._numbers_of(layer)
         if numbers is None or layer.is_plain(f"{start}qdata"):
             return None
-        scheme = _scheme(layer, numbers, start)
-        factors = f"{start}act_pre_scale"
-        if layer.entry(factors) is None:
-            return scheme
-        return replace(
-            scheme,
-            stored=(
-                *scheme.stored,
-                Stored(factors, layer.shaped(factors, (layer.depth,), (1, layer.depth), ()), FLOATS),
-            ),
-            input_factors=factors,
-            int8_activations=False,
-        )
+        depth = layer.depth
+        scheme = _SCHEMES[numbers.kind](layer, numbers, start)
+        return with_input_factors(scheme, layer, f"{start}act_pre_scale", (depth,), (1, depth), ())
 
     def _numbers_of(self, layer: StoredLayer) -> TorchAoConfig | None:
-        if is_part_of(layer, self.left_out) or (layer.contents is None and layer.is_output_layer):
+        if is_part_of(layer, self.left_out) or layer.is_dummy_head:
             return None
         tried = [*layer.names, *(f"{name}.weight" for name in layer.names)]
         for pattern, numbers in self.by_name:
@@ -137,16 +128,6 @@ def _is_in_fp32_groups(name: str, entry: Entry) -> bool:
     return is_scale and entry.dtype == "F32" and len(entry.shape) == 2 and entry.shape[1] > 1
 
 
-def _scheme(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
-    match numbers.kind:
-        case "4-bit integers":
-            return _int4(layer, numbers, start)
-        case "8-bit floats":
-            return _float8(layer, start)
-        case _:
-            return _int8(layer, numbers, start)
-
-
 def _int8(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
     rows, depth = layer.rows, layer.depth
     scale, zero = f"{start}scale", f"{start}zero_point"
@@ -158,41 +139,41 @@ def _int8(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
     if depth % groups:
         layer.refuse(f"{groups} groups do not divide a row evenly")
     shape = layer.shaped(scale, (rows, groups), (rows,), (), (1,), (1, 1))
-    stored: tuple[Stored, ...] = (
-        Stored(f"{start}qdata", (rows, depth), ("I8",)),
-        Stored(scale, shape, FLOATS),
-    )
-    has_zeros = layer.entry(zero) is not None or layer.contents is None
-    if has_zeros:
+    zeros = None
+    if layer.entry(zero) is not None or layer.contents is None:
         if by_tensor and not numbers.symmetric:
             layer.refuse(
                 "one zero point for a whole tensor is not supported: use a checkpoint with one for each row or group"
             )
-        its = layer.shaped(zero, shape)
-        stored += (Stored(zero, its, ("I8", "I32", "I64"), (0, 0) if numbers.symmetric else None),)
+        zeros = Stored(zero, shape, ("I8", "I32", "I64"), (0, 0) if numbers.symmetric else None)
     group = 0 if groups == 1 else depth // groups
-    return Scheme(
-        stored=stored,
-        scale_kind=layer.kind(scale),
+    return int8_scheme(
+        layer,
+        scale,
+        shape,
+        weight=f"{start}qdata",
         group=group,
         row_group=0 if by_tensor else 1,
-        has_int8_zeros=has_zeros,
+        zeros=zeros,
         all_zeros=0 if numbers.symmetric else None,
         int8_activations=numbers.int8_activations and numbers.symmetric and not group,
     )
 
 
-def _float8(layer: StoredLayer, start: str) -> Scheme:
+def _float8(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
     rows, scale = layer.rows, f"{start}scale"
     entry = layer.entry(scale)
+    shapes: tuple[tuple[int, ...], ...]
     if entry is None or entry.shape in ((rows, 1), (rows,)):
-        return fp8_scheme(layer, scale, ((rows, 1), (rows,)), row_group=1, group=0, weight=f"{start}qdata")
-    if len(entry.shape) == 2 and entry.shape != (1, 1):
-        height, width = (
+        shapes, row_group, group = ((rows, 1), (rows,)), 1, 0
+    elif len(entry.shape) == 2 and entry.shape != (1, 1):
+        shapes = (entry.shape,)
+        row_group, group = (
             -(-size // max(1, count)) for size, count in zip((rows, layer.depth), entry.shape, strict=True)
         )
-        return fp8_scheme(layer, scale, (entry.shape,), row_group=height, group=width, weight=f"{start}qdata")
-    return fp8_scheme(layer, scale, ((1, 1), (1,), ()), row_group=0, group=0, weight=f"{start}qdata")
+    else:
+        shapes, row_group, group = ((1, 1), (1,), ()), 0, 0
+    return fp8_scheme(layer, scale, shapes, row_group=row_group, group=group, weight=f"{start}qdata")
 
 
 def _int4(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
@@ -212,6 +193,9 @@ def _int4(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
         real_zeros=True,
         decoder="quintet.executor.checkpoints.quant.decode_formats:torchao_int4",
     )
+
+
+_SCHEMES = {INT4: _int4, FLOAT8: _float8, INT8: _int8, INTX: _int8}
 
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
