@@ -12,7 +12,8 @@ Bits can differ between layers.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from quintet.executor.checkpoints.quant.formats import awq, fp8, gptq
 from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
@@ -37,25 +38,19 @@ NAME: Quantization = "auto-round"
 MARK = "weight_scale"
 
 
-@dataclass(frozen=True, slots=True)
-class Floats:
-    """Layers of floats with group scales."""
-
-    kind: str
-    bits: int
-    left_out: tuple[re.Pattern[str], ...]
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        is_left_out = any(pattern.search(name) for pattern in self.left_out for name in layer.names)
-        if layer.is_plain(MARK) or is_left_out or (layer.contents is None and layer.is_output_layer):
-            return None
-        group = MICROSCALED[self.kind, self.bits]
-        if self.bits == 4:
-            one = "weight_global_scale" if self.kind == "nv_fp" else None
-            return fp4_scheme(layer, "weight_packed", group, one, divides=True)
-        shape = (layer.rows, -(-layer.depth // group))
-        return fp8_scheme(layer, MARK, (shape,), row_group=1, group=group, exponents=True)
+def _microscaled(
+    kind: str, bits: int, left_out: tuple[re.Pattern[str], ...], layer: StoredLayer
+) -> Scheme | None:
+    """See `Format.scheme`: floats with group scales."""
+    is_left_out = any(pattern.search(name) for pattern in left_out for name in layer.names)
+    if layer.is_plain(MARK) or is_left_out or layer.is_dummy_head:
+        return None
+    group = MICROSCALED[kind, bits]
+    if bits == 4:
+        one = "weight_global_scale" if kind == "nv_fp" else None
+        return fp4_scheme(layer, "weight_packed", group, one, divides=True)
+    shape = (layer.rows, -(-layer.depth // group))
+    return fp8_scheme(layer, MARK, (shape,), row_group=1, group=group, exponents=True)
 
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
@@ -69,23 +64,23 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
             f"{section.path}: {section.inside}rotation_config is not supported (inputs rotated at run time):"
             " quantize the model again without rotations"
         )
-    return _integers(section, packing) if kind.startswith("int") else _floats(section, kind, packing)
+    if kind.startswith("int"):
+        return _integers(hf_config, section, packing)
+    return _floats(section, kind, packing)
 
 
 def _floats(section: HfConfig, kind: str, packing: str) -> Format:
     bits = section.whole("bits", 1, FLOAT_BITS, 8)
-    if "e5m3" not in packing and (kind[:5], bits) in MICROSCALED:
-        others = _others(section, gptq.GptqConfig(4, 128, True, False))
-        layers = Floats(kind[:5], bits, tuple(pattern for pattern, its in others if its is None))
-        words = f"auto-round: {bits}-bit floats ({layers.kind}), groups of {MICROSCALED[layers.kind, bits]}"
-        return Format(NAME, words, MARK, layers.scheme, ("*.input_global_scale", "*.input_scale"))
+    micro = kind[:5]
+    if "e5m3" not in packing and (micro, bits) in MICROSCALED:
+        others = _others(section, gptq.USUAL)
+        scheme = partial(_microscaled, micro, bits, tuple(pattern for pattern, its in others if its is None))
+        words = f"auto-round: {bits}-bit floats ({micro}), groups of {MICROSCALED[micro, bits]}"
+        return Format(NAME, words, MARK, scheme, ("*.input_global_scale", "*.input_scale"))
     if kind.startswith("fp") and bits == 8:
         group = section.values.get("group_size")
-        if (
-            isinstance(group, list)
-            and len(group) == 2
-            and all(type(each) is int and each > 0 for each in group)
-        ):
+        is_block = isinstance(group, list) and len(group) == 2
+        if is_block and all(type(each) is int and each > 0 for each in group):
             return fp8.of(NAME, (group[0], group[1]))
         return fp8.of(NAME, None)
     raise ConfigError(
@@ -94,9 +89,9 @@ def _floats(section: HfConfig, kind: str, packing: str) -> Format:
     )
 
 
-def _integers(section: HfConfig, packing: str) -> Format:
+def _integers(hf_config: HfConfig, section: HfConfig, packing: str) -> Format:
     if "awq" in packing:
-        return replace(awq.of(section), name=NAME)
+        return replace(awq.recognise(hf_config, section), name=NAME)
     name = packing.removeprefix("auto_round").removeprefix(":")
     if name not in RAW_ZEROS and "gptq" not in name:
         raise ConfigError(
@@ -104,11 +99,9 @@ def _integers(section: HfConfig, packing: str) -> Format:
             " 'auto_round', 'auto_gptq' or 'auto_awq'"
         )
     if section.whole("act_bits", 1, 32, FLOAT_BITS) < FLOAT_BITS:
-        raise section.wrong(
-            "act_bits",
-            f"{FLOAT_BITS}: export integer weights with integer activations in the format 'llm_compressor'",
-        )
-    numbers = gptq.numbers_of(section, gptq.GptqConfig(4, 128, True, False))
+        format_ = "export integer weights with integer activations in the format 'llm_compressor'"
+        raise section.wrong("act_bits", f"{FLOAT_BITS}: {format_}")
+    numbers = gptq.numbers_of(section, gptq.USUAL)
     layers = gptq.Gptq(
         numbers,
         zero_offset=0 if name in RAW_ZEROS else 1,
