@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from quintet.executor.checkpoints.gguf.architectures import Architecture
 from quintet.executor.checkpoints.gguf.header import Tensor
-from quintet.executor.checkpoints.gguf.tensor_map import TensorMap
 from quintet.executor.checkpoints.gguf.tensor_recipes import (
     Finish,
     Recipe,
+    TensorMap,
     TensorRows,
     height,
     log_of_negative,

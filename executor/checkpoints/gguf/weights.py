@@ -16,8 +16,7 @@ from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 from quintet.executor.checkpoints.gguf.header import GgufHeader, Tensor
 from quintet.executor.checkpoints.gguf.hf_config import architecture_of
 from quintet.executor.checkpoints.gguf.parts import read_parts
-from quintet.executor.checkpoints.gguf.tensor_map import height_of
-from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, TensorRows, height
+from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, TensorRows, height, height_of
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.mapped import read_only_tensor
