@@ -18,7 +18,7 @@ from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.wire.errors import ConfigError
 
 QUANTIZATIONS = {
-    "none": "quintet.executor.checkpoints.quant.none:Unquantized",
+    "none": "quintet.executor.checkpoints.quant.packed:Unquantized",
     "int8": "quintet.executor.checkpoints.quant.packed:int8",
     "int4": "quintet.executor.checkpoints.quant.packed:int4",
     "w8a8": "quintet.executor.checkpoints.quant.packed:w8a8",

@@ -5,9 +5,10 @@ The inputs of a layer may be permuted before its packed weight, so that inputs o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -50,8 +51,8 @@ class RowSource(Protocol):
     """Rows of a matrix and the checkpoint tensors that hold them."""
 
     @property
-    def rows(self) -> int:
-        """Number of rows."""
+    def part(self) -> RowRange:
+        """The rows."""
 
     @property
     def label(self) -> str:
@@ -67,11 +68,6 @@ class PlainRows:
 
     part: RowRange
     depth: int
-
-    @property
-    def rows(self) -> int:
-        """See `RowSource`."""
-        return self.part.rows
 
     @property
     def label(self) -> str:
@@ -98,11 +94,6 @@ class CodedRows:
     part: RowRange
     depth: int
     scheme: Scheme
-
-    @property
-    def rows(self) -> int:
-        """See `RowSource`."""
-        return self.part.rows
 
     @property
     def label(self) -> str:
@@ -153,6 +144,30 @@ class CodedRows:
         begins = [group * height + part.begin for group in range(part.groups)]
         runs = [range(part.height)] if count == height else [range(begin, begin + count) for begin in begins]
         return runs if part.kept_rows is None else _rows_of(runs, part.kept_rows)
+
+
+def declare_rows(
+    sources: Sequence[RowSource], plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]
+) -> None:
+    """Declare the sources of adjacent rows; ``fill`` gets the index of its first row among the rows of all sources."""
+    begin = 0
+    for source in sources:
+        source.declare(plan, expect, partial(_fill_from, begin, fill))
+        begin += source.part.rows
+
+
+def _fill_from(begin: int, fill: Callable[[int, Rows], object], place: int, rows: Rows) -> None:
+    fill(begin + place, rows)
+
+
+def runs_of(keys: Iterable[object]) -> list[tuple[int, int]]:
+    """Return begin and end of each run of equal keys."""
+    found, begin = [], 0
+    for _, equal in groupby(keys):
+        end = begin + len(list(equal))
+        found.append((begin, end))
+        begin = end
+    return found
 
 
 def declare_order(sources: list[RowSource], depth: int, plan: WeightPlan) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.checkpoints.quant.fill import fill
 from quintet.executor.checkpoints.quant.formats.scheme import Scheme
 from quintet.executor.checkpoints.quant.packed_formats import LAYOUT, PackedFormat
-from quintet.executor.checkpoints.quant.source import Expect, Rows, floats_of
+from quintet.executor.checkpoints.quant.source import Expect, Rows, RowSource, floats_of
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import Description
 
@@ -52,12 +52,7 @@ class StackPiece:
     is_whole: bool = False
     """True: the rows are all rows of one expert's tensor, unchanged."""
 
-    def declare(
-        self,
-        plan: WeightPlan,
-        expect: Expect,
-        fill: Callable[[int, int, Rows], object],
-    ) -> None:
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
         """See `StackRows`."""
         arrived: dict[int, torch.Tensor] = {}
 
@@ -73,6 +68,20 @@ class StackPiece:
             expect(name, shape, partial(take, place))
         for name, between in zip(self.names, self.bytes_between, strict=False):
             plan.as_codes(name, ("U8",), between)
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePiece:
+    """Rows of one expert from a source. A `StackRows`."""
+
+    source: RowSource
+    expert: int
+    begin: int
+    """Index of the first row in the matrix."""
+
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
+        """See `StackRows`."""
+        self.source.declare(plan, expect, lambda place, rows: fill(self.expert, self.begin + place, rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 
 from quintet.executor.backends.torch.eager import EagerRunner
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
-from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.packed import RowMajorLinear
 from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackShape
 from quintet.executor.checkpoints.quantize_tool.rounders import Rounder
 from quintet.executor.checkpoints.weights.load import load_checkpoint, open_files

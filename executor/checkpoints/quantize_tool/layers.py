@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
-from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.packed import RowMajorLinear
 from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackPiece, StackShape
 from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.names import expected_names
