@@ -78,7 +78,7 @@ class _Mapped:
 
 
 class GgufFile:
-    """A `quintet.executor.checkpoints.weights.file.WeightFile`; for a split model, the tensors with their first rows in
+    """A `quintet.executor.checkpoints.weights.mapped.WeightFile`; for a split model, the tensors with their first rows in
     this file."""
 
     def __init__(

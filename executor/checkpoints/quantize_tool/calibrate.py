@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -16,7 +17,6 @@ from quintet.executor.backends.torch.eager import EagerRunner
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
 from quintet.executor.checkpoints.quant.packed import RowMajorLinear
 from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackShape
-from quintet.executor.checkpoints.quantize_tool.rounders import Rounder
 from quintet.executor.checkpoints.weights.load import load_checkpoint, open_files
 from quintet.executor.checkpoints.weights.names import expected_names
 from quintet.executor.checkpoints.weights.plan import WeightPlan
@@ -34,6 +34,18 @@ _TOKENS = 4096
 """Tokens multiplied at a time."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _CPU = torch.device("cpu")
+
+
+class Rounder(Protocol):
+    """Rounds weights and keeps the results by checkpoint weight name."""
+
+    def round(
+        self, names: Sequence[str], weights: Sequence[torch.Tensor], hessian: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Return the rounded values of weights ``[rows, depth]`` with the same inputs. Raises ValueError.
+
+        hessian: products of the inputs, fp32 ``[depth, depth]``.
+        """
 
 
 class _Calibrating(Quantization):

@@ -15,7 +15,7 @@ import torch
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
 from quintet.executor.checkpoints.quant.packed import RowMajorLinear
 from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackPiece, StackShape
-from quintet.executor.checkpoints.weights.file import WeightFile
+from quintet.executor.checkpoints.weights.mapped import WeightFile
 from quintet.executor.checkpoints.weights.names import expected_names
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.hf_config import HfConfig

@@ -1,17 +1,20 @@
-"""A mapped safetensors file: tensors are views without a copy. `quintet.executor.checkpoints.weights.header` validates
-it."""
+"""Interface of a checkpoint file for loaders (`WeightFile`), and a mapped safetensors file.
+
+Its tensors are views without a copy. `quintet.executor.checkpoints.weights.header` validates it.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from quintet.executor.checkpoints.weights.header import read_header
+from quintet.executor.checkpoints.weights.header import Entry, read_header
 from quintet.wire.errors import ConfigError
 
 DTYPES = {
@@ -29,6 +32,34 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+class Tensors(Protocol):
+    """Tensors by name, to be read one by one."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Format, shape and place of each tensor."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the tensor, on the host, read-only."""
+
+    def drop(self, name: str) -> None:
+        """Release a consumed tensor."""
+
+
+class WeightFile(Tensors, Protocol):
+    """A checkpoint file (shard) of any format, read-only."""
+
+    path: Path
+    size: int
+    """In bytes."""
+    modified_ns: int
+    header: bytes
+    """Names, formats and shapes of all tensors: equal bytes mean equal tensors."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names in the fastest order for reading."""
 
 
 class MappedFile:

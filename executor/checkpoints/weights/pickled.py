@@ -23,7 +23,7 @@ _COUNTS = "sparse_threshold."
 
 
 class PickledFile:
-    """A `quintet.executor.checkpoints.weights.file.WeightFile`. Tensors are views of the mapped file if torch can map
+    """A `quintet.executor.checkpoints.weights.mapped.WeightFile`. Tensors are views of the mapped file if torch can map
     it."""
 
     def __init__(self, path: Path) -> None:

@@ -32,9 +32,8 @@ from quintet.executor.checkpoints.gguf.writing.layout import (
 )
 from quintet.executor.checkpoints.gguf.writing.metadata import metadata_of
 from quintet.executor.checkpoints.gguf.writing.type_mixes import Mix, Model, type_of
-from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.load import open_files
-from quintet.executor.checkpoints.weights.mapped import DTYPES
+from quintet.executor.checkpoints.weights.mapped import DTYPES, WeightFile
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import read_json
 
