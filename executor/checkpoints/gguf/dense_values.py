@@ -26,11 +26,6 @@ def gemma3(metadata: GgufMetadata) -> Values:
     return {**gemma2(metadata), "rope_local_base_freq": local, **layer_kinds(metadata)}
 
 
-def phi3(metadata: GgufMetadata) -> Values:
-    """Return the values of Phi 3 and 4."""
-    return {"sliding_window": metadata.get("attention.sliding_window") or None}
-
-
 def bitnet(metadata: GgufMetadata) -> Values:
     """Return the values of BitNet b1.58.
 
@@ -72,45 +67,20 @@ def falcon(metadata: GgufMetadata) -> Values:
     }
 
 
-def starcoder(metadata: GgufMetadata) -> Values:
-    """Return the values of StarCoder 1."""
-    return {**gpt2(metadata), "multi_query": metadata.whole("attention.head_count_kv", 1) == 1}
-
-
 def cohere(metadata: GgufMetadata) -> Values:
     """Return the values of Command R and its successors."""
-    return {
-        "logit_scale": metadata.get("logit_scale"),
-        "use_qk_norm": metadata.has("attn_q_norm.weight"),
-        **slides(metadata),
-    }
-
-
-def granite(metadata: GgufMetadata) -> Values:
-    """Return Granite's factors."""
-    return {
-        "attention_multiplier": metadata.get("attention.scale"),
-        "embedding_multiplier": metadata.get("embedding_scale"),
-        "residual_multiplier": metadata.get("residual_scale"),
-        "logits_scaling": metadata.get("logit_scale"),
-    }
+    is_normed = metadata.has("attn_q_norm.weight")
+    return {"logit_scale": metadata.get("logit_scale"), "use_qk_norm": is_normed, **slides(metadata)}
 
 
 def minicpm(metadata: GgufMetadata) -> Values:
     """Return the values of MiniCPM; its files have derived factors, its config the original ones."""
+    hidden, root = metadata.whole("embedding_length"), num_layers(metadata) ** 0.5
     return {
         "scale_emb": metadata.get("embedding_scale", 12.0),
-        "scale_depth": metadata.real("residual_scale", 1.4 / num_layers(metadata) ** 0.5)
-        * num_layers(metadata) ** 0.5,
-        "dim_model_base": round(
-            metadata.whole("embedding_length") / max(metadata.real("logit_scale", 1.0), 1e-6)
-        ),
+        "scale_depth": metadata.real("residual_scale", 1.4 / root) * root,
+        "dim_model_base": round(hidden / max(metadata.real("logit_scale", 1.0), 1e-6)),
     }
-
-
-def olmo2_name(metadata: GgufMetadata) -> str:
-    """Return the architecture name; OLMo 3 shares the GGUF name."""
-    return "Olmo3ForCausalLM" if metadata.get("attention.sliding_window") else "Olmo2ForCausalLM"
 
 
 def slides(metadata: GgufMetadata) -> Values:
@@ -139,11 +109,6 @@ def apertus(metadata: GgufMetadata) -> Values:
         curves[key] = values if isinstance(values, list) else [values] * count
     scaling = common(metadata)["rope_scaling"] or {"rope_type": "default"}
     return {"xielu_curves": curves, "rope_scaling": scaling}
-
-
-def qwen1(metadata: GgufMetadata) -> Values:
-    """Return the values of Qwen 1. Files lack its context extension."""
-    return {"kv_channels": metadata.get("attention.key_length"), "seq_length": metadata.get("context_length")}
 
 
 def chatglm(metadata: GgufMetadata) -> Values:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quintet.executor.checkpoints.gguf.common_values import Values, common, num_layers
-from quintet.executor.checkpoints.gguf.dense_values import granite, slides
+from quintet.executor.checkpoints.gguf.common_values import GRANITE, Values, common
+from quintet.executor.checkpoints.gguf.dense_values import slides
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 
 _SIGMOID = 2
@@ -24,19 +24,6 @@ def experts(metadata: GgufMetadata, renormalise: bool = False) -> Values:
         "routed_scaling_factor": metadata.get("expert_weights_scale") or 1.0,
         "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
     }
-
-
-def mixtral(metadata: GgufMetadata) -> Values:
-    """Return the MoE values of Mixtral, which shares Llama's GGUF name."""
-    return {
-        "num_local_experts": metadata.get("expert_count"),
-        "num_experts_per_tok": metadata.get("expert_used_count"),
-    }
-
-
-def llama_name(metadata: GgufMetadata) -> str:
-    """Return the architecture name; Mixtral shares Llama's GGUF name."""
-    return "MixtralForCausalLM" if metadata.get("expert_count") else "LlamaForCausalLM"
 
 
 def deepseek2_name(metadata: GgufMetadata) -> str:
@@ -72,25 +59,18 @@ def minicpm3(metadata: GgufMetadata) -> Values:
 
 def _latent(metadata: GgufMetadata, ending: str) -> Values:
     rotated = metadata.whole("rope.dimension_count")
-    ranks = {"kv_lora_rank": metadata.get("attention.kv_lora_rank")}
     q_rank = metadata.get("attention.q_lora_rank") if metadata.has("attn_q_a.weight") else None
-    plain = metadata.whole(f"attention.key_length{ending}") - rotated
     return {
-        **ranks,
+        "kv_lora_rank": metadata.get("attention.kv_lora_rank"),
         "q_lora_rank": q_rank,
         "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": plain,
+        "qk_nope_head_dim": metadata.whole(f"attention.key_length{ending}") - rotated,
         "v_head_dim": metadata.get(f"attention.value_length{ending}"),
         "head_dim": None,
         "num_key_value_heads": None,
         "partial_rotary_factor": None,
         "attention_bias": False,
     }
-
-
-def dots1(metadata: GgufMetadata) -> Values:
-    """Return the values of dots.llm1; no layer slides."""
-    return {**experts(metadata), "layer_types": ["full_attention"] * num_layers(metadata)}
 
 
 def ernie(metadata: GgufMetadata) -> Values:
@@ -109,16 +89,6 @@ def hunyuan(metadata: GgufMetadata) -> Values:
     return {**experts(metadata), "num_shared_expert": shared // width, "use_qk_norm": True}
 
 
-def glm4(metadata: GgufMetadata) -> Values:
-    """Return the values of GLM-4.5 and Solar Open."""
-    return {**experts(metadata), "use_qk_norm": metadata.has("attn_q_norm.weight")}
-
-
-def exaone(metadata: GgufMetadata) -> Values:
-    """Return the values of K-EXAONE."""
-    return {**experts(metadata), **slides(metadata)}
-
-
 def bailing(metadata: GgufMetadata) -> Values:
     """Return the values of Ling 1 and 2."""
     biased = metadata.has("attn_qkv.bias", "attn_q.bias")
@@ -127,35 +97,24 @@ def bailing(metadata: GgufMetadata) -> Values:
 
 def minimax(metadata: GgufMetadata) -> Values:
     """Return the values of MiniMax M2; its config has the rotated dimension instead of a fraction."""
-    width = metadata.once("expert_feed_forward_length")
-    rotated = metadata.get("rope.dimension_count")
     return {
         **experts(metadata),
-        "intermediate_size": width,
-        "rotary_dim": rotated,
+        "intermediate_size": metadata.once("expert_feed_forward_length"),
+        "rotary_dim": metadata.get("rope.dimension_count"),
         "partial_rotary_factor": None,
     }
-
-
-def granite_name(metadata: GgufMetadata) -> str:
-    """Return the architecture name; Granite 4 without Mamba and experts shares it."""
-    return "GraniteMoeSharedForCausalLM" if metadata.get("expert_count") else "GraniteForCausalLM"
 
 
 def granite_moe(metadata: GgufMetadata) -> Values:
     """Return the values of Granite 3 with experts."""
     shared = metadata.get("expert_shared_feed_forward_length", 0)
-    return {**granite(metadata), **experts(metadata), "shared_intermediate_size": shared}
+    return {**metadata.copied(GRANITE), **experts(metadata), "shared_intermediate_size": shared}
 
 
 def phi_moe(metadata: GgufMetadata) -> Values:
     """Return the values of Phi 3.5 with experts."""
-    biased = "output.bias" in metadata.tensors
-    return {
-        **experts(metadata),
-        "lm_head_bias": biased,
-        "sliding_window": metadata.get("attention.sliding_window"),
-    }
+    biased, window = "output.bias" in metadata.tensors, metadata.get("attention.sliding_window")
+    return {**experts(metadata), "lm_head_bias": biased, "sliding_window": window}
 
 
 def gpt_oss(metadata: GgufMetadata) -> Values:

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either, head_dim, rope_of
+from quintet.executor.checkpoints.gguf.common_values import GRANITE
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, copied, either, head_dim, rope_of
 
 
 def dimensions(config: Config) -> Config:
     """Return the head dimensions."""
     return {"attention.key_length": head_dim(config), "attention.value_length": head_dim(config)}
-
-
-def granite(config: Config) -> Config:
-    """Return Granite's factors."""
-    return {
-        "attention.scale": config["attention_multiplier"],
-        "embedding_scale": float(config["embedding_multiplier"]),
-        "residual_scale": float(config["residual_multiplier"]),
-        "logit_scale": float(config["logits_scaling"]),
-    }
 
 
 def windows(config: Config) -> Config:
@@ -90,17 +81,14 @@ def _mpt(config: Config) -> Config:
 def _deci(config: Config) -> Config:
     heads = config["num_attention_heads"]
     blocks = config["block_configs"]
-    shared = [
-        0 if block["attention"].get("no_op") else heads // block["attention"]["n_heads_in_group"]
-        for block in blocks
-    ]
+    attentions = [block["attention"] for block in blocks]
+    shared = [0 if each.get("no_op") else heads // each["n_heads_in_group"] for each in attentions]
     widths = [0 if block["ffn"].get("no_op") else _deci_width(config, block["ffn"]) for block in blocks]
     return {
         "attention.head_count": [heads if each else 0 for each in shared],
         "attention.head_count_kv": shared,
         "feed_forward_length": widths,
-        "attention.key_length": head_dim(config),
-        "attention.value_length": head_dim(config),
+        **dimensions(config),
     }
 
 
@@ -124,7 +112,7 @@ DENSE: dict[str, Callable[[Config], Config]] = {
     "gemma3": _gemma,
     "glm4": dimensions,
     "gptneox": _parallel,
-    "granite": granite,
+    "granite": lambda config: copied(config, GRANITE),
     "hunyuan-dense": hunyuan,
     "minicpm": _minicpm,
     "mistral3": _ministral3,

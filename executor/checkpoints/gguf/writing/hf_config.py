@@ -52,6 +52,11 @@ def rope_of(config: Config) -> Config:
     return rope | {"rope_type": _SPELLINGS.get(kind, kind)}
 
 
+def copied(config: Config, keys: Config) -> Config:
+    """Return metadata of the config's values, by the GGUF key of each. Raises KeyError for a missing one."""
+    return {theirs: config[ours] for ours, theirs in keys.items()}
+
+
 def either(config: Config, *keys: str, missing: Any = None) -> Any:
     """Return the first value that is present."""
     return next((config[key] for key in keys if config.get(key) is not None), missing)

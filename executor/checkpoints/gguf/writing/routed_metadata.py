@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quintet.executor.checkpoints.gguf.writing.dense_metadata import dimensions, granite, hunyuan, windows
-from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either
+from quintet.executor.checkpoints.gguf.common_values import GRANITE
+from quintet.executor.checkpoints.gguf.writing.dense_metadata import dimensions, hunyuan, windows
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, copied, either
 
 SIGMOID = 2
 """``expert_gating_func`` of sigmoid scores."""
@@ -103,7 +104,7 @@ def _ernie(config: Config) -> Config:
 
 
 def _granite(config: Config) -> Config:
-    return experts(config) | granite(config) | {"feed_forward_length": config["intermediate_size"]}
+    return experts(config) | copied(config, GRANITE) | {"feed_forward_length": config["intermediate_size"]}
 
 
 def _hunyuan(config: Config) -> Config:
