@@ -11,6 +11,8 @@ mxfp8-quantized        weight fp8 [rows, depth]             weight_scale uint8 [
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme, int8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import block_size, is_named, word_list
@@ -30,18 +32,12 @@ from quintet.wire.errors import ConfigError
 PACKED = "pack-quantized"
 INTEGERS = ("int-quantized", "naive-quantized")
 NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
-KNOWN = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", NVFP4, MXFP4, MXFP8)
+KNOWN = (PACKED, *INTEGERS, "float-quantized", NVFP4, MXFP4, MXFP8)
 _GROUP_OF = {NVFP4: 16, MXFP4: 32, MXFP8: 32}
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 UNUSED = (
-    "weight_shape",
-    "input_scale",
-    "input_zero_point",
-    "input_global_scale",
-    "output_scale",
-    "k_scale",
-    "v_scale",
-    "q_scale",
+    *("weight_shape", "input_scale", "input_zero_point", "input_global_scale"),
+    *("output_scale", "k_scale", "v_scale", "q_scale"),
 )
 """Suffixes of unneeded tensors: activation scales are computed at run time, and
 `quintet.executor.checkpoints.quant.kv_scales` reads those of keys and values."""
@@ -72,51 +68,39 @@ class GroupConfig:
     def words(self) -> str:
         """For messages."""
         kind = "floats" if self.is_float else "integers"
-        by = {"group": f"groups of {self.group}", "tensor_group": f"groups of {self.group}"}.get(
-            self.strategy, f"a scale for each {self.strategy}"
-        )
+        is_grouped = self.strategy in ("group", "tensor_group")
+        by = f"groups of {self.group}" if is_grouped else f"a scale for each {self.strategy}"
         marks = "" if self.symmetric else ", zero points"
         return f"{self.bits}-bit {kind}, {by}{marks}{', 8-bit activations' * self.int8_activations}"
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedTensors:
-    """Layers by groups."""
+Groups = tuple[tuple[tuple[str, ...], GroupConfig], ...]
+"""Layers that are quantized alike: names, patterns after ``re:``, or classes of modules; and their configuration."""
 
-    groups: tuple[tuple[tuple[str, ...], GroupConfig], ...]
-    """Layers that are quantized alike: names, patterns after ``re:``, or classes of modules; and their configuration."""
-    ignore: tuple[str, ...]
-    path: str
 
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        numbers = self._numbers_of(layer)
-        if numbers is None or layer.is_plain("weight_scale"):
-            return None
-        if numbers.format in (NVFP4, MXFP4):
-            one = "weight_global_scale" if numbers.format == NVFP4 else None
-            return fp4_scheme(layer, "weight_packed", numbers.group, one, divides=True)
-        if numbers.is_float:
-            row_group, group = numbers.block_of_scales
-            return fp8_scheme(
-                layer,
-                "weight_scale",
-                _scale_shapes(layer, numbers),
-                row_group=row_group,
-                group=group,
-                exponents=numbers.format == MXFP8,
-                fp8_activations=numbers.fp8_activations and numbers.strategy != "block",
-            )
-        return _packed(layer, numbers) if numbers.format == PACKED else _integers(layer, numbers)
-
-    def _numbers_of(self, layer: StoredLayer) -> GroupConfig | None:
-        """Return the configuration of a layer; a name takes precedence over a class."""
-        if is_named(layer, self.ignore, self.path, "ignore"):
-            return None
-        for targets, numbers in self.groups:
-            if is_named(layer, targets, self.path, "targets"):
-                return numbers
-        return next((numbers for targets, numbers in self.groups if "Linear" in targets), None)
+def _scheme(groups: Groups, ignore: tuple[str, ...], path: str, layer: StoredLayer) -> Scheme | None:
+    if is_named(layer, ignore, path, "ignore"):
+        return None
+    named = (numbers for targets, numbers in groups if is_named(layer, targets, path, "targets"))
+    of_class = (numbers for targets, numbers in groups if "Linear" in targets)
+    numbers = next(chain(named, of_class), None)
+    if numbers is None or layer.is_plain("weight_scale"):
+        return None
+    if numbers.format in (NVFP4, MXFP4):
+        one = "weight_global_scale" if numbers.format == NVFP4 else None
+        return fp4_scheme(layer, "weight_packed", numbers.group, one, divides=True)
+    if numbers.is_float:
+        row_group, group = numbers.block_of_scales
+        return fp8_scheme(
+            layer,
+            "weight_scale",
+            _scale_shapes(layer, numbers),
+            row_group=row_group,
+            group=group,
+            exponents=numbers.format == MXFP8,
+            fp8_activations=numbers.fp8_activations and numbers.strategy != "block",
+        )
+    return _packed(layer, numbers) if numbers.format == PACKED else _integers(layer, numbers)
 
 
 def _scale_shapes(layer: StoredLayer, numbers: GroupConfig) -> tuple[tuple[int, ...], ...]:
@@ -196,8 +180,8 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
     words = in_words("compressed-tensors", (numbers for _, numbers in groups))
     if not groups:
         words += "weights as they were, scales of keys and values"
-    layers, ignored = CompressedTensors(groups, ignore, section.path), tuple(f"*.{each}" for each in UNUSED)
-    return Format("compressed-tensors", words, mark, layers.scheme, ignored)
+    scheme, ignored = partial(_scheme, groups, ignore, section.path), tuple(f"*.{each}" for each in UNUSED)
+    return Format("compressed-tensors", words, mark, scheme, ignored)
 
 
 def _refuse_unsupported(section: HfConfig) -> None:
@@ -254,8 +238,9 @@ def _numbers(weights: HfConfig, section: HfConfig, kind: str, bits: int, is_floa
     block = (1, 1)
     if strategy == "block":
         block = block_size(weights, "block_structure")
-    activations = section.section("input_activations")
-    has_zeros = not activations.flag("symmetric", True)
+    inputs = section.section("input_activations")
+    is_symmetric, kind_of_inputs = inputs.flag("symmetric", True), inputs.values.get("type", "int")
+    has_eight = inputs.values.get("num_bits") == 8
     return GroupConfig(
         kind,
         bits,
@@ -263,10 +248,8 @@ def _numbers(weights: HfConfig, section: HfConfig, kind: str, bits: int, is_floa
         "channel" if strategy == "group" and not group else strategy,
         group,
         block,
-        weights.flag("symmetric", True),
-        weights.values.get("actorder") in ("group", "dynamic", True),
-        activations.values.get("num_bits") == 8
-        and activations.values.get("type", "int") == "int"
-        and not has_zeros,
-        activations.values.get("num_bits") == 8 and activations.values.get("type", "int") == "float",
+        symmetric=weights.flag("symmetric", True),
+        by_activations=weights.values.get("actorder") in ("group", "dynamic", True),
+        int8_activations=has_eight and kind_of_inputs == "int" and is_symmetric,
+        fp8_activations=has_eight and kind_of_inputs == "float",
     )

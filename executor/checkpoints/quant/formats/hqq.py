@@ -39,22 +39,9 @@ MARK = "W_q"
 LEAST_GROUP = 16
 """Kernels support multiples of this group size."""
 BESIDE = (
-    "axis",
-    "channel_wise",
-    "compute_dtype",
-    "encoded_state_dict",
-    "group_size",
-    "nbits",
-    "offload_meta",
-    "optimize",
-    "packing",
-    "quant_scale",
-    "quant_zero",
-    "round_zero",
-    "shape",
-    "stores_quant_config",
-    "unpack_view_dtype",
-    "view_as_float",
+    *("axis", "channel_wise", "compute_dtype", "encoded_state_dict", "group_size", "nbits", "offload_meta"),
+    *("optimize", "packing", "quant_scale", "quant_zero", "round_zero", "shape", "stores_quant_config"),
+    *("unpack_view_dtype", "view_as_float"),
 )
 """Metadata tensors of a layer that repeat its configuration and shapes."""
 

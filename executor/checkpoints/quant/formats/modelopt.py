@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme, int8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import word_list
@@ -64,30 +65,21 @@ class ModelOptConfig:
         return ALGORITHMS[self.algorithm].format(group=self.group)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelOpt:
-    """Layers by their names."""
-
-    usual: ModelOptConfig | None
-    left_out: tuple[str, ...]
-    """Name patterns; ``*`` matches anything."""
-    by_name: Mapping[str, ModelOptConfig]
-
-    def as_format(self) -> Format:
-        """Return the format."""
-        words = in_words("modelopt", (self.usual, *self.by_name.values()))
-        return Format("modelopt", words, MARK, self.scheme, IGNORED)
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        numbers = next((self.by_name[name] for name in layer.names if name in self.by_name), self.usual)
-        is_left_out = any(fnmatchcase(name, each) for name in layer.names for each in self.left_out)
-        if numbers is None or layer.is_plain(MARK, is_left_out=is_left_out):
-            return None
-        return with_input_factors(_scheme(layer, numbers), layer, "pre_quant_scale", (layer.depth,))
+def _scheme(
+    usual: ModelOptConfig | None,
+    by_name: Mapping[str, ModelOptConfig],
+    left_out: tuple[str, ...],
+    layer: StoredLayer,
+) -> Scheme | None:
+    """left_out: name patterns; ``*`` matches anything."""
+    numbers = next((by_name[name] for name in layer.names if name in by_name), usual)
+    is_left_out = any(fnmatchcase(name, each) for name in layer.names for each in left_out)
+    if numbers is None or layer.is_plain(MARK, is_left_out=is_left_out):
+        return None
+    return with_input_factors(_scheme_of(numbers, layer), layer, "pre_quant_scale", (layer.depth,))
 
 
-def _scheme(layer: StoredLayer, numbers: ModelOptConfig) -> Scheme:
+def _scheme_of(numbers: ModelOptConfig, layer: StoredLayer) -> Scheme:
     algorithm, rows = numbers.algorithm, layer.rows
     by_row = ((rows,), (rows, 1))
     match algorithm:
@@ -128,13 +120,16 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
     """Return the format of a config's ``quantization_config``, or of ``quantization`` in ``hf_quant_config.json``."""
     inner = section.section("quantization") if section.has("quantization") else section
     left_out = word_list(inner, "exclude_modules", "ignore")
+    usual, by_name = None, {}
     if inner.values.get("quant_algo") != MIXED:
-        return ModelOpt(_numbers(inner), left_out, {}).as_format()
-    layers = inner.section("quantized_layers")
-    if not layers.values:
-        raise inner.wrong("quantized_layers", "an object with the quantization of each layer")
-    by_name = {name: _numbers(layers.section(name)) for name in layers.values}
-    return ModelOpt(None, left_out, by_name).as_format()
+        usual = _numbers(inner)
+    else:
+        layers = inner.section("quantized_layers")
+        if not layers.values:
+            raise inner.wrong("quantized_layers", "an object with the quantization of each layer")
+        by_name = {name: _numbers(layers.section(name)) for name in layers.values}
+    words = in_words("modelopt", (usual, *by_name.values()))
+    return Format("modelopt", words, MARK, partial(_scheme, usual, by_name, left_out), IGNORED)
 
 
 def _numbers(section: HfConfig) -> ModelOptConfig:
