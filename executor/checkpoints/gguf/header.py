@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.checkpoints.gguf.types import TYPES, UNREAD, GgmlType
+from quintet.executor.checkpoints.weights.header import readable
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import LFS_ADVICE, LFS_POINTER
 
@@ -102,7 +103,7 @@ class GgufHeader:
 def read_header(path: Path) -> GgufHeader:
     """Read the header of a file. Raises `ConfigError` with the byte and the key or tensor."""
     try:
-        with path.open("rb") as file:
+        with readable(path), path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_size < 24:
                 raise _Malformed(
@@ -112,10 +113,6 @@ def read_header(path: Path) -> GgufHeader:
                 reader = _Reader(mapped, status.st_size)
                 metadata, tensors, raw = reader.read()
                 return GgufHeader(path, status.st_size, status.st_mtime_ns, metadata, tensors, raw)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: is missing; download it again") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
     except _Malformed as error:
         raise ConfigError(f"{path}: not a readable GGUF file: at byte {error.place}, {error.why}") from None
 

@@ -14,8 +14,7 @@ from typing import Protocol
 
 import torch
 
-from quintet.executor.checkpoints.weights.header import Entry, read_header
-from quintet.wire.errors import ConfigError
+from quintet.executor.checkpoints.weights.header import Entry, read_header, readable
 
 DTYPES = {
     "F64": torch.float64,
@@ -68,17 +67,12 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         """Map the file and check its header. Raises `ConfigError`."""
         self.path = path
-        try:
-            with path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                self.size, self.modified_ns = status.st_size, status.st_mtime_ns
-                header = read_header(path, file, self.size)
-                self.header, self.entries = header.raw, header.entries
-                self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: is missing; download it again") from None
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}") from None
+        with readable(path), path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            self.size, self.modified_ns = status.st_size, status.st_mtime_ns
+            header = read_header(path, file, self.size)
+            self.header, self.entries = header.raw, header.entries
+            self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names in file order."""

@@ -43,25 +43,23 @@ _ROWS_OF = 1 << 20
 """Values of a task: enough to amortise the dispatch, few enough to use all threads."""
 ALIGNMENT = gguf.GGUF_DEFAULT_ALIGNMENT
 _FLOATS = ("BF16", "F16", "F32")
-_REALS = frozenset(
-    [
+_REALS = (
+    *(
         "attn_factor",
         "attn_logit_softcapping",
         "clamp_kqv",
         "embedding_scale",
         "expert_weights_scale",
         "factor",
+    ),
+    *(
         "final_logit_softcapping",
         "freq_base",
         "freq_base_swa",
         "layer_norm_epsilon",
         "layer_norm_rms_epsilon",
-        "logit_scale",
-        "max_alibi_bias",
-        "residual_scale",
-        "scale",
-        "yarn_log_multiplier",
-    ]
+    ),
+    *("logit_scale", "max_alibi_bias", "residual_scale", "scale", "yarn_log_multiplier"),
 )
 """Suffixes of float keys; readers refuse an integer type, though configs may have 12 for 12.0."""
 
