@@ -117,12 +117,18 @@ class TensorMap:
     names: Names
     """Tensor names of the model."""
     layer: int | None = None
+    inside: str = ""
+    """Prefix of the model's names: a module of the layer."""
     recipes: dict[str, Recipe] = field(default_factory=dict)
     """Keyed by the model's full name."""
 
     def in_layer(self, index: int) -> TensorMap:
         """Return the map of a layer, with the same recipes."""
-        return TensorMap(self.tensors, self.names, index, self.recipes)
+        return replace(self, layer=index)
+
+    def within(self, module: str) -> TensorMap:
+        """Return the map of a module, with the same recipes."""
+        return replace(self, inside=f"{module}.")
 
     def tensor(self, theirs: str) -> Tensor | None:
         """Return the file's tensor, named within its layer."""
@@ -141,6 +147,7 @@ class TensorMap:
         self, ours: str, rows: tuple[TensorRows, ...], shape: tuple[int, ...], finish: Finish | None = None
     ) -> None:
         """Add a recipe."""
+        ours = f"{self.inside}{ours}"
         whole = ours if self.layer is None else self.names.in_layer(self.layer, ours)
         self.recipes[whole] = Recipe(rows, shape, finish)
 
