@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quintet.executor.checkpoints.gguf.attention_values import experts
 from quintet.executor.checkpoints.gguf.common_values import (
     DELTA,
     GRANITE,
@@ -12,7 +13,6 @@ from quintet.executor.checkpoints.gguf.common_values import (
     num_layers,
 )
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
-from quintet.executor.checkpoints.gguf.routed_values import experts
 
 
 def lfm2(metadata: GgufMetadata) -> Values:

@@ -1,16 +1,14 @@
 """Metadata of a GGUF file from a config, like llama.cpp's converter: common keys and RoPE.
 
-`dense_metadata`, `routed_metadata` (experts, latents) and `state_metadata` (recurrent models) add keys; none removes
-one.
+`attention_metadata` and `state_metadata` (recurrent models) add keys; none removes one.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from quintet.executor.checkpoints.gguf.writing.dense_metadata import DENSE, dimensions
+from quintet.executor.checkpoints.gguf.writing.attention_metadata import ATTENTION, LATENT, dimensions
 from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either, head_dim, kv_heads_of, rope_of
-from quintet.executor.checkpoints.gguf.writing.routed_metadata import LATENT, ROUTED
 from quintet.executor.checkpoints.gguf.writing.state_metadata import STATES
 
 
@@ -37,7 +35,7 @@ def metadata_of(config: Config, arch: str) -> Config:
     }
     if config.get("head_dim") and arch not in LATENT:
         found |= dimensions(config)
-    for table in (DENSE, ROUTED, STATES):
+    for table in (ATTENTION, STATES):
         if arch in table:
             found |= table[arch](config)
     return {key: value for key, value in found.items() if value is not None}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quintet.executor.checkpoints.gguf.common_values import DELTA, GRANITE, MAMBA, MAMBA_OF_HYBRID, NEMOTRON_H
+from quintet.executor.checkpoints.gguf.writing.attention_metadata import SIGMOID, experts
 from quintet.executor.checkpoints.gguf.writing.hf_config import Config, copied, kv_heads_of, rope_of
-from quintet.executor.checkpoints.gguf.writing.routed_metadata import SIGMOID, experts
 
 
 def _kv_heads(config: Config, attends: list[bool]) -> Config:
