@@ -60,33 +60,15 @@ class QuarkConfig:
         return f"{self.dtype}, {scales}{marks}{', 8-bit activations' * self.int8_activations}"
 
 
-@dataclass(frozen=True, slots=True)
-class Quark:
-    """Layers by their names."""
-
-    usual: QuarkConfig | None
-    others: tuple[tuple[str, QuarkConfig | None], ...]
-    """By name pattern (``*`` matches anything): layers with another configuration, or None for unquantized ones."""
-    reorders: bool
-    left_out: tuple[str, ...]
-    path: str
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        found = [
-            its for pattern, its in self.others if any(fnmatchcase(name, pattern) for name in layer.names)
-        ]
-        numbers = found[0] if found else self.usual
-        if numbers is None or layer.is_plain(MARK) or is_named(layer, self.left_out, self.path, "exclude"):
-            return None
-        if numbers.dtype == "fp4":
-            return fp4_scheme(layer, "weight", GROUP, None, divides=False)
-        if numbers.dtype == "int8":
-            return _eight_bits(layer, numbers)
-        if numbers.group:
-            return _four_bits(layer, numbers, self.reorders)
-        row_group, shapes = _scales(layer, numbers)
-        return fp8_scheme(layer, MARK, shapes, row_group=row_group, group=0)
+def _scheme(numbers: QuarkConfig, reorders: bool, layer: StoredLayer) -> Scheme:
+    if numbers.dtype == "fp4":
+        return fp4_scheme(layer, "weight", GROUP, None, divides=False)
+    if numbers.dtype == "int8":
+        return _eight_bits(layer, numbers)
+    if numbers.group:
+        return _four_bits(layer, numbers, reorders)
+    row_group, shapes = _scales(layer, numbers)
+    return fp8_scheme(layer, MARK, shapes, row_group=row_group, group=0)
 
 
 def _scales(layer: StoredLayer, numbers: QuarkConfig) -> tuple[int, tuple[tuple[int, ...], ...]]:
@@ -149,15 +131,22 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
             " supported: use a checkpoint with layer_quant_config"
         )
     layers = section.section("layer_quant_config")
-    others = tuple((name, _numbers(layers.section(name))) for name in layers.values)
+    others = {name: _numbers(layers.section(name)) for name in layers.values}
     usual = _numbers(section.section("global_quant_config"))
-    if usual is None and not any(numbers for _, numbers in others):
+    if usual is None and not any(others.values()):
         raise section.wrong("global_quant_config", "an object with the quantization of weights")
     reorders = section.section("export").word("pack_method", ("reorder", "order"), "reorder") == "reorder"
     left_out = word_list(section, "exclude")
-    words = in_words("quark", (usual, *(numbers for _, numbers in others)))
-    its = Quark(usual, others, reorders, left_out, section.path)
-    return Format("quark", words, MARK, its.scheme, IGNORED)
+    words = in_words("quark", (usual, *others.values()))
+
+    def scheme(layer: StoredLayer) -> Scheme | None:
+        named = (its for name, its in others.items() if any(fnmatchcase(each, name) for each in layer.names))
+        numbers = next(named, usual)
+        if numbers is None or layer.is_plain(MARK) or is_named(layer, left_out, section.path, "exclude"):
+            return None
+        return _scheme(numbers, reorders, layer)
+
+    return Format("quark", words, MARK, scheme, IGNORED)
 
 
 def _numbers(section: HfConfig) -> QuarkConfig | None:

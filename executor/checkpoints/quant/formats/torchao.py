@@ -11,8 +11,9 @@ point and are added to the products. Older versions wrote ``weight:`` for ``_wei
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from quintet.executor.checkpoints.quant.formats.floats import fp8_scheme, int8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import compiled, is_part_of, word_list
@@ -74,52 +75,15 @@ class TorchAoConfig:
         return f"{self.kind}, {groups}{', 8-bit activations' * self.int8_activations}"
 
 
-@dataclass(frozen=True, slots=True)
-class TorchAo:
-    """Layers by their names."""
-
-    usual: TorchAoConfig | None
-    by_name: tuple[tuple[str | re.Pattern[str], TorchAoConfig | None], ...]
-    left_out: tuple[str, ...]
-
-    @property
-    def _all(self) -> list[TorchAoConfig | None]:
-        return [self.usual, *(numbers for _, numbers in self.by_name)]
-
-    def as_format(self) -> Format:
-        """Return the format."""
-        ignored = ("*act_quant_scale", "*act_quant_zero_point")
-        words = in_words("torchao", self._all)
-        return Format("torchao", words, "qdata", self.scheme, ignored, self.memory_bytes)
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        kinds = {numbers.kind for numbers in self._all if numbers is not None}
-        zeros = [f"{start}zero_point" for start in _SPELLINGS]
-        if INT4 in kinds:
-            return total_bytes(contents, {}, [*(f"{start}scale" for start in _SPELLINGS), *zeros])
-        are_kept = any(numbers is not None and not numbers.symmetric for numbers in self._all)
-        in_fp32 = are_kept and any(_is_in_fp32_groups(name, entry) for name, entry in contents.items())
-        return total_bytes(contents, {} if are_kept else dict.fromkeys(zeros, 0.0), zeros if in_fp32 else ())
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        start = next((each for each in _SPELLINGS if layer.entry(f"{each}qdata") is not None), _SPELLINGS[0])
-        numbers = self._numbers_of(layer)
-        if numbers is None or layer.is_plain(f"{start}qdata"):
-            return None
-        depth = layer.depth
-        scheme = _SCHEMES[numbers.kind](layer, numbers, start)
-        return with_input_factors(scheme, layer, f"{start}act_pre_scale", (depth,), (1, depth), ())
-
-    def _numbers_of(self, layer: StoredLayer) -> TorchAoConfig | None:
-        if is_part_of(layer, self.left_out) or layer.is_dummy_head:
-            return None
-        tried = [*layer.names, *(f"{name}.weight" for name in layer.names)]
-        for pattern, numbers in self.by_name:
-            if pattern in tried or (isinstance(pattern, re.Pattern) and any(map(pattern.fullmatch, tried))):
-                return numbers
-        return self.usual
+def _memory_bytes(
+    all_numbers: Sequence[TorchAoConfig], contents: Mapping[str, Entry], dtype_bytes: int
+) -> int:
+    zeros = [f"{start}zero_point" for start in _SPELLINGS]
+    if any(numbers.kind == INT4 for numbers in all_numbers):
+        return total_bytes(contents, {}, [*(f"{start}scale" for start in _SPELLINGS), *zeros])
+    are_kept = not all(numbers.symmetric for numbers in all_numbers)
+    in_fp32 = are_kept and any(_is_in_fp32_groups(name, entry) for name, entry in contents.items())
+    return total_bytes(contents, {} if are_kept else dict.fromkeys(zeros, 0.0), zeros if in_fp32 else ())
 
 
 def _is_in_fp32_groups(name: str, entry: Entry) -> bool:
@@ -196,6 +160,25 @@ def _int4(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
 
 
 _SCHEMES = {INT4: _int4, FLOAT8: _float8, INT8: _int8, INTX: _int8}
+ByName = Sequence[tuple[str | re.Pattern[str], TorchAoConfig | None]]
+
+
+def _scheme(
+    usual: TorchAoConfig | None, by_name: ByName, left_out: tuple[str, ...], layer: StoredLayer
+) -> Scheme | None:
+    tried = [*layer.names, *(f"{name}.weight" for name in layer.names)]
+    named = (
+        numbers
+        for name, numbers in by_name
+        if name in tried or (isinstance(name, re.Pattern) and any(map(name.fullmatch, tried)))
+    )
+    numbers = None if is_part_of(layer, left_out) or layer.is_dummy_head else next(named, usual)
+    start = next((each for each in _SPELLINGS if layer.entry(f"{each}qdata") is not None), _SPELLINGS[0])
+    if numbers is None or layer.is_plain(f"{start}qdata"):
+        return None
+    shapes = (layer.depth,), (1, layer.depth), ()
+    scheme = _SCHEMES[numbers.kind](layer, numbers, start)
+    return with_input_factors(scheme, layer, f"{start}act_pre_scale", *shapes)
 
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
@@ -213,25 +196,30 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
         )
     left_out = word_list(section, "modules_to_not_convert")
     default = section.section("quant_type").section("default")
-    by_names = BY_NAMES.get(str(default.values.get("_type")))
-    if by_names is None:
-        return TorchAo(_numbers(default), (), left_out).as_format()
-    usual, found = None, []
-    others = default.section("_data").section(by_names)
-    for name in others.values:
-        numbers = _numbers(others.section(name)) if others.has(name) else None
-        if name == "_default":
-            usual = numbers
-        else:
-            pattern = (
-                compiled(name[3:], section.path, others.inside.rstrip("."))
-                if name.startswith("re:")
-                else name
-            )
-            found.append((pattern, numbers))
-    if usual is None and not any(numbers for _, numbers in found):
+    key = BY_NAMES.get(str(default.values.get("_type")))
+    usual, by_name = (_numbers(default), []) if key is None else _by_name(section, default, key)
+    all_numbers = [each for each in (usual, *(numbers for _, numbers in by_name)) if each is not None]
+    if not all_numbers:
         raise default.wrong("_data", "an object with the quantization of some layers")
-    return TorchAo(usual, tuple(found), left_out).as_format()
+    scheme, ignored = (
+        partial(_scheme, usual, by_name, left_out),
+        ("*act_quant_scale", "*act_quant_zero_point"),
+    )
+    memory_bytes = partial(_memory_bytes, all_numbers)
+    return Format("torchao", in_words("torchao", all_numbers), "qdata", scheme, ignored, memory_bytes)
+
+
+def _by_name(section: HfConfig, default: HfConfig, key: str) -> tuple[TorchAoConfig | None, ByName]:
+    """Return the usual configuration, and those of names and patterns of names; None: unquantized."""
+    others = default.section("_data").section(key)
+    found: dict[str, TorchAoConfig | None] = {
+        name: _numbers(others.section(name)) if others.has(name) else None for name in others.values
+    }
+    usual, place = found.pop("_default", None), others.inside.rstrip(".")
+    return usual, [
+        (compiled(name[3:], section.path, place) if name.startswith("re:") else name, numbers)
+        for name, numbers in found.items()
+    ]
 
 
 def _numbers(section: HfConfig) -> TorchAoConfig:
