@@ -102,18 +102,17 @@ def _integers(hf_config: HfConfig, section: HfConfig, packing: str) -> Format:
         format_ = "export integer weights with integer activations in the format 'llm_compressor'"
         raise section.wrong("act_bits", f"{FLOAT_BITS}: {format_}")
     numbers = gptq.numbers_of(section, gptq.USUAL)
-    layers = gptq.Gptq(
+    return gptq.of(
+        NAME,
         numbers,
+        ("*.g_idx",),
         zero_offset=0 if name in RAW_ZEROS else 1,
         of_output_layer=section.flag("lm_head", False),
         others=_others(section, numbers),
     )
-    return layers.as_format(NAME, ("*.g_idx",))
 
 
-def _others(
-    section: HfConfig, usual: gptq.GptqConfig
-) -> tuple[tuple[re.Pattern[str], gptq.GptqConfig | None], ...]:
+def _others(section: HfConfig, usual: gptq.GptqConfig) -> gptq.Others:
     """Return the overrides of ``extra_config``: other bits, or None for unquantized layers.
 
     A key is a layer's name or the end of it, else a regular expression that is searched in the names.
@@ -128,4 +127,4 @@ def _others(
             searched.append((compiled(f".*(?:{name})", section.path, extra.inside.rstrip(".")), numbers))
         else:
             named.append((re.compile(rf"(?:.*\.)?{re.escape(name)}$"), numbers))
-    return (*named, *searched)
+    return [*named, *searched]
