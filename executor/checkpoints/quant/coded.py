@@ -173,7 +173,6 @@ class CodedLinear:
         self.widths = [_width(part) for part in parts]
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `LinearMethod.apply`."""
         y = torch.cat([part.apply(x) for part in self.parts], dim=1)
         if self._activation is GatedActivation.NONE:
             return y

@@ -53,11 +53,9 @@ class BlockRows:
 
     @property
     def label(self) -> str:
-        """See `RowSource`."""
         return f"{PlainRows(self.part, self.depth).label} {self.kind.name}"
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:
-        """See `RowSource`."""
         part, kept, kind = self.part, self.part.kept_inputs, self.kind
 
         def take(raw: torch.Tensor) -> None:
@@ -86,7 +84,6 @@ class GgufQuantization:
         self._rest = rest
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
-        """See `Quantization.linear`."""
         library = library_for(plan)
         sources = [self._source(part, shape.depth, plan) for part in shape.parts]
         rows = [source or plain for source, plain in zip(sources, shape.sources, strict=True)]
@@ -116,7 +113,6 @@ class GgufQuantization:
         return not packs or len({_packed_format(source, plan) for source in sources}) == 1
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        """See `Quantization.stack`."""
         library = library_for(plan)
         sources = [self._source_of_piece(piece, plan) for piece in shape.weights]
         pieces = [

@@ -45,14 +45,12 @@ class Unquantized(Quantization):
     available."""
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
-        """See `Quantization.linear`."""
         library = library_for(plan)
         if library is None:
             return RowMajorLinear(shape, plan)
         return PackedLinear(library, shape, plan, PackedFormat(FLOAT_FORMATS[plan.dtype]))
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        """See `Quantization.stack`."""
         library = library_for(plan)
         if library is None:
             return RowMajorStack(shape, plan)
@@ -60,7 +58,7 @@ class Unquantized(Quantization):
 
 
 class RowMajorLinear:
-    """Row-major weight multiplied by torch: the reference, and the fallback without the host library."""
+    """Row-major weight multiplied by torch: the reference, and the fallback without the host library. A `LinearMethod`."""
 
     packed = None
     runs = ()
@@ -83,7 +81,6 @@ class RowMajorLinear:
         self.bias = plan.stacked(shape.biases) if shape.biased else None
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `LinearMethod.apply`."""
         return linear(x, self.table, self.bias, self._activation, self.result_dtype)
 
     def _fill(self, first: int, rows: Rows) -> None:
@@ -106,14 +103,12 @@ class PackedQuantization(Quantization):
         self._of_output_layer = of_output_layer
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
-        """See `Quantization.linear`."""
         packed_format = self._of_output_layer if shape.is_output_layer else self._packed_format
         if shape.is_exact:
             packed_format = PackedFormat(FLOAT_FORMATS[plan.dtype])
         return PackedLinear(self._library, shape, plan, packed_format)
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        """See `Quantization.stack`."""
         packed_format = PackedFormat(FLOAT_FORMATS[plan.dtype]) if shape.is_exact else self._packed_format
         return PackedStack(self._library, shape, plan, packed_format)
 
@@ -184,12 +179,10 @@ class PackedLinear:
 
     @property
     def runs(self) -> Sequence[PackedRun]:
-        """See `LinearMethod`."""
         return (self,)
 
     @property
     def description(self) -> Description:
-        """See `PackedStore`."""
         return {
             "layer": "+".join(source.label for source in self._sources),
             "layout": LAYOUT,
@@ -203,7 +196,6 @@ class PackedLinear:
         }
 
     def open(self, memory: torch.Tensor) -> None:
-        """See `PackedStore`."""
         shape, packed_format = self._shape, self._packed_format
         self._packed = PackedWeight(
             self._library,
@@ -256,7 +248,6 @@ class PackedRuns:
         self._result_dtype = result_dtype
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `LinearMethod.apply`."""
         widths = [run.packed.columns for run in self.runs]
         y = x.new_empty(len(x), sum(widths), dtype=self._result_dtype)
         for run, columns in zip(self.runs, y.split(widths, dim=1), strict=True):

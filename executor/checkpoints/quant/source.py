@@ -64,14 +64,14 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainRows:
-    """A part of a floating-point weight."""
+    """A part of a floating-point weight. A `RowSource`."""
 
     part: RowRange
     depth: int
 
     @property
     def label(self) -> str:
-        """See `RowSource`: the tensor's name alone if the part is the unchanged whole tensor."""
+        """The tensor's name alone if the part is the unchanged whole tensor."""
         part = self.part
         if part == RowRange(part.name, part.rows):
             return part.name
@@ -80,7 +80,6 @@ class PlainRows:
         return f"{part.name}[{part.begin}/{part.groups}/{part.height}{marks}{kept}]"
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:
-        """See `RowSource`."""
         part = self.part
         expect(
             f"{part.name}.weight", part.weight_shape(self.depth), lambda tensor: fill(0, part.weight(tensor))
@@ -89,7 +88,7 @@ class PlainRows:
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """A part of a quantized weight."""
+    """A part of a quantized weight. A `RowSource`."""
 
     part: RowRange
     depth: int
@@ -97,11 +96,9 @@ class CodedRows:
 
     @property
     def label(self) -> str:
-        """See `RowSource`."""
         return f"{PlainRows(self.part, self.depth).label} {self.scheme}"
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:
-        """See `RowSource`."""
         arrived: dict[str, torch.Tensor] = {}
         stored = self.scheme.stored
 

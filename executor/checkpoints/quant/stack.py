@@ -53,7 +53,6 @@ class StackPiece:
     """True: the rows are all rows of one expert's tensor, unchanged."""
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
-        """See `StackRows`."""
         arrived: dict[int, torch.Tensor] = {}
 
         def take(place: int, tensor: torch.Tensor) -> None:
@@ -80,7 +79,6 @@ class SourcePiece:
     """Index of the first row in the matrix."""
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
-        """See `StackRows`."""
         self.source.declare(plan, expect, lambda place, rows: fill(self.expert, self.begin + place, rows))
 
 
@@ -168,7 +166,6 @@ class PackedStack:
 
     @property
     def description(self) -> Description:
-        """See `PackedStore`."""
         shape, packed_format = self._shape, self._packed_format
         return {
             "layer": shape.label,
@@ -182,7 +179,6 @@ class PackedStack:
         }
 
     def open(self, memory: torch.Tensor) -> None:
-        """See `PackedStore`."""
         self._packed = [*map(self._weight, memory.chunk(self._shape.experts)), *self._places]
 
     def _weight(self, memory: torch.Tensor) -> PackedWeight:

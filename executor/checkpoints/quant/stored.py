@@ -62,7 +62,6 @@ class StoredQuantization(Quantization):
         self._on_device = on_device
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
-        """See `Quantization.linear`."""
         self._ignore(plan)
         if self._contents is None and shape.is_exact:  # layers sensitive to rounding are never quantized
             return self._rest.linear(shape, plan)
@@ -84,7 +83,6 @@ class StoredQuantization(Quantization):
         return PackedLinear(library, shape, plan, packed_format, sources)
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        """See `Quantization.stack`."""
         self._ignore(plan)
         pieces = [self._piece(piece, plan) for piece in shape.weights]
         schemes = [None if self._rounds else _scheme_of_piece(piece) for piece in pieces]
@@ -170,7 +168,6 @@ class CodedPiece:
     """Builds the matrices from the layer's dequantized rows."""
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
-        """See `StackRows`."""
         piece, part = self.piece, self.source.part
         whole = torch.empty(0)
 

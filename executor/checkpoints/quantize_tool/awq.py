@@ -140,7 +140,6 @@ class AwqRounder:
     def round(
         self, names: Sequence[str], weights: Sequence[torch.Tensor], hessian: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """See `Rounder`."""
         floats, squares = [each.float() for each in weights], hessian.diagonal()
         maker, factors = self._makers.get(names[0]), torch.ones(len(squares))
         if maker is not None:

@@ -55,13 +55,11 @@ class _Calibrating(Quantization):
         self._round = round_
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
-        """See `Quantization.linear`."""
         if shape.is_output_layer or shape.is_exact:
             return RowMajorLinear(shape, plan)
         return _CalibratingLinear(shape, plan, self._round)
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        """See `Quantization.stack`."""
         return RowMajorStack(shape, plan)
 
 
@@ -73,7 +71,6 @@ class _CalibratingLinear(RowMajorLinear):
         self._shape, self._round = shape, round_
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `LinearMethod.apply`."""
         hessian = torch.zeros(self._shape.depth, self._shape.depth)
         for some in x.split(_TOKENS):
             inputs = some.float()

@@ -56,12 +56,10 @@ class _RecordingQuantization(Quantization):
         self.stacks: list[StackShape] = []
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
-        """See `Quantization.linear`."""
         self.linears.append(shape)
         return RowMajorLinear(shape, plan)
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        """See `Quantization.stack`."""
         self.stacks.append(shape)
         return RowMajorStack(shape, plan)
 

@@ -139,7 +139,6 @@ class GptqRounder:
     def round(
         self, names: Sequence[str], weights: Sequence[torch.Tensor], hessian: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """See `Rounder`."""
         for name, weight in zip(names, weights, strict=True):
             self.found[name] = gptq(weight, hessian, self._target, self._scale_dtype)
         return [self.found[name].numbers for name in names]

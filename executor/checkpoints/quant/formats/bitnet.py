@@ -28,7 +28,6 @@ MARK = "weight_scale"
 
 
 def _scheme(divides: bool, left_out: tuple[str, ...], layer: StoredLayer) -> Scheme | None:
-    """See `Format.scheme`."""
     if is_part_of(layer, left_out) or layer.is_plain(MARK, is_left_out=layer.is_dummy_head):
         return None
     if layer.rows % IN_BYTE:

@@ -35,7 +35,6 @@ TABLE_BYTES = 68
 
 
 def _memory_bytes(bits: int, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-    """See `Format.memory_bytes`."""
     kept = dict.fromkeys((*SPARSE, "qweight", MARK), 0.0) | {"vals": 2.0, "full_rows": 2.0}
     total = total_bytes(contents, kept)
     for name, entry in contents.items():
@@ -51,7 +50,6 @@ def _memory_bytes(bits: int, contents: Mapping[str, Entry], dtype_bytes: int) ->
 
 
 def _scheme(bits: int, layer: StoredLayer) -> Scheme | None:
-    """See `Format.scheme`."""
     rows, depth = layer.rows, layer.depth
     if layer.is_output_layer or layer.is_plain(MARK):
         return None
