@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either, head_dim, kv_heads_of
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, head_dim, kv_heads_of
 
 Arrange = Callable[[torch.Tensor], torch.Tensor]
 Named = tuple[str, Arrange]
@@ -69,7 +69,7 @@ def _times(factor: float, tensor: torch.Tensor) -> torch.Tensor:
 
 def _ungrouped(config: Config, tensor: torch.Tensor) -> torch.Tensor:
     """Return all queries, then all keys, then all values, from rows grouped by KV head."""
-    heads, kv_heads = either(config, "num_attention_heads", "n_head"), kv_heads_of(config)
+    heads, kv_heads = config["num_attention_heads"], kv_heads_of(config)
     groups = tensor.reshape(kv_heads, heads // kv_heads + 2, head_dim(config), *tensor.shape[1:])
     parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
     return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])

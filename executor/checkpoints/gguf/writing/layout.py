@@ -16,7 +16,7 @@ import gguf
 import torch
 
 from quintet.executor.checkpoints.gguf.writing.conversions import Arrange, converted
-from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either, head_dim, rope_of
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, head_dim, rope_of
 from quintet.executor.model_config import registry
 
 Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -122,9 +122,7 @@ def model_type_of(architecture: str) -> str | None:
 
 def laid_out(config: Config, arch: str, sources: Sequence[str]) -> Iterator[FileTensor]:
     """Yield the file's tensors, in the folder's order. Raises `HasNoPlace`."""
-    names = gguf.get_tensor_name_map(
-        _arch_of(arch), either(config, "num_hidden_layers", "n_layer", "n_layers")
-    )
+    names = gguf.get_tensor_name_map(_arch_of(arch), config["num_hidden_layers"])
     yield from _of_rope(config)
     stacks: dict[str, dict[int, str]] = {}
     for name in sources:

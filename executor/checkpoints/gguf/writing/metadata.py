@@ -14,15 +14,14 @@ from quintet.executor.checkpoints.gguf.writing.state_metadata import STATES
 
 def metadata_of(config: Config, arch: str) -> Config:
     """Return the metadata of the model's shape."""
-    hidden = either(config, "hidden_size", "n_embd")
-    heads = either(config, "num_attention_heads", "n_head", missing=1)
+    hidden = config["hidden_size"]
     rope, theta = rope_of(config), config.get("rope_theta")
     found = {
-        "block_count": either(config, "num_hidden_layers", "n_layer"),
-        "context_length": either(config, "max_position_embeddings", "n_positions", missing=2048),
+        "block_count": config["num_hidden_layers"],
+        "context_length": config.get("max_position_embeddings", 2048),
         "embedding_length": hidden,
-        "feed_forward_length": config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
-        "attention.head_count": heads,
+        "feed_forward_length": config.get("intermediate_size") or 4 * hidden,
+        "attention.head_count": config.get("num_attention_heads", 1),
         "attention.head_count_kv": kv_heads_of(config),
         "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
         "attention.layer_norm_epsilon": either(

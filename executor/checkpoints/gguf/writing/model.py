@@ -21,7 +21,7 @@ from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.gguf.blocks.encode import encode
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.gguf.writing.check import check_matches
-from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either, kv_heads_of, usual
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, kv_heads_of, usual
 from quintet.executor.checkpoints.gguf.writing.layout import (
     ARCHITECTURES,
     CURVES,
@@ -139,12 +139,12 @@ def plan_of(folder: Path, mix: Mix, hf_config: Config | None = None) -> GgufPlan
             f" {arch!r} requires: add the value to config.json"
         ) from None
     metadata = {f"{arch}.{key}": value for key, value in metadata.items()}
-    metadata |= _curves_of(files, either(config, "num_hidden_layers", "n_layer")) if arch == "apertus" else {}
+    metadata |= _curves_of(files, config["num_hidden_layers"]) if arch == "apertus" else {}
     metadata["general.file_type"] = int(gguf.LlamaFileType[mix.file_type])
     model = Model(
-        num_layers=either(config, "num_hidden_layers", "n_layer"),
+        num_layers=config["num_hidden_layers"],
         is_tied=all(each.name != "output.weight" for each in laid),
-        heads_per_kv=either(config, "num_attention_heads", "n_head", missing=1) // kv_heads_of(config),
+        heads_per_kv=config.get("num_attention_heads", 1) // kv_heads_of(config),
     )
     tensors = []
     for each in laid:
