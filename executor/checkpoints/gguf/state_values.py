@@ -77,11 +77,8 @@ def jamba(metadata: GgufMetadata) -> Values:
         **experts(metadata),
         "num_experts": metadata.get("expert_count") if any(routed) else 1,
         "num_key_value_heads": metadata.largest("attention.head_count_kv", 1),
-        "mamba_expand": metadata.whole("ssm.inner_size") / max(metadata.whole("embedding_length"), 1),
-        **metadata.copied(MAMBA_OF_HYBRID),
+        **_mamba_of_hybrid(metadata),
         "mamba_dt_rank": metadata.get("ssm.time_step_rank"),
-        "mamba_conv_bias": metadata.has("ssm_conv1d.bias"),
-        "mamba_proj_bias": metadata.has("ssm_in.bias"),
         **_every(metadata, "attn_layer", attends),
         **_every(metadata, "expert_layer", routed),
     }
@@ -98,17 +95,22 @@ def _every(metadata: GgufMetadata, key: str, chosen: list[bool]) -> Values:
     return {f"{key}_period": period, f"{key}_offset": offset}
 
 
-def _mamba2_of_hybrid(metadata: GgufMetadata) -> Values:
-    """Return the Mamba 2 values of hybrid models."""
-    heads, channels = metadata.whole("ssm.time_step_rank"), metadata.whole("ssm.inner_size")
+def _mamba_of_hybrid(metadata: GgufMetadata) -> Values:
     return {
-        "mamba_n_heads": heads,
-        "mamba_d_head": channels // max(heads, 1),
-        "mamba_n_groups": metadata.get("ssm.group_count"),
         **metadata.copied(MAMBA_OF_HYBRID),
-        "mamba_expand": channels / max(metadata.whole("embedding_length"), 1),
+        "mamba_expand": metadata.whole("ssm.inner_size") / max(metadata.whole("embedding_length"), 1),
         "mamba_conv_bias": metadata.has("ssm_conv1d.bias"),
         "mamba_proj_bias": metadata.has("ssm_in.bias"),
+    }
+
+
+def _mamba2_of_hybrid(metadata: GgufMetadata) -> Values:
+    heads = metadata.whole("ssm.time_step_rank")
+    return {
+        **_mamba_of_hybrid(metadata),
+        "mamba_n_heads": heads,
+        "mamba_d_head": metadata.whole("ssm.inner_size") // max(heads, 1),
+        "mamba_n_groups": metadata.get("ssm.group_count"),
     }
 
 
