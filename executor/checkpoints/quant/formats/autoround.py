@@ -54,7 +54,6 @@ def _microscaled(
 
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
     kind = section.values.get("data_type") or "int"
     packing = section.values.get("packing_format") or section.values.get("backend") or USUAL
     if not isinstance(kind, str) or not isinstance(packing, str):

@@ -67,7 +67,6 @@ def _scheme(group: int, version: str, left_out: tuple[str, ...], layer: StoredLa
 
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
     bits = section.whole(("bits", "w_bit"), 1, 16, BITS)
     if bits != BITS:
         raise section.wrong(("bits", "w_bit"), "4: AutoAWQ saves no other bits")

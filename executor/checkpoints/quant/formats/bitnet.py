@@ -51,7 +51,6 @@ def _memory_bytes(contents: Mapping[str, Entry], dtype_bytes: int) -> int:
 
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
     linear = section.word("linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
     if section.word("quantization_mode", ("offline", "online"), "offline") == "online":
         raise section.wrong("quantization_mode", "offline: use the packed checkpoint with ternary weights")

@@ -67,7 +67,6 @@ def _scheme(kind: str, mark: str, left_out: tuple[str, ...], layer: StoredLayer)
 
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
     left_out = word_list(section, "llm_int8_skip_modules")
     eight = section.flag(("load_in_8bit", "_load_in_8bit"), False)
     four = section.flag(("load_in_4bit", "_load_in_4bit"), False)

@@ -66,7 +66,6 @@ class GroupConfig:
 
     @property
     def words(self) -> str:
-        """For messages."""
         kind = "floats" if self.is_float else "integers"
         is_grouped = self.strategy in ("group", "tensor_group")
         by = f"groups of {self.group}" if is_grouped else f"a scale for each {self.strategy}"
@@ -166,7 +165,6 @@ def _integers(layer: StoredLayer, numbers: GroupConfig) -> Scheme:
 
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
     _refuse_unsupported(section)
     usual = section.values.get("format") or PACKED
     found = section.section("config_groups")

@@ -45,7 +45,6 @@ class GptqConfig:
 
     @property
     def words(self) -> str:
-        """Description for messages."""
         marks = "" if self.symmetric else ", zero points"
         return f"{self.bits} bits, {groups_in_words(self.group)}{marks}{', in the order of activations' * self.by_activations}"
 
@@ -116,7 +115,6 @@ def _scheme(numbers: GptqConfig, zero_offset: int, layer: StoredLayer) -> Scheme
 
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
     version = section.word(
         ("checkpoint_format", "format"),
         ("gptq", "gptq_v2", "gptq_pack", "marlin", "bitblas", "gptq_gemm"),

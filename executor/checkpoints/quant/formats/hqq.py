@@ -58,7 +58,6 @@ class HqqConfig:
 
     @property
     def words(self) -> str:
-        """Description for messages."""
         return f"{self.bits} bits, {groups_in_words(self.group)} along axis {self.axis}"
 
     @property
@@ -119,7 +118,6 @@ def tag_of(name: str) -> str:
 
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
     skipped = word_list(section, "skip_modules")
     inner = section.section("quant_config")
     usual, by_tag = None, {}

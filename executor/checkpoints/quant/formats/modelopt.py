@@ -61,7 +61,6 @@ class ModelOptConfig:
 
     @property
     def words(self) -> str:
-        """Description for messages."""
         return ALGORITHMS[self.algorithm].format(group=self.group)
 
 

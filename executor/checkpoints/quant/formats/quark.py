@@ -54,7 +54,6 @@ class QuarkConfig:
 
     @property
     def words(self) -> str:
-        """Description for messages."""
         scales = groups_in_words(self.group, f"scales {self.by.replace('_', ' ')}")
         marks = "" if self.symmetric else ", zero points"
         return f"{self.dtype}, {scales}{marks}{', 8-bit activations' * self.int8_activations}"
@@ -124,7 +123,6 @@ def _four_bits(layer: StoredLayer, numbers: QuarkConfig, reorders: bool) -> Sche
 
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
     if any(each is not None for each in section.section("layer_type_quant_config").values.values()):
         raise ConfigError(
             f"{hf_config.path}: {section.inside}layer_type_quant_config (quantization by layer type) is not"

@@ -70,7 +70,6 @@ class TorchAoConfig:
 
     @property
     def words(self) -> str:
-        """Description for messages."""
         groups = groups_in_words(self.group, "a scale for each row or tensor")
         return f"{self.kind}, {groups}{', 8-bit activations' * self.int8_activations}"
 
@@ -182,7 +181,6 @@ def _scheme(
 
 
 def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
     if section.flag("include_input_output_embeddings", False):
         raise ConfigError(
             f"{section.path}: {section.inside}include_input_output_embeddings: quantized embeddings are not supported:"
