@@ -53,7 +53,7 @@ def _microscaled(
     return fp8_scheme(layer, MARK, (shape,), row_group=1, group=group, exponents=True)
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise(section: HfConfig) -> Format:
     kind = section.values.get("data_type") or "int"
     packing = section.values.get("packing_format") or section.values.get("backend") or USUAL
     if not isinstance(kind, str) or not isinstance(packing, str):
@@ -63,9 +63,7 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
             f"{section.path}: {section.inside}rotation_config is not supported (inputs rotated at run time):"
             " quantize the model again without rotations"
         )
-    if kind.startswith("int"):
-        return _integers(hf_config, section, packing)
-    return _floats(section, kind, packing)
+    return _integers(section, packing) if kind.startswith("int") else _floats(section, kind, packing)
 
 
 def _floats(section: HfConfig, kind: str, packing: str) -> Format:
@@ -88,9 +86,9 @@ def _floats(section: HfConfig, kind: str, packing: str) -> Format:
     )
 
 
-def _integers(hf_config: HfConfig, section: HfConfig, packing: str) -> Format:
+def _integers(section: HfConfig, packing: str) -> Format:
     if "awq" in packing:
-        return replace(awq.recognise(hf_config, section), name=NAME)
+        return replace(awq.recognise(section), name=NAME)
     name = packing.removeprefix("auto_round").removeprefix(":")
     if name not in RAW_ZEROS and "gptq" not in name:
         raise ConfigError(

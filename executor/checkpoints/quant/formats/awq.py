@@ -66,7 +66,7 @@ def _scheme(group: int, version: str, left_out: tuple[str, ...], layer: StoredLa
     return Scheme(stored=stored, codes=packing, scale_kind=scale_kind, group=size, zeros=packing)
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise(section: HfConfig) -> Format:
     bits = section.whole(("bits", "w_bit"), 1, 16, BITS)
     if bits != BITS:
         raise section.wrong(("bits", "w_bit"), "4: AutoAWQ saves no other bits")

@@ -50,7 +50,7 @@ def _memory_bytes(contents: Mapping[str, Entry], dtype_bytes: int) -> int:
     return total_bytes(contents, {}) + sum(contents[name].num_bytes for name in ternary if name in contents)
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise(section: HfConfig) -> Format:
     linear = section.word("linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
     if section.word("quantization_mode", ("offline", "online"), "offline") == "online":
         raise section.wrong("quantization_mode", "offline: use the packed checkpoint with ternary weights")

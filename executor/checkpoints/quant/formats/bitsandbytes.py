@@ -66,7 +66,7 @@ def _scheme(kind: str, mark: str, left_out: tuple[str, ...], layer: StoredLayer)
     )
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise(section: HfConfig) -> Format:
     left_out = word_list(section, "llm_int8_skip_modules")
     eight = section.flag(("load_in_8bit", "_load_in_8bit"), False)
     four = section.flag(("load_in_4bit", "_load_in_4bit"), False)

@@ -164,7 +164,7 @@ def _integers(layer: StoredLayer, numbers: GroupConfig) -> Scheme:
     )
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise(section: HfConfig) -> Format:
     _refuse_unsupported(section)
     usual = section.values.get("format") or PACKED
     found = section.section("config_groups")

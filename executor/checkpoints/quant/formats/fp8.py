@@ -48,12 +48,12 @@ def of(name: Quantization, block: tuple[int, int] | None, left_out: tuple[str, .
     return Format(name, words, SCALES[0], partial(_scheme, block, left_out), IGNORED)
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise(section: HfConfig) -> Format:
     """Return the format of a config with ``quant_method`` ``fp8``."""
     block = block_size(section, "weight_block_size") if section.has("weight_block_size") else None
     return of("fp8", block, word_list(section, *LEFT_OUT))
 
 
-def recognise_fbgemm(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise_fbgemm(section: HfConfig) -> Format:
     """Return the format of a config with ``quant_method`` ``fbgemm_fp8``: a scale for each row."""
     return of("fbgemm_fp8", None, word_list(section, *LEFT_OUT))

@@ -114,7 +114,7 @@ def _scheme(numbers: GptqConfig, zero_offset: int, layer: StoredLayer) -> Scheme
     )
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise(section: HfConfig) -> Format:
     version = section.word(
         ("checkpoint_format", "format"),
         ("gptq", "gptq_v2", "gptq_pack", "marlin", "bitblas", "gptq_gemm"),

@@ -117,7 +117,7 @@ def tag_of(name: str) -> str:
     return ".".join(each for each in words if each not in ("model", "layers") and not each.isnumeric())
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise(section: HfConfig) -> Format:
     skipped = word_list(section, "skip_modules")
     inner = section.section("quant_config")
     usual, by_tag = None, {}

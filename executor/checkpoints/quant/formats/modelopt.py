@@ -115,7 +115,7 @@ def _four_bits(layer: StoredLayer, group: int) -> Scheme:
     )
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise(section: HfConfig) -> Format:
     """Return the format of a config's ``quantization_config``, or of ``quantization`` in ``hf_quant_config.json``."""
     inner = section.section("quantization") if section.has("quantization") else section
     left_out = word_list(inner, "exclude_modules", "ignore")

@@ -122,10 +122,10 @@ def _four_bits(layer: StoredLayer, numbers: QuarkConfig, reorders: bool) -> Sche
     )
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise(section: HfConfig) -> Format:
     if any(each is not None for each in section.section("layer_type_quant_config").values.values()):
         raise ConfigError(
-            f"{hf_config.path}: {section.inside}layer_type_quant_config (quantization by layer type) is not"
+            f"{section.path}: {section.inside}layer_type_quant_config (quantization by layer type) is not"
             " supported: use a checkpoint with layer_quant_config"
         )
     layers = section.section("layer_quant_config")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from quintet.executor.checkpoints.gguf.types import BY_NAME
 from quintet.executor.checkpoints.quant.formats import (
@@ -20,7 +20,7 @@ from quintet.executor.checkpoints.quant.formats import (
     squeezellm,
     torchao,
 )
-from quintet.executor.checkpoints.quant.formats.scheme import Format, Recognise
+from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
@@ -38,7 +38,7 @@ def _gguf_bytes(contents: Mapping[str, Entry], dtype_bytes: int) -> int:
     )
 
 
-def _gguf(hf_config: HfConfig, section: HfConfig) -> Format:
+def _gguf(section: HfConfig) -> Format:
     """Return the format of a config that was made from a GGUF file."""
     types = section.values.get("types")
     if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
@@ -46,7 +46,7 @@ def _gguf(hf_config: HfConfig, section: HfConfig) -> Format:
     return gguf_of(types)
 
 
-def _mxfp4(hf_config: HfConfig, section: HfConfig) -> Format:
+def _mxfp4(section: HfConfig) -> Format:
     """Return the format of gpt-oss's experts: MXFP4 (Open Compute Project, "OCP Microscaling Formats (MX) Specification",
     2023); all other layers are unquantized.
 
@@ -55,16 +55,11 @@ def _mxfp4(hf_config: HfConfig, section: HfConfig) -> Format:
         …_blocks  uint8 [experts, rows, depth / 32, 16]   two codes in a byte, the first in the low bits
         …_scales  uint8 [experts, rows, depth / 32]       exponents of powers of two
     """
-    if "GptOssForCausalLM" not in (hf_config.values.get("architectures") or ()):
-        raise ConfigError(
-            f"{hf_config.path}: quant_method 'mxfp4' is supported only for gpt-oss's experts: use the"
-            " original checkpoint"
-        )
     words = "mxfp4: experts of 4 bits in groups of 32"
     return Format("mxfp4", words, "_blocks", lambda layer: None, takes_quantization=True)
 
 
-FORMATS: dict[str, Recognise] = {
+FORMATS: dict[str, Callable[[HfConfig], Format]] = {
     "gptq": gptq.recognise,
     "awq": awq.recognise,
     "compressed-tensors": compressed_tensors.recognise,
@@ -81,7 +76,8 @@ FORMATS: dict[str, Recognise] = {
     "torchao": torchao.recognise,
     "bitnet": bitnet.recognise,
 }
-"""Recognisers by ``quant_method``; each reads the config and its quantization section."""
+"""Readers of the quantization section of a config by its ``quant_method``. They raise `ConfigError` for an unsupported
+variant."""
 
 _SPELLINGS = {
     "compressed_tensors": "compressed-tensors",
@@ -160,8 +156,13 @@ def _of(hf_config: HfConfig, section: HfConfig) -> Format:
     if not isinstance(method, str):
         raise section.wrong("quant_method", "the name of a format")
     method = _SPELLINGS.get(method.lower(), method.lower())
+    if method == "mxfp4" and "GptOssForCausalLM" not in (hf_config.values.get("architectures") or ()):
+        raise ConfigError(
+            f"{hf_config.path}: quant_method 'mxfp4' is supported only for gpt-oss's experts: use the"
+            " original checkpoint"
+        )
     if method in FORMATS:
-        return FORMATS[method](hf_config, section)
+        return FORMATS[method](section)
     near = difflib.get_close_matches(method, FORMATS, n=1)
     instead = REFUSED.get(
         method,

@@ -12,7 +12,6 @@ from math import prod
 from typing import NoReturn, Protocol
 
 from quintet.executor.checkpoints.weights.header import Entry
-from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import spellings
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
@@ -248,7 +247,3 @@ def total_bytes(
         ending = name.rpartition(".")[2]
         total += 4 * prod(entry.shape) if ending in singles else entry.num_bytes * growth.get(ending, 1.0)
     return int(total)
-
-
-Recognise = Callable[[HfConfig, HfConfig], Format]
-"""Takes a config and its section that describes the format. Raises `ConfigError` for an unsupported variant."""

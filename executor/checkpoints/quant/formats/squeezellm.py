@@ -81,7 +81,7 @@ def _scheme(bits: int, layer: StoredLayer) -> Scheme | None:
     )
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise(section: HfConfig) -> Format:
     """Return the format of a config's ``quantization_config``, or of ``quant_config.json``."""
     key = ("wbits", "bits")
     bits = section.whole(key, 1, 16)

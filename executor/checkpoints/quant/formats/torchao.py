@@ -180,7 +180,7 @@ def _scheme(
     return with_input_factors(scheme, layer, f"{start}act_pre_scale", *shapes)
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise(section: HfConfig) -> Format:
     if section.flag("include_input_output_embeddings", False):
         raise ConfigError(
             f"{section.path}: {section.inside}include_input_output_embeddings: quantized embeddings are not supported:"
