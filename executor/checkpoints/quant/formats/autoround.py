@@ -16,9 +16,9 @@ from dataclasses import replace
 from functools import partial
 
 from quintet.executor.checkpoints.quant.formats import awq, fp8, gptq
-from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import compiled
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
+from quintet.executor.checkpoints.quant.formats.shared_schemes import fp4_scheme, fp8_scheme
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme, int8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import block_size, is_named, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
@@ -26,6 +25,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     StoredLayer,
     in_words,
 )
+from quintet.executor.checkpoints.quant.formats.shared_schemes import fp4_scheme, fp8_scheme, int8_scheme
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 

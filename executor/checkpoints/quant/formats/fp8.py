@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from quintet.executor.checkpoints.quant.formats.floats import fp8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import block_size, is_part_of, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
+from quintet.executor.checkpoints.quant.formats.shared_schemes import fp8_scheme
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.config import Quantization
 

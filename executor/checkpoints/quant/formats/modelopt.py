@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 
-from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme, int8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
@@ -31,6 +30,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     in_words,
     with_input_factors,
 )
+from quintet.executor.checkpoints.quant.formats.shared_schemes import fp4_scheme, fp8_scheme, int8_scheme
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 

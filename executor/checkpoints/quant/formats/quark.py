@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme, int8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import is_named, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
@@ -26,6 +25,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     groups_in_words,
     in_words,
 )
+from quintet.executor.checkpoints.quant.formats.shared_schemes import fp4_scheme, fp8_scheme, int8_scheme
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 

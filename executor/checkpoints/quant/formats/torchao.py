@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from quintet.executor.checkpoints.quant.formats.floats import fp8_scheme, int8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import compiled, is_part_of, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
@@ -30,6 +29,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     total_bytes,
     with_input_factors,
 )
+from quintet.executor.checkpoints.quant.formats.shared_schemes import fp8_scheme, int8_scheme
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
