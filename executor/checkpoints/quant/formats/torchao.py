@@ -194,8 +194,7 @@ def recognise(section: HfConfig) -> Format:
         )
     left_out = word_list(section, "modules_to_not_convert")
     default = section.section("quant_type").section("default")
-    key = BY_NAMES.get(str(default.values.get("_type")))
-    usual, by_name = (_numbers(default), []) if key is None else _by_name(section, default, key)
+    usual, by_name = _by_name(section, default)
     all_numbers = [each for each in (usual, *(numbers for _, numbers in by_name)) if each is not None]
     if not all_numbers:
         raise default.wrong("_data", "an object with the quantization of some layers")
@@ -207,8 +206,11 @@ def recognise(section: HfConfig) -> Format:
     return Format("torchao", in_words("torchao", all_numbers), "qdata", scheme, ignored, memory_bytes)
 
 
-def _by_name(section: HfConfig, default: HfConfig, key: str) -> tuple[TorchAoConfig | None, ByName]:
+def _by_name(section: HfConfig, default: HfConfig) -> tuple[TorchAoConfig | None, ByName]:
     """Return the usual configuration, and those of names and patterns of names; None: unquantized."""
+    key = BY_NAMES.get(str(default.values.get("_type")))
+    if key is None:
+        return _numbers(default), ()
     others = default.section("_data").section(key)
     found: dict[str, TorchAoConfig | None] = {
         name: _numbers(others.section(name)) if others.has(name) else None for name in others.values
