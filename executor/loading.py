@@ -16,8 +16,8 @@ from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.quant.kv_scales import read_kv_scales
 from quintet.executor.checkpoints.quant.registry import RoundedInputs, open_quantization
-from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.load import fill_randomly, load_checkpoint, open_files
+from quintet.executor.checkpoints.weights.mapped import WeightFile
 from quintet.executor.checkpoints.weights.packed_cache import PackedCache
 from quintet.executor.lora.adapters import Adapters
 from quintet.executor.model_config.draft_heads import DRAFT_HEADS

@@ -24,7 +24,7 @@ from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
 from quintet.executor.backends.cuda.ops.coded_weight import Code
 from quintet.executor.backends.cuda.ops.linear_fp8 import fp8_quantize_reference
 from quintet.executor.checkpoints.quant.coded import CodedLinear, CodedRun, Fp8Run
-from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.packed import RowMajorLinear
 from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRange
 from quintet.wire.errors import ConfigError
 

@@ -14,7 +14,7 @@ from tests.models.test_odd_models import PROMPTS, by_torch
 from quintet.executor.backends.cuda.boot import make_device_worker
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
-from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.packed import RowMajorLinear
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.context import WorkerContext
 from quintet.executor.models.model import Setting

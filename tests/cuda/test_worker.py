@@ -36,8 +36,8 @@ from quintet.executor.checkpoints.quant.gguf import GgufQuantization
 from quintet.executor.checkpoints.quant.kv_scales import read_kv_scales
 from quintet.executor.checkpoints.quant.method import Quantization
 from quintet.executor.checkpoints.quant.stored import StoredQuantization
-from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.load import fill_randomly, load_checkpoint, open_files
+from quintet.executor.checkpoints.weights.mapped import WeightFile
 from quintet.executor.context import WorkerContext
 from quintet.executor.loading import MODEL_DTYPES as DTYPES
 from quintet.executor.model_config.hf_config import hf_config_of

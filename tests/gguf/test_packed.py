@@ -14,7 +14,7 @@ from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.executor.checkpoints.gguf.types import BY_NAME
 from quintet.executor.checkpoints.quant import gguf as gguf_quantization
 from quintet.executor.checkpoints.quant.blocks import PACKED_FORMATS
-from quintet.executor.checkpoints.quant.formats import gguf
+from quintet.executor.checkpoints.quant.formats.registry import gguf_of
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.wire.errors import ConfigError
 from tests.gguf.files import write_model
@@ -56,7 +56,7 @@ def test_blocks_without_a_packed_form_are_dequantized_exactly(kind: str, tmp_pat
 def test_estimated_bytes_equal_the_loaded_bytes(kind: str) -> None:
     type_, (rows, depth) = BY_NAME[kind], (512, 2048)
     entry = Entry(kind, (rows, depth), 0, type_.num_bytes(rows * depth))
-    estimated = gguf.of((kind,)).memory_bytes({"q": entry}, 2)
+    estimated = gguf_of((kind,)).memory_bytes({"q": entry}, 2)
     library, numbers = linear_library(), PACKED_FORMATS.get(kind)
     if numbers is None:
         assert estimated == rows * depth * 2

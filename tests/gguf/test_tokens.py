@@ -13,7 +13,7 @@ import pytest
 
 from quintet.deploy.config.model import tokenizer_files
 from quintet.executor.checkpoints.gguf.parts import read_parts
-from quintet.executor.checkpoints.gguf.writing import routed_metadata
+from quintet.executor.checkpoints.gguf.writing import attention_metadata
 from quintet.executor.checkpoints.gguf.writing.conversions import CONVERT, Named, as_it_is
 from quintet.executor.checkpoints.gguf.writing.model import plan_of, write_gguf
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
@@ -45,7 +45,7 @@ def test_a_file_has_the_tokens_of_its_model(family: str, tmp_path: Path) -> None
 def _with_fused_latents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write files of older converters: one tensor of latent projections, and no keys for the compressed cache."""
     monkeypatch.delitem(CONVERT, "deepseek2")
-    known = routed_metadata.ROUTED["deepseek2"]
+    known = attention_metadata.ATTENTION["deepseek2"]
 
     def older(config: dict[str, Any]) -> dict[str, Any]:
         metadata = known(config)
@@ -55,7 +55,7 @@ def _with_fused_latents(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         return metadata | heads | widths | {f"{key}_mla": None for key in widths}
 
-    monkeypatch.setitem(routed_metadata.ROUTED, "deepseek2", older)
+    monkeypatch.setitem(attention_metadata.ATTENTION, "deepseek2", older)
 
 
 def _with_fused_projections(monkeypatch: pytest.MonkeyPatch) -> None:

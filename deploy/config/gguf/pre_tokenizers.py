@@ -61,6 +61,12 @@ _YOUTU = (
     r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+",
     _cased(r"\p{N}", _SHORT + "?"),
 )
+_BAILING = _words(r"\p{N}", contractions=r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|", lines=r"\s*[\r\n]")
+_SEED = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|{_END}"
+_EXAONE_MOE = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_END}"
+)
 _SPACED = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 
@@ -75,97 +81,37 @@ class PreTokenizer:
     """True if BOS is added by default."""
 
 
-_NAMES_OF: tuple[tuple[PreTokenizer, tuple[str, ...]], ...] = (
-    (
-        PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-        ("default",),
+_BY_NAMES = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": PreTokenizer(
+        (_words(r"\p{N}{1,3}"),), whole_words=True, adds_bos=True
     ),
-    (
-        PreTokenizer((_words(r"\p{N}{1,3}"),), whole_words=True, adds_bos=True),
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    "dbrx smaug-bpe glm4 chatglm-bpe": PreTokenizer((_words(r"\p{N}{1,3}"),)),
+    "qwen2 deepseek-r1-qwen kormo stablelm2 megrez hunyuan grok-2 solar-open f2llmv2": PreTokenizer(
+        (_words(r"\p{N}"),)
     ),
-    (PreTokenizer((_words(r"\p{N}{1,3}"),)), ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
-    (
-        PreTokenizer((_words(r"\p{N}"),)),
-        (
-            "qwen2",
-            "deepseek-r1-qwen",
-            "kormo",
-            "stablelm2",
-            "megrez",
-            "hunyuan",
-            "grok-2",
-            "solar-open",
-            "f2llmv2",
-        ),
+    "qwen35": PreTokenizer((_words(r"\p{N}", _MARKED),)),
+    "bailingmoe bailingmoe2 llada-moe": PreTokenizer((_BAILING,)),
+    "tekken": PreTokenizer((_cased(r"\p{N}", ""),), whole_words=True, adds_bos=True),
+    "gpt-4o llama4 kanana2 minimax-m2": PreTokenizer((_cased(r"\p{N}{1,3}", _SHORT + "?"),)),
+    "gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling": PreTokenizer(
+        (_GPT2,)
     ),
-    (PreTokenizer((_words(r"\p{N}", _MARKED),)), ("qwen35",)),
-    (
-        PreTokenizer(
-            (
-                _words(
-                    r"\p{N}", contractions=r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|", lines=r"\s*[\r\n]"
-                ),
-            )
-        ),
-        ("bailingmoe", "bailingmoe2", "llada-moe"),
-    ),
-    (PreTokenizer((_cased(r"\p{N}", ""),), whole_words=True, adds_bos=True), ("tekken",)),
-    (PreTokenizer((_cased(r"\p{N}{1,3}", _SHORT + "?"),)), ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
-    (
-        PreTokenizer((_GPT2,)),
-        (
-            "gpt-2",
-            "phi-2",
-            "gigachat",
-            "a.x-4.0",
-            "mellum",
-            "exaone4",
-            "mpt",
-            "olmo",
-            "jais",
-            "trillion",
-            "granite-docling",
-        ),
-    ),
-    (
-        PreTokenizer((r"\p{N}", _GPT2)),
-        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"),
-    ),
-    (PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")), ("falcon",)),
-    (PreTokenizer((_SPACED,)), ("bloom", "poro-chat", "gpt3-finnish")),
-    (PreTokenizer((_SPACED, r"\p{N}")), ("viking",)),
-    (PreTokenizer(_DEEPSEEK3), ("deepseek-v3", "hunyuan-dense", "joyai-llm")),
-    (
-        PreTokenizer(_DEEPSEEK),
-        ("deepseek-llm",),
-    ),
-    (PreTokenizer(_KIMI), ("kimi-k2",)),
-    (PreTokenizer(_YOUTU, whole_words=True), ("youtu",)),
-    (
-        PreTokenizer(
-            (
-                rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|{_END}",
-            )
-        ),
-        ("seed-coder",),
-    ),
-    (
-        PreTokenizer(
-            (
-                rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-                rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_END}",
-            )
-        ),
-        ("exaone-moe",),
-    ),
-    (PreTokenizer((_words(r"\p{N}{1,3}").removesuffix(_END) + _COUNTED,)), ("jais-2",)),
-    (PreTokenizer((r"\p{N}{1,3}", _words(r"\p{N}+")), whole_words=True), ("minicpm5",)),
-    (
-        PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-        ("deepseek-coder",),
-    ),
-)
+    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": PreTokenizer((r"\p{N}", _GPT2)),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    "bloom poro-chat gpt3-finnish": PreTokenizer((_SPACED,)),
+    "viking": PreTokenizer((_SPACED, r"\p{N}")),
+    "deepseek-v3 hunyuan-dense joyai-llm": PreTokenizer(_DEEPSEEK3),
+    "deepseek-llm": PreTokenizer(_DEEPSEEK),
+    "kimi-k2": PreTokenizer(_KIMI),
+    "youtu": PreTokenizer(_YOUTU, whole_words=True),
+    "seed-coder": PreTokenizer((_SEED,)),
+    "exaone-moe": PreTokenizer((_EXAONE_MOE,)),
+    "jais-2": PreTokenizer((_words(r"\p{N}{1,3}").removesuffix(_END) + _COUNTED,)),
+    "minicpm5": PreTokenizer((r"\p{N}{1,3}", _words(r"\p{N}+")), whole_words=True),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+}
+"""Pre-tokenizers, keyed by all of their names."""
 
-PRE_TOKENIZERS = {name: each for each, names in _NAMES_OF for name in names}
+PRE_TOKENIZERS = {name: each for names, each in _BY_NAMES.items() for name in names.split()}
 """Name -> pre-tokenizer."""

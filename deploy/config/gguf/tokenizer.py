@@ -288,8 +288,8 @@ def _model(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **switches
 
 
 _ENDING_KEYS = ("eos", "eot", "eom")
-_ENDINGS = frozenset(
-    {
+_ENDINGS = (
+    *(
         "<|eot_id|>",
         "<|im_end|>",
         "<|end|>",
@@ -298,6 +298,8 @@ _ENDINGS = frozenset(
         "<|flush|>",
         "<|calls|>",
         "<end_of_turn>",
+    ),
+    *(
         "<|endoftext|>",
         "<|eom_id|>",
         "<EOT>",
@@ -306,9 +308,8 @@ _ENDINGS = frozenset(
         "[EOS]",
         "<|end_of_text|>",
         "<end_of_utterance>",
-        "<eos>",
-        "<｜end▁of▁sentence｜>",
-    }
+    ),
+    *("<eos>", "<｜end▁of▁sentence｜>"),
 )
 """Tokens that llama.cpp treats as end of generation: files name one of them, chat templates may use others."""
 SAMPLING = {

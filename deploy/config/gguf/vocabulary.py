@@ -156,7 +156,7 @@ def _ends(
         token = token.get("content") if isinstance(token, dict) else token
         index = tokenizer.token_to_id(token) if isinstance(token, str) else None
         if index is None and f"{key}_id" in config:
-            index = _first(config[f"{key}_id"])
+            index = next(iter(_all(config[f"{key}_id"])), None)
         if type(index) is int and 0 <= index < size:
             ids[f"{name}_token_id"] = index
     endings = _all(_read(folder / "generation_config.json").get("eos_token_id") or config.get("eos_token_id"))
@@ -174,10 +174,6 @@ def _ends(
 def _all(value: object) -> list[int]:
     values = value if isinstance(value, list) else [value]
     return [each for each in values if type(each) is int and each >= 0]
-
-
-def _first(value: object) -> int | None:
-    return next(iter(_all(value)), None)
 
 
 def _sampling(folder: Path) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from quintet.deploy.config.memory import available_ram_bytes, format_size
 from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.deploy.tools.quantize.target import MAX_CALIBRATION_TOKENS
 from quintet.deploy.tools.quantize.windows import windows_of_text
+from quintet.executor.checkpoints.quantize_tool.awq import AwqRounder
 from quintet.executor.checkpoints.quantize_tool.calibrate import calibrated
 from quintet.executor.checkpoints.quantize_tool.compressed import Plan
-from quintet.executor.checkpoints.quantize_tool.rounders import AwqRounder, GptqRounder
+from quintet.executor.checkpoints.quantize_tool.rounding import GptqRounder
 from quintet.wire.errors import ConfigError
 
 

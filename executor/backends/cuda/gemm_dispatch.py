@@ -27,7 +27,7 @@ from quintet.executor.backends.cuda.ops.linear_fp8 import fp8_matmul
 from quintet.executor.backends.cuda.ops.linear_groups import head_matmul
 from quintet.executor.backends.cuda.scaled_mm import ScaledMm
 from quintet.executor.checkpoints.quant.coded import CodedLinear, CodedRun, Fp8Run
-from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.packed import RowMajorLinear
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.models.layers.linear import HeadLinear, Linear
 

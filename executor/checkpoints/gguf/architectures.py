@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quintet.executor.checkpoints.gguf import dense_values as dense
-from quintet.executor.checkpoints.gguf import routed_values as routed
+from quintet.executor.checkpoints.gguf import attention_values as attention
 from quintet.executor.checkpoints.gguf import state_values as state
-from quintet.executor.checkpoints.gguf.common_values import Values, common
+from quintet.executor.checkpoints.gguf.common_values import GRANITE, Values, common, num_layers
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 
 
@@ -35,8 +34,13 @@ class Architecture:
         return {"architectures": [name], **common(metadata), **self.more(metadata)}
 
 
+def _one_of(key: str, named: str, other: str) -> Callable[[GgufMetadata], str]:
+    """Return a function for families that share a GGUF name: the first name if the file has the key, else the other."""
+    return lambda metadata: f"{named if metadata.get(key) else other}ForCausalLM"
+
+
 def _renormalised(metadata: GgufMetadata) -> Values:
-    return routed.experts(metadata, True)
+    return attention.experts(metadata, True)
 
 
 def _use_bias(metadata: GgufMetadata) -> Values:
@@ -44,74 +48,93 @@ def _use_bias(metadata: GgufMetadata) -> Values:
 
 
 ARCHITECTURES = {
-    "llama": Architecture(routed.llama_name, routed.mixtral, interleaved_rope=True),
+    "llama": Architecture(
+        _one_of("expert_count", "Mixtral", "Llama"),
+        lambda of: of.copied(
+            {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+        ),
+        interleaved_rope=True,
+    ),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", routed.experts),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", attention.experts),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _renormalised),
     "gemma": Architecture("GemmaForCausalLM"),
-    "gemma2": Architecture("Gemma2ForCausalLM", dense.gemma2),
-    "gemma3": Architecture("Gemma3ForCausalLM", dense.gemma3),
-    "phi3": Architecture("Phi3ForCausalLM", dense.phi3),
-    "gpt2": Architecture("GPT2LMHeadModel", dense.gpt2),
-    "gpt-oss": Architecture("GptOssForCausalLM", routed.gpt_oss),
-    "deepseek2": Architecture(routed.deepseek2_name, routed.deepseek2),
-    "apertus": Architecture("ApertusForCausalLM", dense.apertus),
+    "gemma2": Architecture("Gemma2ForCausalLM", attention.gemma2),
+    "gemma3": Architecture("Gemma3ForCausalLM", attention.gemma3),
+    "phi3": Architecture(
+        "Phi3ForCausalLM", lambda of: {"sliding_window": of.get("attention.sliding_window") or None}
+    ),
+    "gpt2": Architecture("GPT2LMHeadModel", attention.gpt2),
+    "gpt-oss": Architecture("GptOssForCausalLM", attention.gpt_oss),
+    "deepseek2": Architecture(attention.deepseek2_name, attention.deepseek2),
+    "apertus": Architecture("ApertusForCausalLM", attention.apertus),
     "arcee": Architecture("ArceeForCausalLM", interleaved_rope=True),
-    "baichuan": Architecture("BaichuanForCausalLM", dense.baichuan, interleaved_rope=True),
-    "bailingmoe": Architecture("BailingMoeForCausalLM", routed.bailing, interleaved_rope=True),
-    "bailingmoe2": Architecture("BailingMoeV2ForCausalLM", routed.bailing),
-    "bitnet": Architecture("BitNetForCausalLM", dense.bitnet),
+    "baichuan": Architecture("BaichuanForCausalLM", attention.baichuan, interleaved_rope=True),
+    "bailingmoe": Architecture("BailingMoeForCausalLM", attention.bailing, interleaved_rope=True),
+    "bailingmoe2": Architecture("BailingMoeV2ForCausalLM", attention.bailing),
+    "bitnet": Architecture("BitNetForCausalLM", attention.bitnet),
     "bloom": Architecture("BloomForCausalLM"),
-    "chatglm": Architecture("ChatGLMModel", dense.chatglm),
-    "cohere2": Architecture("Cohere2ForCausalLM", dense.cohere, interleaved_rope=True),
-    "command-r": Architecture("CohereForCausalLM", dense.cohere, interleaved_rope=True),
-    "deci": Architecture("DeciLMForCausalLM", dense.deci, interleaved_rope=True),
-    "deepseek": Architecture("DeepseekForCausalLM", routed.experts, interleaved_rope=True),
-    "dots1": Architecture("Dots1ForCausalLM", routed.dots1),
+    "chatglm": Architecture("ChatGLMModel", attention.chatglm),
+    "cohere2": Architecture("Cohere2ForCausalLM", attention.cohere, interleaved_rope=True),
+    "command-r": Architecture("CohereForCausalLM", attention.cohere, interleaved_rope=True),
+    "deci": Architecture("DeciLMForCausalLM", attention.deci, interleaved_rope=True),
+    "deepseek": Architecture("DeepseekForCausalLM", attention.experts, interleaved_rope=True),
+    "dots1": Architecture(
+        "Dots1ForCausalLM",
+        lambda of: attention.experts(of) | {"layer_types": ["full_attention"] * num_layers(of)},
+    ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", _use_bias, interleaved_rope=True),
-    "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", routed.ernie),
+    "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", attention.ernie),
     "exaone": Architecture("ExaoneForCausalLM"),
-    "exaone-moe": Architecture("ExaoneMoeForCausalLM", routed.exaone),
-    "exaone4": Architecture("Exaone4ForCausalLM", dense.slides),
-    "falcon": Architecture("FalconForCausalLM", dense.falcon),
+    "exaone-moe": Architecture(
+        "ExaoneMoeForCausalLM", lambda of: attention.experts(of) | attention.slides(of)
+    ),
+    "exaone4": Architecture("Exaone4ForCausalLM", attention.slides),
+    "falcon": Architecture("FalconForCausalLM", attention.falcon),
     "falcon-h1": Architecture("FalconH1ForCausalLM", state.falcon_h1),
     "glm4": Architecture("Glm4ForCausalLM", interleaved_rope=True),
-    "glm4moe": Architecture("Glm4MoeForCausalLM", routed.glm4),
-    "gptneox": Architecture("GPTNeoXForCausalLM", dense.parallel),
-    "granite": Architecture("GraniteForCausalLM", dense.granite, interleaved_rope=True),
+    "glm4moe": Architecture(
+        "Glm4MoeForCausalLM",
+        lambda of: attention.experts(of) | {"use_qk_norm": of.has("attn_q_norm.weight")},
+    ),
+    "gptneox": Architecture("GPTNeoXForCausalLM", attention.parallel),
+    "granite": Architecture("GraniteForCausalLM", lambda of: of.copied(GRANITE), interleaved_rope=True),
     "granitehybrid": Architecture("GraniteMoeHybridForCausalLM", state.granite_hybrid, interleaved_rope=True),
-    "granitemoe": Architecture(routed.granite_name, routed.granite_moe, interleaved_rope=True),
+    "granitemoe": Architecture(  # also Granite 4 without Mamba and experts
+        _one_of("expert_count", "GraniteMoeShared", "Granite"), attention.granite_moe, interleaved_rope=True
+    ),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),
-    "hunyuan-moe": Architecture("HunYuanMoEV1ForCausalLM", routed.hunyuan),
+    "hunyuan-moe": Architecture("HunYuanMoEV1ForCausalLM", attention.hunyuan),
     "internlm2": Architecture(
-        "InternLM2ForCausalLM", lambda metadata: {"bias": metadata.has("attn_q.bias")}, interleaved_rope=True
+        "InternLM2ForCausalLM", lambda of: {"bias": of.has("attn_q.bias")}, interleaved_rope=True
     ),
     "jais2": Architecture("Jais2ForCausalLM"),
     "jamba": Architecture("JambaForCausalLM", state.jamba),
     "lfm2": Architecture("Lfm2ForCausalLM", state.lfm2),
     "lfm2moe": Architecture("Lfm2MoeForCausalLM", state.lfm2_moe),
-    "llama4": Architecture("Llama4ForCausalLM", routed.llama4, interleaved_rope=True),
-    "mamba": Architecture(state.mamba_name, state.mamba),
+    "llama4": Architecture("Llama4ForCausalLM", attention.llama4, interleaved_rope=True),
+    "mamba": Architecture(_one_of("ssm.dt_b_c_rms", "FalconMamba", "Mamba"), state.mamba),
     "mamba2": Architecture("Mamba2ForCausalLM", state.mamba2),
-    "minicpm": Architecture("MiniCPMForCausalLM", dense.minicpm, interleaved_rope=True),
-    "minicpm3": Architecture("MiniCPM3ForCausalLM", routed.minicpm3),
-    "minimax-m2": Architecture("MiniMaxM2ForCausalLM", routed.minimax),
-    "mistral3": Architecture("Ministral3ForCausalLM", dense.ministral3, interleaved_rope=True),
-    "mpt": Architecture("MPTForCausalLM", dense.mpt),
+    "minicpm": Architecture("MiniCPMForCausalLM", attention.minicpm, interleaved_rope=True),
+    "minicpm3": Architecture("MiniCPM3ForCausalLM", attention.minicpm3),
+    "minimax-m2": Architecture("MiniMaxM2ForCausalLM", attention.minimax),
+    "mistral3": Architecture("Ministral3ForCausalLM", attention.ministral3, interleaved_rope=True),
+    "mpt": Architecture("MPTForCausalLM", attention.mpt),
     "nemotron": Architecture("NemotronForCausalLM"),
     "nemotron_h": Architecture("NemotronHForCausalLM", state.nemotron_h),
     "olmo": Architecture(
-        "OlmoForCausalLM",
-        lambda metadata: {"clip_qkv": metadata.get("attention.clamp_kqv")},
-        interleaved_rope=True,
+        "OlmoForCausalLM", lambda of: of.copied({"clip_qkv": "attention.clamp_kqv"}), interleaved_rope=True
     ),
-    "olmo2": Architecture(dense.olmo2_name, dense.slides),
-    "olmoe": Architecture("OlmoeForCausalLM", routed.experts),
+    "olmo2": Architecture(_one_of("attention.sliding_window", "Olmo3", "Olmo2"), attention.slides),
+    "olmoe": Architecture("OlmoeForCausalLM", attention.experts),
     "orion": Architecture("OrionForCausalLM"),
     "phi2": Architecture("PhiForCausalLM"),
-    "phimoe": Architecture("PhimoeForCausalLM", routed.phi_moe),
-    "qwen": Architecture("QWenLMHeadModel", dense.qwen1),
+    "phimoe": Architecture("PhimoeForCausalLM", attention.phi_moe),
+    "qwen": Architecture(  # files lack its context extension
+        "QWenLMHeadModel",
+        lambda of: of.copied({"kv_channels": "attention.key_length", "seq_length": "context_length"}),
+    ),
     "qwen2vl": Architecture("Qwen2ForCausalLM"),
     "qwen35": Architecture("Qwen3_5ForCausalLM", state.qwen3_next, tiled=True),
     "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", state.qwen3_next, tiled=True),
@@ -120,8 +143,11 @@ ARCHITECTURES = {
     "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", _renormalised),
     "seed_oss": Architecture("SeedOssForCausalLM"),
     "smollm3": Architecture("SmolLM3ForCausalLM", interleaved_rope=True),
-    "stablelm": Architecture("StableLmForCausalLM", dense.parallel),
-    "starcoder": Architecture("GPTBigCodeForCausalLM", dense.starcoder),
+    "stablelm": Architecture("StableLmForCausalLM", attention.parallel),
+    "starcoder": Architecture(
+        "GPTBigCodeForCausalLM",
+        lambda of: attention.gpt2(of) | {"multi_query": of.whole("attention.head_count_kv", 1) == 1},
+    ),
     "starcoder2": Architecture("Starcoder2ForCausalLM", _use_bias),
     "xverse": Architecture("XverseForCausalLM", interleaved_rope=True),
 }

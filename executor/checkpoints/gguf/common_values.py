@@ -8,27 +8,44 @@ from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 
 Values = dict[str, Any]
 
-KEYS = {
+GRANITE = {
     "attention_multiplier": "attention.scale",
-    "conv_kernel": "ssm.conv_kernel",
     "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+MAMBA = {"conv_kernel": "ssm.conv_kernel", "state_size": "ssm.state_size"}
+MAMBA_OF_HYBRID = {"mamba_d_conv": "ssm.conv_kernel", "mamba_d_state": "ssm.state_size"}
+"""Of models with attention, except Nemotron-H."""
+NEMOTRON_H = {
+    "conv_kernel": "ssm.conv_kernel",
+    "ssm_state_size": "ssm.state_size",
+    "n_groups": "ssm.group_count",
+}
+DELTA = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+}
+
+KEYS = {
+    **GRANITE,
+    **MAMBA,
+    **MAMBA_OF_HYBRID,
+    **NEMOTRON_H,
+    **DELTA,
     "first_k_dense_replace": "leading_dense_block_count",
     "head_dim": "attention.key_length",
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "kv_lora_rank": "attention.kv_lora_rank",
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
-    "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
-    "logits_scaling": "logit_scale",
-    "mamba_d_conv": "ssm.conv_kernel",
-    "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count",
     "mamba_n_heads": "ssm.time_step_rank",
     "max_position_embeddings": "context_length",
     "moe_intermediate_size": "expert_feed_forward_length",
     "n_group": "expert_group_count",
-    "n_groups": "ssm.group_count",
     "n_shared_experts": "expert_shared_count",
     "norm_topk_prob": "expert_weights_norm",
     "num_attention_heads": "attention.head_count",
@@ -40,17 +57,16 @@ KEYS = {
     "partial_rotary_factor": "rope.dimension_count",
     "q_lora_rank": "attention.q_lora_rank",
     "qk_rope_head_dim": "rope.dimension_count",
-    "residual_multiplier": "residual_scale",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
     "routed_scaling_factor": "expert_weights_scale",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "sliding_window": "attention.sliding_window",
-    "state_size": "ssm.state_size",
     "time_step_rank": "ssm.time_step_rank",
     "topk_group": "expert_group_used_count",
 }
-"""GGUF keys of config values, below the architecture's name; for error messages."""
+"""GGUF keys of config values, below the architecture's name; for error messages. Readers and the writer copy the values
+of the tables above."""
 
 
 def common(metadata: GgufMetadata) -> Values:

@@ -15,8 +15,7 @@ import torch
 
 from quintet.executor.checkpoints.gguf.weights import GgufFile, ReadBlocks, open_gguf
 from quintet.executor.checkpoints.gguf.writing.layout import model_type_of
-from quintet.executor.checkpoints.weights.convert import write_safetensors
-from quintet.executor.checkpoints.weights.files import INDEX_FILE, SINGLE_FILE
+from quintet.executor.checkpoints.weights.convert import write_folder
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.mapped import DTYPES
 from quintet.executor.model_config.hf_config import FILE_KEYS
@@ -83,11 +82,4 @@ class Folder:
     def write(self, out: Path) -> None:
         """Write config and weights into a folder. Raises OSError."""
         (out / "config.json").write_text(json.dumps(self._hf_config, indent=2) + "\n")
-        count, weight_map = len(self._files), {}
-        for number, file in enumerate(self._files, 1):
-            name = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-            write_safetensors(out / name, file)
-            weight_map.update(dict.fromkeys(file.entries, name))
-        if count > 1:
-            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
-            (out / INDEX_FILE).write_text(json.dumps(index, indent=1))
+        write_folder(out, self._files, len(self._files))

@@ -3,8 +3,8 @@
 A file's names are the same for all architectures (``blk.0.attn_q.weight``). The spec has the names and layouts of the
 family's checkpoints, so one walk over it serves all families.
 
-`add_latent` maps the tensors of latent attention (DeepSeek V2 and V3, MiniCPM 3). `add_experts` maps one three-dimensional
-tensor for all gates, one for all ups, one for all downs. `add_state` maps recurrent mixers: Mamba 1 and 2, short
+`_add_latent` maps the tensors of latent attention (DeepSeek V2 and V3, MiniCPM 3). `_add_experts` maps one three-dimensional
+tensor for all gates, one for all ups, one for all downs. `_add_state` maps recurrent mixers: Mamba 1 and 2, short
 convolutions, the gated delta rule.
 """
 
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from quintet.executor.checkpoints.gguf.architectures import Architecture
 from quintet.executor.checkpoints.gguf.header import Tensor
-from quintet.executor.checkpoints.gguf.tensor_map import TensorMap
 from quintet.executor.checkpoints.gguf.tensor_recipes import (
     Finish,
     Recipe,
+    TensorMap,
     TensorRows,
     height,
     log_of_negative,
@@ -44,7 +44,7 @@ from quintet.executor.model_config.spec import (
 from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 
 
-def add_latent(found: TensorMap, spec: LatentSpec) -> None:
+def _add_latent(found: TensorMap, spec: LatentSpec) -> None:
     """Add the recipes of one layer. Older files have one KV up-projection; newer ones split it into keys and values."""
     names = found.names
     if spec.q_rank is None:
@@ -89,18 +89,18 @@ def _add_layer(found: TensorMap, layer: LayerSpec, architecture: Architecture) -
     _add_norms(found, layer)
     mixer = layer.mixer
     if isinstance(mixer, ParallelMixerSpec):
-        add_state(found, mixer.state, architecture.tiled)
+        _add_state(found.within(found.names.state_mixer), mixer.state, architecture.tiled)
         mixer = mixer.attention
     if isinstance(mixer, AttentionSpec):
         _add_attention(found, mixer, architecture.interleaved_rope and not mixer.interleaved)
     elif isinstance(mixer, LatentSpec):
-        add_latent(found, mixer)
+        _add_latent(found, mixer)
     elif mixer is not None:
-        add_state(found, mixer, architecture.tiled)
+        _add_state(found.within(found.names.state_mixer), mixer, architecture.tiled)
     if isinstance(layer.mlp, MlpSpec):
         _add_feed_forward(found, layer.mlp)
     elif layer.mlp is not None:
-        add_experts(found, layer.mlp)
+        _add_experts(found, layer.mlp)
 
 
 def _add_norms(found: TensorMap, layer: LayerSpec) -> None:
@@ -178,7 +178,7 @@ def _add_feed_forward(found: TensorMap, spec: MlpSpec) -> None:
     found.norm(names.down_norm, "ffn_sub_norm", spec.down_norm)
 
 
-def add_experts(found: TensorMap, spec: ExpertsSpec) -> None:
+def _add_experts(found: TensorMap, spec: ExpertsSpec) -> None:
     """Add the recipes of one layer's experts."""
     names, count = found.names, spec.routing.experts
     found.module(names.router, "ffn_gate_inp")
@@ -243,8 +243,8 @@ def _add_shared(found: TensorMap) -> None:
         found.whole(f"{names.shared_router}.weight", "ffn_gate_inp_shexp.weight", shape=(1, router.shape[-1]))
 
 
-def add_state(found: TensorMap, spec: StateSpec, tiled: bool) -> None:
-    """Add the recipes of one layer's mixer; ``tiled``: see `Architecture`."""
+def _add_state(found: TensorMap, spec: StateSpec, tiled: bool) -> None:
+    """Add the recipes of one layer's mixer, to a map within it; ``tiled``: see `Architecture`."""
     match spec:
         case DeltaSpec():
             _add_delta(found, spec, tiled)
@@ -254,34 +254,31 @@ def add_state(found: TensorMap, spec: StateSpec, tiled: bool) -> None:
             _add_mamba2(found, spec)
         case ShortConvSpec():
             _add_convolution(found, "conv", "shortconv.conv", spec.channels, spec.taps)
-            found.module(_ours(found, "in_proj"), "shortconv.in_proj")
-            found.module(_ours(found, "out_proj"), "shortconv.out_proj")
+            found.module("in_proj", "shortconv.in_proj")
+            found.module("out_proj", "shortconv.out_proj")
 
 
 def _add_mamba(found: TensorMap, spec: MambaSpec) -> None:
-    for ours, theirs in (
-        ("in_proj", "ssm_in"),
-        ("x_proj", "ssm_x"),
-        ("dt_proj", "ssm_dt"),
-        ("out_proj", "ssm_out"),
-    ):
-        found.module(_ours(found, ours), theirs)
+    found.module("in_proj", "ssm_in")
+    found.module("x_proj", "ssm_x")
+    found.module("dt_proj", "ssm_dt")
+    found.module("out_proj", "ssm_out")
     _add_convolution(found, "conv1d", "ssm_conv1d", spec.channels, spec.taps)
-    found.whole(_ours(found, "A_log"), "ssm_a", log_of_negative)
-    found.whole(_ours(found, "D"), "ssm_d")
+    found.whole("A_log", "ssm_a", log_of_negative)
+    found.whole("D", "ssm_d")
     for part in ("dt", "b", "c"):
-        found.norm(_ours(found, f"{part}_layernorm"), f"ssm_{part}_norm", spec.inner_norm)
+        found.norm(f"{part}_layernorm", f"ssm_{part}_norm", spec.inner_norm)
 
 
 def _add_mamba2(found: TensorMap, spec: Mamba2Spec) -> None:
-    found.module(_ours(found, "in_proj"), "ssm_in")
-    found.module(_ours(found, "out_proj"), "ssm_out")
+    found.module("in_proj", "ssm_in")
+    found.module("out_proj", "ssm_out")
     _add_convolution(found, "conv1d", "ssm_conv1d", spec.conv_channels, spec.taps)
-    found.whole(_ours(found, "dt_bias"), "ssm_dt.bias")
-    found.whole(_ours(found, "A_log"), "ssm_a", log_of_negative, (spec.num_heads,))
-    found.whole(_ours(found, "D"), "ssm_d", shape=(spec.num_heads,))
+    found.whole("dt_bias", "ssm_dt.bias")
+    found.whole("A_log", "ssm_a", log_of_negative, (spec.num_heads,))
+    found.whole("D", "ssm_d", shape=(spec.num_heads,))
     if spec.norm is not None:
-        found.whole(_ours(found, "norm.weight"), "ssm_norm.weight", shape=(spec.channels,))
+        found.whole("norm.weight", "ssm_norm.weight", shape=(spec.channels,))
 
 
 def _add_delta(found: TensorMap, spec: DeltaSpec, tiled: bool) -> None:
@@ -292,28 +289,28 @@ def _add_delta(found: TensorMap, spec: DeltaSpec, tiled: bool) -> None:
     wide, narrow = _grouped(spec, spec.head_dim, tiled), _grouped(spec, 1, tiled)
     if qkv is not None and gates is not None:
         of_values = qkv.between(2 * keys, 2 * keys + values).reordered(wide)
-        found.stacked(_ours(found, "in_proj_qkv.weight"), (qkv.between(0, 2 * keys), of_values))
-        found.stacked(_ours(found, "in_proj_z.weight"), (gates.reordered(wide),))
+        found.stacked("in_proj_qkv.weight", (qkv.between(0, 2 * keys), of_values))
+        found.stacked("in_proj_z.weight", (gates.reordered(wide),))
     elif both is not None:
         sizes = (spec.key_dim, spec.key_dim, values // spec.key_heads, values // spec.key_heads)
         q, k, v, z = _by_kind(both, spec.key_heads, sizes)
-        found.stacked(_ours(found, "in_proj_qkv.weight"), (q, k, v))
-        found.stacked(_ours(found, "in_proj_z.weight"), (z,))
+        found.stacked("in_proj_qkv.weight", (q, k, v))
+        found.stacked("in_proj_z.weight", (z,))
     pairs = found.rows("ssm_ba.weight")
     if pairs is not None:
         each = heads // spec.key_heads
         betas, alphas = _by_kind(pairs, spec.key_heads, (each, each))
-        found.stacked(_ours(found, "in_proj_b.weight"), (betas,))
-        found.stacked(_ours(found, "in_proj_a.weight"), (alphas,))
-    found.whole(_ours(found, "in_proj_b.weight"), "ssm_beta.weight", order=narrow)
-    found.whole(_ours(found, "in_proj_a.weight"), "ssm_alpha.weight", order=narrow)
+        found.stacked("in_proj_b.weight", (betas,))
+        found.stacked("in_proj_a.weight", (alphas,))
+    found.whole("in_proj_b.weight", "ssm_beta.weight", order=narrow)
+    found.whole("in_proj_a.weight", "ssm_alpha.weight", order=narrow)
     channels = None if wide is None else np.concatenate([np.arange(2 * keys), 2 * keys + wide])
     _add_convolution(found, "conv1d", "ssm_conv1d", 2 * keys + values, spec.taps, channels)
-    found.whole(_ours(found, "dt_bias"), "ssm_dt.bias", order=narrow)
-    found.whole(_ours(found, "A_log"), "ssm_a", log_of_negative, (heads,), narrow)
-    found.norm(_ours(found, "norm"), "ssm_norm", spec.norm)
+    found.whole("dt_bias", "ssm_dt.bias", order=narrow)
+    found.whole("A_log", "ssm_a", log_of_negative, (heads,), narrow)
+    found.norm("norm", "ssm_norm", spec.norm)
     moved: Finish | None = None if wide is None else permuted(wide)
-    found.whole(_ours(found, "out_proj.weight"), "ssm_out.weight", moved)
+    found.whole("out_proj.weight", "ssm_out.weight", moved)
 
 
 def _grouped(spec: DeltaSpec, width: int, tiled: bool) -> NDArray[np.int64] | None:
@@ -334,9 +331,5 @@ def _by_kind(rows: TensorRows, groups: int, sizes: tuple[int, ...]) -> list[Tens
 def _add_convolution(
     found: TensorMap, ours: str, theirs: str, channels: int, taps: int, order: NDArray[np.int64] | None = None
 ) -> None:
-    found.whole(_ours(found, f"{ours}.weight"), f"{theirs}.weight", shape=(channels, 1, taps), order=order)
-    found.whole(_ours(found, f"{ours}.bias"), f"{theirs}.bias")
-
-
-def _ours(found: TensorMap, name: str) -> str:
-    return f"{found.names.state_mixer}.{name}"
+    found.whole(f"{ours}.weight", f"{theirs}.weight", shape=(channels, 1, taps), order=order)
+    found.whole(f"{ours}.bias", f"{theirs}.bias")

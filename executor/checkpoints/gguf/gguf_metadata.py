@@ -53,6 +53,10 @@ class GgufMetadata:
             raise self.wrong(key, "a number, a truth value or a text")
         return default if value is None else value.tolist() if isinstance(value, np.ndarray) else value
 
+    def copied(self, keys: Mapping[str, str]) -> dict[str, Any]:
+        """Return config values by the GGUF keys of each; None for a missing one."""
+        return {ours: self.get(theirs) for ours, theirs in keys.items()}
+
     def whole(self, key: str, default: int | None = None) -> int:
         """Return an integer; the single value of a list of equal ones."""
         value = self.get(key, default)

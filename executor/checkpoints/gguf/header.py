@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.checkpoints.gguf.types import TYPES, UNREAD, GgmlType
+from quintet.executor.checkpoints.weights.header import readable
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import LFS_ADVICE, LFS_POINTER
 
@@ -102,7 +103,7 @@ class GgufHeader:
 def read_header(path: Path) -> GgufHeader:
     """Read the header of a file. Raises `ConfigError` with the byte and the key or tensor."""
     try:
-        with path.open("rb") as file:
+        with readable(path), path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_size < 24:
                 raise _Malformed(
@@ -112,10 +113,6 @@ def read_header(path: Path) -> GgufHeader:
                 reader = _Reader(mapped, status.st_size)
                 metadata, tensors, raw = reader.read()
                 return GgufHeader(path, status.st_size, status.st_mtime_ns, metadata, tensors, raw)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: is missing; download it again") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
     except _Malformed as error:
         raise ConfigError(f"{path}: not a readable GGUF file: at byte {error.place}, {error.why}") from None
 
@@ -161,8 +158,8 @@ class _Reader:
         raw = self._map[start : self._at]
         data = -(-self._at // alignment) * alignment
         tensors = {
-            name: self._placed(name, type_, shape, offset, place, data, alignment)
-            for name, (type_, shape, offset, place) in described.items()
+            name: self._placed(name, tensor, place, data, alignment)
+            for name, (tensor, place) in described.items()
         }
         self._check_overlap(tensors)
         return metadata, tensors, raw
@@ -270,9 +267,9 @@ class _Reader:
             )
         return alignment
 
-    def _described(self, count: int) -> dict[str, tuple[GgmlType, tuple[int, ...], int, int]]:
-        """Return type, shape, offset of each tensor, and the byte of its description."""
-        found: dict[str, tuple[GgmlType, tuple[int, ...], int, int]] = {}
+    def _described(self, count: int) -> dict[str, tuple[Tensor, int]]:
+        """Return the tensors, with offsets among each other, and the byte of each description."""
+        found: dict[str, tuple[Tensor, int]] = {}
         for number in range(count):
             self._subject = f"tensor number {number + 1} of {count}"
             place = self._at
@@ -292,7 +289,7 @@ class _Reader:
                 raise self._wrong(
                     f"{self._subject} has the shape {list(shape)!s:.90}, which is invalid for {type_.name}{blocks}"
                 )
-            found[name] = type_, shape, self._u64(), place
+            found[name] = Tensor(type_, shape, self._u64(), type_.num_bytes(math.prod(shape))), place
         return found
 
     def _type(self, number: int) -> GgmlType:
@@ -305,28 +302,21 @@ class _Reader:
             self._at - 4,
         )
 
-    def _placed(
-        self,
-        name: str,
-        type_: GgmlType,
-        shape: tuple[int, ...],
-        offset: int,
-        place: int,
-        data: int,
-        alignment: int,
-    ) -> Tensor:
-        num_bytes = type_.num_bytes(math.prod(shape))
-        if offset % alignment:
+    def _placed(self, name: str, tensor: Tensor, place: int, data: int, alignment: int) -> Tensor:
+        """Return a tensor at its place in the file; ``data``: begin of all tensors."""
+        begin = data + tensor.begin
+        if tensor.begin % alignment:
             raise self._wrong(
-                f"tensor {name!r:.80} is at {offset}, not a multiple of the alignment {alignment}", place
+                f"tensor {name!r:.80} is at {tensor.begin}, not a multiple of the alignment {alignment}",
+                place,
             )
-        if offset > self._size or data + offset + num_bytes > self._size:
+        if tensor.begin > self._size or begin + tensor.num_bytes > self._size:
             raise self._wrong(
-                f"tensor {name!r:.80} needs bytes {data + offset} to {data + offset + num_bytes} of {self._size}: the file is"
+                f"tensor {name!r:.80} needs bytes {begin} to {begin + tensor.num_bytes} of {self._size}: the file is"
                 " truncated or damaged; download it again",
                 place,
             )
-        return Tensor(type_, shape, data + offset, num_bytes)
+        return replace(tensor, begin=begin)
 
     def _check_overlap(self, tensors: dict[str, Tensor]) -> None:
         """Reject overlapping tensors."""

@@ -19,57 +19,24 @@ from quintet.executor.model_config.hf_config import FILE_KEYS
 from quintet.executor.model_config.shape import SEPARATE_MATRICES
 from quintet.wire.errors import ConfigError
 
-_REASONS: Mapping[str, tuple[str, ...]] = {
+_REASONS = {
     "it is an embedding or encoder model and generates no text": (
-        *(
-            "bert",
-            "clip",
-            "eurobert",
-            "gemma-embedding",
-            "jina-bert-v2",
-            "jina-bert-v3",
-            "llama-embed",
-            "modern-bert",
-        ),
-        *("neo-bert", "nomic-bert", "nomic-bert-moe", "t5encoder", "wavtokenizer-dec"),
+        "bert clip eurobert gemma-embedding jina-bert-v2 jina-bert-v3 llama-embed modern-bert neo-bert nomic-bert"
+        " nomic-bert-moe t5encoder wavtokenizer-dec"
     ),
-    "it is an encoder-decoder model": ("t5",),
-    "it is a diffusion model, not an autoregressive one": (*("dream", "llada", "llada-moe", "rnd1"),),
-    "its recurrent layers are not implemented": (
-        *("arwkv7", "kimi-linear", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7"),
-    ),
+    "it is an encoder-decoder model": "t5",
+    "it is a diffusion model, not an autoregressive one": "dream llada llada-moe rnd1",
+    "its recurrent layers are not implemented": "arwkv7 kimi-linear plamo2 rwkv6 rwkv6qwen2 rwkv7",
     "the family is not implemented; its checkpoint may run through transformers (docs/fallback.md)": (
-        *(
-            "afmoe",
-            "arctic",
-            "codeshell",
-            "dbrx",
-            "gemma3n",
-            "gemma4",
-            "glm-dsa",
-            "grok",
-            "grovemoe",
-            "jais",
-            "maincoder",
-        ),
-        *(
-            "mimo2",
-            "mistral4",
-            "nemotron_h_moe",
-            "openelm",
-            "pangu-embedded",
-            "plamo",
-            "plamo3",
-            "plm",
-            "refact",
-        ),
-        *("smallthinker", "step35"),
+        "afmoe arctic codeshell dbrx gemma3n gemma4 glm-dsa grok grovemoe jais maincoder mimo2 mistral4 nemotron_h_moe"
+        " openelm pangu-embedded plamo plamo3 plm refact smallthinker step35"
     ),
-    "it is a multimodal model": (*("chameleon", "cogvlm", "deepseek2-ocr", "hunyuan_vl", "paddleocr"),),
-    "use the original checkpoint": ("gptj",),
+    "it is a multimodal model": "chameleon cogvlm deepseek2-ocr hunyuan_vl paddleocr",
+    "use the original checkpoint": "gptj",
 }
+"""Names of the unsupported architectures by reason."""
 
-REFUSED: Mapping[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
+REFUSED: Mapping[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Keyed by ``general.architecture``."""
 
 
@@ -116,11 +83,8 @@ def architecture_of(metadata: GgufMetadata) -> Architecture:
 
 def _dtype(metadata: GgufMetadata) -> str:
     """Return the number format for computation: that of the largest tensor; bfloat16 for quantized files."""
-    kind = (
-        max(metadata.tensors.values(), key=lambda tensor: tensor.num_bytes).type.name
-        if metadata.tensors
-        else ""
-    )
+    largest = max(metadata.tensors.values(), key=lambda tensor: tensor.num_bytes, default=None)
+    kind = "" if largest is None else largest.type.name
     if kind == "F16" and not metadata.architecture.startswith(_NARROW):
         return "float16"
     return "float32" if kind == "F32" else "bfloat16"

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from quintet.executor.checkpoints.gguf.common_values import Values, num_layers
-from quintet.executor.checkpoints.gguf.dense_values import granite
+from quintet.executor.checkpoints.gguf.attention_values import experts
+from quintet.executor.checkpoints.gguf.common_values import (
+    DELTA,
+    GRANITE,
+    MAMBA,
+    MAMBA_OF_HYBRID,
+    NEMOTRON_H,
+    Values,
+    num_layers,
+)
 from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
-from quintet.executor.checkpoints.gguf.routed_values import experts
 
 
 def lfm2(metadata: GgufMetadata) -> Values:
@@ -21,13 +28,11 @@ def lfm2(metadata: GgufMetadata) -> Values:
 
 def lfm2_moe(metadata: GgufMetadata) -> Values:
     """Return the values of LFM2 with experts."""
-    corrected = metadata.has("exp_probs_b.bias")
-    dense = metadata.get("leading_dense_block_count", 0)
     return {
         **lfm2(metadata),
         **experts(metadata, True),
-        "num_dense_layers": dense,
-        "use_expert_bias": corrected,
+        "num_dense_layers": metadata.get("leading_dense_block_count", 0),
+        "use_expert_bias": metadata.has("exp_probs_b.bias"),
     }
 
 
@@ -38,16 +43,10 @@ def _kv_heads(metadata: GgufMetadata, other: str) -> Values:
     return {"num_key_value_heads": max(counts, default=0), "layer_types": kinds}
 
 
-def mamba_name(metadata: GgufMetadata) -> str:
-    """Return the architecture name; Falcon Mamba shares it."""
-    return "FalconMambaForCausalLM" if metadata.get("ssm.dt_b_c_rms") else "MambaForCausalLM"
-
-
 def mamba(metadata: GgufMetadata) -> Values:
     """Return the values of Mamba 1."""
     return {
-        "state_size": metadata.get("ssm.state_size"),
-        "conv_kernel": metadata.get("ssm.conv_kernel"),
+        **metadata.copied(MAMBA),
         "intermediate_size": metadata.get("ssm.inner_size"),
         "time_step_rank": metadata.get("ssm.time_step_rank"),
         "use_conv_bias": metadata.has("ssm_conv1d.bias"),
@@ -78,12 +77,8 @@ def jamba(metadata: GgufMetadata) -> Values:
         **experts(metadata),
         "num_experts": metadata.get("expert_count") if any(routed) else 1,
         "num_key_value_heads": metadata.largest("attention.head_count_kv", 1),
-        "mamba_expand": metadata.whole("ssm.inner_size") / max(metadata.whole("embedding_length"), 1),
-        "mamba_d_state": metadata.get("ssm.state_size"),
-        "mamba_d_conv": metadata.get("ssm.conv_kernel"),
+        **_mamba_of_hybrid(metadata),
         "mamba_dt_rank": metadata.get("ssm.time_step_rank"),
-        "mamba_conv_bias": metadata.has("ssm_conv1d.bias"),
-        "mamba_proj_bias": metadata.has("ssm_in.bias"),
         **_every(metadata, "attn_layer", attends),
         **_every(metadata, "expert_layer", routed),
     }
@@ -100,28 +95,31 @@ def _every(metadata: GgufMetadata, key: str, chosen: list[bool]) -> Values:
     return {f"{key}_period": period, f"{key}_offset": offset}
 
 
-def _mamba2_of_hybrid(metadata: GgufMetadata) -> Values:
-    """Return the Mamba 2 values of hybrid models."""
-    heads, channels = metadata.whole("ssm.time_step_rank"), metadata.whole("ssm.inner_size")
+def _mamba_of_hybrid(metadata: GgufMetadata) -> Values:
     return {
-        "mamba_n_heads": heads,
-        "mamba_d_head": channels // max(heads, 1),
-        "mamba_n_groups": metadata.get("ssm.group_count"),
-        "mamba_d_state": metadata.get("ssm.state_size"),
-        "mamba_d_conv": metadata.get("ssm.conv_kernel"),
-        "mamba_expand": channels / max(metadata.whole("embedding_length"), 1),
+        **metadata.copied(MAMBA_OF_HYBRID),
+        "mamba_expand": metadata.whole("ssm.inner_size") / max(metadata.whole("embedding_length"), 1),
         "mamba_conv_bias": metadata.has("ssm_conv1d.bias"),
         "mamba_proj_bias": metadata.has("ssm_in.bias"),
     }
 
 
+def _mamba2_of_hybrid(metadata: GgufMetadata) -> Values:
+    heads = metadata.whole("ssm.time_step_rank")
+    return {
+        **_mamba_of_hybrid(metadata),
+        "mamba_n_heads": heads,
+        "mamba_d_head": metadata.whole("ssm.inner_size") // max(heads, 1),
+        "mamba_n_groups": metadata.get("ssm.group_count"),
+    }
+
+
 def falcon_h1(metadata: GgufMetadata) -> Values:
     """Return the values of Falcon-H1; its factors are folded into the matrices."""
-    normed = metadata.has("ssm_norm.weight")
     return {
         **_mamba2_of_hybrid(metadata),
         "mamba_d_ssm": metadata.get("ssm.inner_size"),
-        "mamba_rms_norm": normed,
+        "mamba_rms_norm": metadata.has("ssm_norm.weight"),
         "mamba_norm_before_gate": False,
         "projectors_bias": metadata.has("ssm_out.bias"),
     }
@@ -133,17 +131,16 @@ def granite_hybrid(metadata: GgufMetadata) -> Values:
         "attention.key_length",
         metadata.whole("embedding_length") // metadata.largest("attention.head_count", 1),
     )
-    rotated = metadata.get("rope.scaling.finetuned", True)
     shared = metadata.get("expert_shared_feed_forward_length") or metadata.get("feed_forward_length")
     return {
-        **granite(metadata),
+        **metadata.copied(GRANITE),
         **experts(metadata),
         **_mamba2_of_hybrid(metadata),
         **_kv_heads(metadata, "mamba"),
         "attention_multiplier": metadata.get("attention.scale") or max(dim, 1) ** -0.5,
         "num_local_experts": metadata.get("expert_count", 0),
         "shared_intermediate_size": shared,
-        "position_embedding_type": "rope" if rotated else "nope",
+        "position_embedding_type": "rope" if metadata.get("rope.scaling.finetuned", True) else "nope",
     }
 
 
@@ -164,9 +161,7 @@ def nemotron_h(metadata: GgufMetadata) -> Values:
         "intermediate_size": max(widths, default=0) or None,
         "mamba_num_heads": heads,
         "mamba_head_dim": metadata.whole("ssm.inner_size") // max(heads, 1),
-        "n_groups": metadata.get("ssm.group_count"),
-        "ssm_state_size": metadata.get("ssm.state_size"),
-        "conv_kernel": metadata.get("ssm.conv_kernel"),
+        **metadata.copied(NEMOTRON_H),
         "use_conv_bias": metadata.has("ssm_conv1d.bias"),
         "use_bias": metadata.has("ssm_in.bias"),
     }
@@ -182,8 +177,6 @@ def qwen3_next(metadata: GgufMetadata) -> Values:
         **experts(metadata, True),
         "linear_num_value_heads": heads,
         "linear_value_head_dim": metadata.whole("ssm.inner_size") // max(heads, 1),
-        "linear_num_key_heads": metadata.get("ssm.group_count"),
-        "linear_key_head_dim": metadata.get("ssm.state_size"),
-        "linear_conv_kernel_dim": metadata.get("ssm.conv_kernel"),
+        **metadata.copied(DELTA),
         "layer_types": ["linear_attention" if each else "full_attention" for each in flags],
     }

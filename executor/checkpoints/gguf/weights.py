@@ -16,8 +16,7 @@ from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 from quintet.executor.checkpoints.gguf.header import GgufHeader, Tensor
 from quintet.executor.checkpoints.gguf.hf_config import architecture_of
 from quintet.executor.checkpoints.gguf.parts import read_parts
-from quintet.executor.checkpoints.gguf.tensor_map import height_of
-from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, TensorRows, height
+from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, TensorRows, height, height_of
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.mapped import read_only_tensor
@@ -79,7 +78,7 @@ class _Mapped:
 
 
 class GgufFile:
-    """A `quintet.executor.checkpoints.weights.file.WeightFile`; for a split model, the tensors with their first rows in
+    """A `quintet.executor.checkpoints.weights.mapped.WeightFile`; for a split model, the tensors with their first rows in
     this file."""
 
     def __init__(
@@ -146,12 +145,8 @@ class GgufFile:
         """Return the entry of a matrix's blocks; None if it is not a matrix of one quantized type."""
         tensors = [self._tensor(rows) for rows in recipe.rows]
         kind = tensors[0].type
-        if (
-            recipe.finish is not None
-            or len(recipe.shape) != 2
-            or any(t.type != kind for t in tensors)
-            or kind.block == 1
-        ):
+        is_matrix = recipe.finish is None and len(recipe.shape) == 2
+        if not is_matrix or kind.block == 1 or any(tensor.type != kind for tensor in tensors):
             return None
         row_bytes = kind.num_bytes(recipe.shape[1])
         return Entry(kind.name, (recipe.shape[0], row_bytes), tensors[0].begin, recipe.shape[0] * row_bytes)
@@ -172,15 +167,13 @@ class GgufFile:
 
     def _numbers(self, rows: TensorRows, in_single: bool) -> torch.Tensor:
         """Return the values of some rows: ``[rows, depth]``; ``[rows]`` for a vector."""
-        numbers = self._numbers_of(rows, torch.float32 if in_single else self._dtype)
-        return numbers.float() if in_single else numbers
-
-    def _numbers_of(self, rows: TensorRows, dtype: torch.dtype) -> torch.Tensor:
-        tensor = self._tensor(rows)
+        tensor, dtype = self._tensor(rows), torch.float32 if in_single else self._dtype
         blocks = self._owners[rows.name].blocks(tensor)
         if len(tensor.shape) == 1:  # a vector: one row in the file, its values are selected
-            return _taken(_of_blocks(blocks, tensor, dtype, self._read).view(-1), rows)
-        return _of_blocks(_taken(blocks, rows), tensor, dtype, self._read).view(-1, tensor.shape[-1])
+            numbers = _taken(_of_blocks(blocks, tensor, dtype, self._read).view(-1), rows)
+        else:
+            numbers = _of_blocks(_taken(blocks, rows), tensor, dtype, self._read).view(-1, tensor.shape[-1])
+        return numbers.float() if in_single else numbers
 
 
 def _taken(values: torch.Tensor, rows: TensorRows) -> torch.Tensor:

@@ -9,8 +9,7 @@ import torch
 from quintet.executor.backends.cpu.ops.host_linear import WeightFormat, linear_library
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.checkpoints.gguf.blocks.bits import bits_of
-from quintet.executor.checkpoints.gguf.blocks.dequantize import dequantize
-from quintet.executor.checkpoints.gguf.blocks.integers import INTEGERS, Integers
+from quintet.executor.checkpoints.gguf.blocks.dequantize import INTEGERS, Integers, dequantize
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.quant.packed_formats import PackedFormat
 

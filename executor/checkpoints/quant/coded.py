@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import groupby
 
 import torch
 
@@ -31,13 +29,15 @@ from quintet.executor.checkpoints.quant.blocks import Blocks
 from quintet.executor.checkpoints.quant.decode import Coded
 from quintet.executor.checkpoints.quant.formats.scheme import Scheme
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
-from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.packed import RowMajorLinear
 from quintet.executor.checkpoints.quant.source import (
     MOST_CODES,
     Rows,
     RowSource,
     declare_order,
+    declare_rows,
     is_ordered,
+    runs_of,
     sorted_inputs,
 )
 from quintet.executor.checkpoints.quant.stack import StackMethod, StackShape, bias_of
@@ -115,10 +115,7 @@ class CodedRun:
     ) -> None:
         self.weight = CodedWeight(kept.layout(shape.columns, shape.depth), plan.device)
         plan.num_bytes += self.weight.layout.num_bytes
-        first = 0
-        for source in sources:
-            source.declare(plan, plan.expect, partial(self._fill, first))
-            first += source.rows
+        declare_rows(sources, plan, plan.expect, self._fill)
         self.order = declare_order(list(sources), shape.depth, plan)
         """Permutation of the inputs for the weight, int32 ``[depth]`` on the device; None: no permutation."""
         self.bias = plan.stacked(shape.biases) if shape.biased else None
@@ -129,8 +126,8 @@ class CodedRun:
         x = x if self.order is None else x.index_select(1, self.order)
         return coded_matmul_reference(x, self.weight, self.bias, self._result_dtype)
 
-    def _fill(self, first: int, place: int, rows: Rows) -> None:
-        put(self.weight, rows, first + place)
+    def _fill(self, first: int, rows: Rows) -> None:
+        put(self.weight, rows, first)
 
 
 class Fp8Run:
@@ -140,10 +137,7 @@ class Fp8Run:
         self.weight = torch.empty(shape.columns, shape.depth, dtype=FP8, device=plan.device)
         self.scales = torch.empty(shape.columns, device=plan.device)
         plan.num_bytes += self.weight.nbytes + self.scales.nbytes
-        first = 0
-        for source in sources:
-            source.declare(plan, plan.expect, partial(self._fill, first))
-            first += source.rows
+        declare_rows(sources, plan, plan.expect, self._fill)
         self.bias = plan.stacked(shape.biases) if shape.biased else None
         self._result_dtype = shape.result_dtype
 
@@ -151,13 +145,13 @@ class Fp8Run:
         """Return ``x @ weight.T + bias`` (reference)."""
         return fp8_matmul_reference(x, self.weight, self.scales, self.bias, self._result_dtype)
 
-    def _fill(self, first: int, place: int, rows: Rows) -> None:
+    def _fill(self, first: int, rows: Rows) -> None:
         assert isinstance(rows, Coded), "rows in codes"
-        codes, place = rows.codes.view(torch.uint8), first + place
+        codes = rows.codes.view(torch.uint8)
         if bool(((codes & 0x7F) == 0x7F).any()):
             raise ConfigError("an fp8 weight is NaN")
-        self.weight.view(torch.uint8)[place : place + len(codes)] = codes.to(self.weight.device)
-        self.scales[place : place + len(codes)] = rows.scales[:, 0].to(self.weight.device)
+        self.weight.view(torch.uint8)[first : first + len(codes)] = codes.to(self.weight.device)
+        self.scales[first : first + len(codes)] = rows.scales[:, 0].to(self.weight.device)
 
 
 Part = CodedRun | Fp8Run | RowMajorLinear
@@ -179,7 +173,6 @@ class CodedLinear:
         self.widths = [_width(part) for part in parts]
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `LinearMethod.apply`."""
         y = torch.cat([part.apply(x) for part in self.parts], dim=1)
         if self._activation is GatedActivation.NONE:
             return y
@@ -194,13 +187,12 @@ def coded_linear(
 
     None if no source stays coded or the runs are misaligned.
     """
-    keys = [(row_format, is_ordered(source)) for row_format, source in zip(kept, sources, strict=True)]
-    ends = _ends(keys)
-    widths = [sum(source.rows for source in sources[begin:end]) for begin, end in ends]
+    runs = runs_of(zip(kept, map(is_ordered, sources), strict=True))
+    widths = [sum(source.part.rows for source in sources[begin:end]) for begin, end in runs]
     if not any(kept) or any(width % 2 for width in widths[:-1]):  # kernels write results in pairs
         return None
     parts: list[Part] = []
-    for begin, end in ends:
+    for begin, end in runs:
         its = replace(shape, parts=shape.parts[begin:end], activation=GatedActivation.NONE)
         row_format = kept[begin]
         if row_format is None:
@@ -277,13 +269,3 @@ def _width(part: Part) -> int:
     if isinstance(part, CodedRun):
         return part.weight.layout.columns
     return len(part.weight if isinstance(part, Fp8Run) else part.table)
-
-
-def _ends(keys: Sequence[object]) -> list[tuple[int, int]]:
-    """Return begin and end of each run of equal keys."""
-    found, begin = [], 0
-    for _, equal in groupby(keys):
-        end = begin + len(list(equal))
-        found.append((begin, end))
-        begin = end
-    return found

@@ -112,11 +112,7 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
         scales = scales * factor
     zeros = None
     if codes.dtype is torch.int8 and scheme.has_int8_zeros and scheme.all_zeros is not None:
-        if bool((tensors[scheme.stored[2].ending] != scheme.all_zeros).any()):
-            raise ConfigError(
-                f"{scheme.stored[2].ending} has zero points other than {scheme.all_zeros}, but by quantization_config the"
-                " weights are symmetric: download config.json again"
-            )
+        _check_zeros(scheme, tensors[scheme.stored[2].ending])
     elif codes.dtype is torch.int8 and scheme.has_int8_zeros:
         codes = codes.view(torch.uint8) ^ 128
         zeros = tensors[scheme.stored[2].ending][begin:end].to(torch.int8).reshape(len(rows), groups)
@@ -126,11 +122,7 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
         zeros = zeros ^ (1 << scheme.zeros.bits - 1) if scheme.zeros.is_signed else zeros
         zeros = (zeros + scheme.zero_offset) & ((1 << scheme.zeros.bits) - 1)
         if scheme.all_zeros is not None:
-            if bool((zeros != scheme.all_zeros).any()):
-                raise ConfigError(
-                    f"{scheme.stored[2].ending} has zero points other than {scheme.all_zeros}, but by quantization_config the"
-                    " weights are symmetric: download config.json again"
-                )
+            _check_zeros(scheme, zeros)
             zeros = None
     order = None
     if scheme.order is not None:
@@ -145,6 +137,15 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
             codes, scales, None, 0, scheme.group, table=torch.tensor(E2M1), scale_bytes=its, factor=factor
         )
     return Coded(codes, scales, zeros, zero, scheme.group, order)
+
+
+def _check_zeros(scheme: Scheme, zeros: torch.Tensor) -> None:
+    """Refuse zero points other than those of a symmetric format."""
+    if bool((zeros != scheme.all_zeros).any()):
+        raise ConfigError(
+            f"{scheme.stored[2].ending} has zero points other than {scheme.all_zeros}, but by quantization_config the"
+            " weights are symmetric: download config.json again"
+        )
 
 
 def mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> Coded:

@@ -7,7 +7,7 @@ Each is a `quintet.executor.checkpoints.quant.decode.Decoder`, named by `Scheme.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,11 +27,7 @@ Tensors = Mapping[str, torch.Tensor]
 def bitnet(scheme: Scheme, tensors: Tensors, depth: int, begin: int, end: int) -> Coded:
     """Two bits a code; byte i has rows i, i + rows / 4 and so on."""
     packed, scale = (tensors[each.ending] for each in scheme.stored)
-    in_part, found = len(packed), []
-    for part in range(begin // in_part, -(-end // in_part)):
-        first, last = (max(0, min(in_part, each - part * in_part)) for each in (begin, end))
-        found.append(packed[first:last] >> 2 * part & 3)
-    codes = torch.cat(found)
+    codes = _lines(packed, 2, range(begin, end), [0, 2, 4, 6])
     if bool((codes == 3).any()):
         raise ConfigError("the weight has the invalid code 3: download the checkpoint again")
     one = scale.float().reshape(1, 1)
@@ -101,7 +97,12 @@ def hqq(scheme: Scheme, tensors: Tensors, depth: int, begin: int, end: int) -> C
     width = packed.shape[1]
     lines = range(first // width, -(-last // width))
     skipped = first - lines.start * width
-    codes = _lines(packed, bits, lines).flatten()[skipped : skipped + last - first].view(end - begin, depth)
+    shifts = range(0, IN_WORD[bits] * bits, bits)[::-1]
+    codes = (
+        _lines(packed, bits, lines, shifts)
+        .flatten()[skipped : skipped + last - first]
+        .view(end - begin, depth)
+    )
     if scheme.group != 1:
         mine = torch.arange(first // width, last // width)
     else:  # one scale for each line or column
@@ -112,12 +113,12 @@ def hqq(scheme: Scheme, tensors: Tensors, depth: int, begin: int, end: int) -> C
     return Coded(codes, its_scales, its_zeros, 0, scheme.group)
 
 
-def _lines(packed: torch.Tensor, bits: int, wanted: range) -> torch.Tensor:
-    """Return a range of lines of codes, uint8 ``[lines, width]``."""
-    count, in_part, found = IN_WORD[bits], len(packed), []
+def _lines(packed: torch.Tensor, bits: int, wanted: range, shifts: Sequence[int]) -> torch.Tensor:
+    """Return a range of lines of codes, uint8 ``[lines, width]``; ``shifts``: place of each distant line in a word."""
+    in_part, found = len(packed), []
     for part in range(wanted.start // in_part, -(-wanted.stop // in_part)):
         begin, end = (max(0, min(in_part, each - part * in_part)) for each in (wanted.start, wanted.stop))
-        codes = packed[begin:end] >> (count - 1 - part) * bits
+        codes = packed[begin:end] >> shifts[part]
         found.append((codes & ((1 << bits) - 1)).to(torch.uint8))
     return torch.cat(found)
 

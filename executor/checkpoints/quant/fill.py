@@ -109,17 +109,12 @@ def fill(packed: PackedWeight, rows: Rows, first_column: int) -> None:
         elif packed.format.is_coded_float:
             packed.fill_codes(rows.codes.view(torch.uint8), rows.scales, None, first_column, rows.group)
         elif rows.scale_bytes is not None:
-            _fill_fp4(packed, rows, first_column)
+            factors = None if rows.factor is None else rows.factor.expand(len(rows.codes))
+            packed.fill_fp4(rows.codes, rows.scale_bytes, factors, first_column)
         else:
             _fill_integers(packed, rows, first_column)
     except PackedWeightError as error:  # invalid scales in the checkpoint
         raise ConfigError(str(error)) from error
-
-
-def _fill_fp4(packed: PackedWeight, rows: Coded, first_column: int) -> None:
-    assert rows.scale_bytes is not None
-    factors = None if rows.factor is None else rows.factor.expand(len(rows.codes))
-    packed.fill_fp4(rows.codes, rows.scale_bytes, factors, first_column)
 
 
 def _fill_integers(packed: PackedWeight, rows: Coded, first_column: int) -> None:

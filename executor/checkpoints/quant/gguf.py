@@ -7,12 +7,11 @@ format.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.executor.checkpoints.gguf.types import BY_NAME, GgmlType
 from quintet.executor.checkpoints.gguf.weights import BLOCKS
 from quintet.executor.checkpoints.quant.blocks import PACKED_FORMATS, Blocks
@@ -24,12 +23,13 @@ from quintet.executor.checkpoints.quant.coded import (
     multiplies,
 )
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
-from quintet.executor.checkpoints.quant.packed import PackedLinear, packed_by_part
+from quintet.executor.checkpoints.quant.packed import PackedLinear, library_for, packed_by_part
 from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, PackedFormat
 from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.checkpoints.quant.source import Expect, PlainRows, Rows
 from quintet.executor.checkpoints.quant.stack import (
     PackedStack,
+    SourcePiece,
     StackMethod,
     StackPiece,
     StackRows,
@@ -52,17 +52,10 @@ class BlockRows:
     kind: GgmlType
 
     @property
-    def rows(self) -> int:
-        """See `RowSource`."""
-        return self.part.rows
-
-    @property
     def label(self) -> str:
-        """See `RowSource`."""
         return f"{PlainRows(self.part, self.depth).label} {self.kind.name}"
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:
-        """See `RowSource`."""
         part, kept, kind = self.part, self.part.kept_inputs, self.kind
 
         def take(raw: torch.Tensor) -> None:
@@ -73,19 +66,6 @@ class BlockRows:
         name, depth = f"{part.name}{BLOCKS}", self.depth if kept is None else kept.whole
         expect(name, (part.height, kind.num_bytes(depth)), take)
         plan.as_codes(name, (kind.name,), _DUMMIES)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPiece:
-    """All rows of one expert's tensor. A `StackRows`."""
-
-    source: BlockRows
-    first: int
-    begin: int
-
-    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
-        """See `StackRows`."""
-        self.source.declare(plan, expect, lambda place, rows: fill(self.first, self.begin + place, rows))
 
 
 class GgufQuantization:
@@ -104,18 +84,15 @@ class GgufQuantization:
         self._rest = rest
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
-        """See `Quantization.linear`."""
-        library = linear_library()
+        library = library_for(plan)
         sources = [self._source(part, shape.depth, plan) for part in shape.parts]
+        rows = [source or plain for source, plain in zip(sources, shape.sources, strict=True)]
         if self._on_device:
-            rows = [source or plain for source, plain in zip(sources, shape.sources, strict=True)]
             kept = [None if shape.is_exact else _kept(source, plan) for source in sources]
             return coded_linear(shape, plan, rows, kept) or self._rest.linear(shape, plan)
         packed_formats = [_packed_format(source, plan) for source in sources]
-        is_plain = not any(sources)
-        if library is None or plan.device.type != "cpu" or shape.is_exact or is_plain:
+        if library is None or shape.is_exact or not any(sources):
             return self._rest.linear(shape, plan)
-        rows = [source or plain for source, plain in zip(sources, shape.sources, strict=True)]
         if shape.activation:
             assert len(set(packed_formats)) == 1, packed_formats  # the model checks `pairs` first
             return PackedLinear(library, shape, plan, packed_formats[0], rows)
@@ -123,40 +100,42 @@ class GgufQuantization:
 
     def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
         """See `Quantization.embedding`. The packed table takes a third of the memory and needs no computation at start."""
-        library = linear_library()
+        library = library_for(plan)
         (source,) = (self._source(part, shape.depth, plan) for part in shape.parts)
-        if self._on_device or library is None or plan.device.type != "cpu" or source is None:
+        if self._on_device or library is None or source is None:
             return None
         return PackedLinear(library, shape, plan, PACKED_FORMATS[source.kind.name], [source])
 
     def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
         """See `Quantization.pairs`. Gates and ups of different types are packed separately."""
         sources = [self._source(part, shape.depth, plan) for part in shape.parts]
-        packs = not self._on_device and linear_library() is not None and plan.device.type == "cpu"
+        packs = not self._on_device and library_for(plan) is not None
         return not packs or len({_packed_format(source, plan) for source in sources}) == 1
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        """See `Quantization.stack`."""
-        library = linear_library()
-        pieces = [self._piece(piece, plan) for piece in shape.weights]
-        kinds = _kinds([None if piece is None else piece.source for piece in pieces])
+        library = library_for(plan)
+        sources = [self._source_of_piece(piece, plan) for piece in shape.weights]
+        pieces = [
+            SourcePiece(source, piece.first, piece.begin)
+            for source, piece in zip(sources, shape.weights, strict=True)
+            if source is not None and isinstance(piece, StackPiece)
+        ]
         if self._on_device:
-            kept = [None if piece is None else _kept(piece.source, plan) for piece in pieces]
-            its = replace(shape, weights=[piece for piece in pieces if piece is not None])
-            return coded_stack(its, plan, kept) or self._rest.stack(shape, plan)
-        if library is None or plan.device.type != "cpu" or shape.is_exact or len(kinds) != 1:
+            kept = [_kept(source, plan) for source in sources]
+            return coded_stack(replace(shape, weights=pieces), plan, kept) or self._rest.stack(shape, plan)
+        kinds = {None if source is None else source.kind.name for source in sources}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        if library is None or shape.is_exact or kind is None:
             return self._rest.stack(shape, plan)
-        (kind,) = kinds
-        packed = [piece for piece in pieces if piece is not None]
-        shape = replace(shape, weights=packed, label=f"{shape.label} of {kind}")
+        shape = replace(shape, weights=pieces, label=f"{shape.label} of {kind}")
         return PackedStack(library, shape, plan, PACKED_FORMATS[kind])
 
-    def _piece(self, piece: StackRows, plan: WeightPlan) -> BlockPiece | None:
+    def _source_of_piece(self, piece: StackRows, plan: WeightPlan) -> BlockRows | None:
+        """Return the piece's rows in blocks; None if it is not one whole tensor, or not stored in blocks."""
         if not isinstance(piece, StackPiece) or not piece.is_whole or not piece.names[0].endswith(".weight"):
             return None
         ((rows, depth),) = piece.shapes
-        source = self._source(RowRange(piece.names[0].removesuffix(".weight"), rows), depth, plan)
-        return None if source is None else BlockPiece(source, piece.first, piece.begin)
+        return self._source(RowRange(piece.names[0].removesuffix(".weight"), rows), depth, plan)
 
     def _source(self, part: RowRange, depth: int, plan: WeightPlan) -> BlockRows | None:
         """Return the part's rows in blocks; None if only floating-point rows are available."""
@@ -182,8 +161,3 @@ def _kept(source: BlockRows | None, plan: WeightPlan) -> StoredRows | None:
     if source is None or not multiplies(source.depth, plan.dtype):
         return None
     return KEPT_BLOCKS[source.kind.name]
-
-
-def _kinds(sources: Sequence[BlockRows | None]) -> set[str]:
-    """Return the names of the types; empty if some rows are not in blocks."""
-    return set() if None in sources else {source.kind.name for source in sources if source is not None}

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quintet.executor.checkpoints.weights.file import WeightFile
+from quintet.executor.checkpoints.weights.mapped import WeightFile
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.models.layers.attention import AttentionLayer, KvScales
 from quintet.wire.errors import ConfigError

@@ -1,4 +1,5 @@
-"""Linear layers on the host library's packed weights: in the model's number format, or quantized during packing.
+"""Linear layers in the model's number format, or quantized while loading: row-major for torch, or on the host library's
+packed weights.
 
 The kernels of ``csrc/cpu`` quantize arriving rows; this module selects the format of each layer.
 
@@ -9,21 +10,82 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import groupby
 
 import torch
 
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
+from quintet.executor.backends.cpu.ops.linear import linear
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.checkpoints.quant.fill import fill
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, PackedRun, Quantization
 from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, LAYOUT, PackedFormat
-from quintet.executor.checkpoints.quant.source import CodedRows, Rows, RowSource, declare_order, is_ordered
-from quintet.executor.checkpoints.quant.stack import PackedStack, StackMethod, StackShape
+from quintet.executor.checkpoints.quant.source import (
+    CodedRows,
+    Rows,
+    RowSource,
+    declare_order,
+    declare_rows,
+    floats_of,
+    is_ordered,
+    runs_of,
+)
+from quintet.executor.checkpoints.quant.stack import PackedStack, RowMajorStack, StackMethod, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import Description
 from quintet.wire.errors import ConfigError
+
+
+def library_for(plan: WeightPlan) -> LinearLibrary | None:
+    """Return the host's library if it multiplies by the plan's weights; None if torch or a device does."""
+    return linear_library() if plan.device.type == "cpu" else None
+
+
+class Unquantized(Quantization):
+    """See `quintet.executor.checkpoints.quant.method.Quantization`. Packs weights for the host kernels if those are
+    available."""
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        library = library_for(plan)
+        if library is None:
+            return RowMajorLinear(shape, plan)
+        return PackedLinear(library, shape, plan, PackedFormat(FLOAT_FORMATS[plan.dtype]))
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        library = library_for(plan)
+        if library is None:
+            return RowMajorStack(shape, plan)
+        return PackedStack(library, shape, plan, PackedFormat(FLOAT_FORMATS[plan.dtype]))
+
+
+class RowMajorLinear:
+    """Row-major weight multiplied by torch: the reference, and the fallback without the host library. A `LinearMethod`."""
+
+    packed = None
+    runs = ()
+    is_quantized = False
+
+    def __init__(
+        self, shape: LinearShape, plan: WeightPlan, sources: Sequence[RowSource] | None = None
+    ) -> None:
+        """sources: see `PackedLinear`."""
+        if shape.leaves > 1:
+            raise ConfigError(
+                "--layout-invariant needs Quintet's host kernels, which are not built: install a C++ compiler (g++ or"
+                " clang++) and Quintet again, or drop the flag"
+            )
+        self._activation = shape.activation
+        self.result_dtype = shape.result_dtype
+        self.table = torch.empty((shape.columns, shape.depth), dtype=plan.dtype, device=plan.device)
+        plan.num_bytes += self.table.nbytes
+        declare_rows(shape.sources if sources is None else sources, plan, plan.expect, self._fill)
+        self.bias = plan.stacked(shape.biases) if shape.biased else None
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.table, self.bias, self._activation, self.result_dtype)
+
+    def _fill(self, first: int, rows: Rows) -> None:
+        floats = floats_of(rows)
+        self.table[first : first + len(floats)].copy_(floats)
 
 
 class PackedQuantization(Quantization):
@@ -41,14 +103,12 @@ class PackedQuantization(Quantization):
         self._of_output_layer = of_output_layer
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
-        """See `Quantization.linear`."""
         packed_format = self._of_output_layer if shape.is_output_layer else self._packed_format
         if shape.is_exact:
             packed_format = PackedFormat(FLOAT_FORMATS[plan.dtype])
         return PackedLinear(self._library, shape, plan, packed_format)
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        """See `Quantization.stack`."""
         packed_format = PackedFormat(FLOAT_FORMATS[plan.dtype]) if shape.is_exact else self._packed_format
         return PackedStack(self._library, shape, plan, packed_format)
 
@@ -106,10 +166,7 @@ class PackedLinear:
             shape.columns, shape.depth, bool(shape.activation), self._outliers
         )
         plan.store(self)
-        first = 0
-        for source in self._sources:
-            source.declare(plan, plan.pack, partial(self._fill, first))
-            first += source.rows
+        declare_rows(self._sources, plan, plan.pack, self._fill)
         is_float = packed_format.weight_format.is_float
         self.order = None if is_float else declare_order(list(self._sources), shape.depth, plan)
         self.bias = plan.stacked(shape.biases) if shape.biased else None
@@ -122,12 +179,10 @@ class PackedLinear:
 
     @property
     def runs(self) -> Sequence[PackedRun]:
-        """See `LinearMethod`."""
         return (self,)
 
     @property
     def description(self) -> Description:
-        """See `PackedStore`."""
         return {
             "layer": "+".join(source.label for source in self._sources),
             "layout": LAYOUT,
@@ -141,7 +196,6 @@ class PackedLinear:
         }
 
     def open(self, memory: torch.Tensor) -> None:
-        """See `PackedStore`."""
         shape, packed_format = self._shape, self._packed_format
         self._packed = PackedWeight(
             self._library,
@@ -157,7 +211,6 @@ class PackedLinear:
         )
 
     def round_inputs(self) -> bool:
-        """See `PackedRun`."""
         self.inputs = self._packed_format.rounded_inputs
         return self.inputs is not Inputs.SIXTEEN_BITS
 
@@ -172,8 +225,8 @@ class PackedLinear:
             result_dtype=self._shape.result_dtype,
         )
 
-    def _fill(self, first_column: int, place: int, rows: Rows) -> None:
-        fill(self.packed, rows, first_column + place)
+    def _fill(self, first_column: int, rows: Rows) -> None:
+        fill(self.packed, rows, first_column)
 
 
 def _outliers_of(sources: Sequence[RowSource]) -> int:
@@ -195,7 +248,6 @@ class PackedRuns:
         self._result_dtype = result_dtype
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `LinearMethod.apply`."""
         widths = [run.packed.columns for run in self.runs]
         y = x.new_empty(len(x), sum(widths), dtype=self._result_dtype)
         for run, columns in zip(self.runs, y.split(widths, dim=1), strict=True):
@@ -212,11 +264,8 @@ def packed_by_part(
 ) -> LinearMethod:
     """Return the owner of a layer with parts of these formats and sources, one each. Not for fused gate and up."""
     assert not shape.activation, "a gate and its up are of one weight"
-    runs, first = [], 0
-    kinds = zip(packed_formats, map(is_ordered, sources), strict=True)
-    for (run_format, _), equal in groupby(kinds):
-        end = first + len(list(equal))
-        run = replace(shape, parts=shape.parts[first:end])
-        runs.append(PackedLinear(library, run, plan, run_format, sources[first:end]))
-        first = end
+    runs = []
+    for begin, end in runs_of(zip(packed_formats, map(is_ordered, sources), strict=True)):
+        run = replace(shape, parts=shape.parts[begin:end])
+        runs.append(PackedLinear(library, run, plan, packed_formats[begin], sources[begin:end]))
     return runs[0] if len(runs) == 1 else PackedRuns(runs, shape.result_dtype)

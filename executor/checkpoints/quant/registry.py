@@ -18,7 +18,7 @@ from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.wire.errors import ConfigError
 
 QUANTIZATIONS = {
-    "none": "quintet.executor.checkpoints.quant.none:Unquantized",
+    "none": "quintet.executor.checkpoints.quant.packed:Unquantized",
     "int8": "quintet.executor.checkpoints.quant.packed:int8",
     "int4": "quintet.executor.checkpoints.quant.packed:int4",
     "w8a8": "quintet.executor.checkpoints.quant.packed:w8a8",
@@ -61,7 +61,6 @@ class RoundedInputs:
         """Number of layers with rounded inputs so far."""
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
-        """See `Quantization.linear`."""
         method = self._inner.linear(shape, plan)
         if not shape.is_output_layer and not shape.is_exact:
             rounded = [run.round_inputs() for run in method.runs]
@@ -69,15 +68,12 @@ class RoundedInputs:
         return method
 
     def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
-        """See `Quantization.embedding`."""
         return self._inner.embedding(shape, plan)
 
     def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
-        """See `Quantization.pairs`."""
         return self._inner.pairs(shape, plan)
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        """See `Quantization.stack`."""
         method = self._inner.stack(shape, plan)
         if isinstance(method, PackedStack) and not shape.is_exact:
             self.num_layers += method.round_inputs()

@@ -5,9 +5,10 @@ The inputs of a layer may be permuted before its packed weight, so that inputs o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -50,8 +51,8 @@ class RowSource(Protocol):
     """Rows of a matrix and the checkpoint tensors that hold them."""
 
     @property
-    def rows(self) -> int:
-        """Number of rows."""
+    def part(self) -> RowRange:
+        """The rows."""
 
     @property
     def label(self) -> str:
@@ -63,19 +64,14 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainRows:
-    """A part of a floating-point weight."""
+    """A part of a floating-point weight. A `RowSource`."""
 
     part: RowRange
     depth: int
 
     @property
-    def rows(self) -> int:
-        """See `RowSource`."""
-        return self.part.rows
-
-    @property
     def label(self) -> str:
-        """See `RowSource`: the tensor's name alone if the part is the unchanged whole tensor."""
+        """The tensor's name alone if the part is the unchanged whole tensor."""
         part = self.part
         if part == RowRange(part.name, part.rows):
             return part.name
@@ -84,7 +80,6 @@ class PlainRows:
         return f"{part.name}[{part.begin}/{part.groups}/{part.height}{marks}{kept}]"
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:
-        """See `RowSource`."""
         part = self.part
         expect(
             f"{part.name}.weight", part.weight_shape(self.depth), lambda tensor: fill(0, part.weight(tensor))
@@ -93,24 +88,17 @@ class PlainRows:
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """A part of a quantized weight."""
+    """A part of a quantized weight. A `RowSource`."""
 
     part: RowRange
     depth: int
     scheme: Scheme
 
     @property
-    def rows(self) -> int:
-        """See `RowSource`."""
-        return self.part.rows
-
-    @property
     def label(self) -> str:
-        """See `RowSource`."""
         return f"{PlainRows(self.part, self.depth).label} {self.scheme}"
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:
-        """See `RowSource`."""
         arrived: dict[str, torch.Tensor] = {}
         stored = self.scheme.stored
 
@@ -153,6 +141,30 @@ class CodedRows:
         begins = [group * height + part.begin for group in range(part.groups)]
         runs = [range(part.height)] if count == height else [range(begin, begin + count) for begin in begins]
         return runs if part.kept_rows is None else _rows_of(runs, part.kept_rows)
+
+
+def declare_rows(
+    sources: Sequence[RowSource], plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]
+) -> None:
+    """Declare the sources of adjacent rows; ``fill`` gets the index of its first row among the rows of all sources."""
+    begin = 0
+    for source in sources:
+        source.declare(plan, expect, partial(_fill_from, begin, fill))
+        begin += source.part.rows
+
+
+def _fill_from(begin: int, fill: Callable[[int, Rows], object], place: int, rows: Rows) -> None:
+    fill(begin + place, rows)
+
+
+def runs_of(keys: Iterable[object]) -> list[tuple[int, int]]:
+    """Return begin and end of each run of equal keys."""
+    found, begin = [], 0
+    for _, equal in groupby(keys):
+        end = begin + len(list(equal))
+        found.append((begin, end))
+        begin = end
+    return found
 
 
 def declare_order(sources: list[RowSource], depth: int, plan: WeightPlan) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.checkpoints.quant.fill import fill
 from quintet.executor.checkpoints.quant.formats.scheme import Scheme
 from quintet.executor.checkpoints.quant.packed_formats import LAYOUT, PackedFormat
-from quintet.executor.checkpoints.quant.source import Expect, Rows, floats_of
+from quintet.executor.checkpoints.quant.source import Expect, Rows, RowSource, floats_of
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import Description
 
@@ -52,13 +52,7 @@ class StackPiece:
     is_whole: bool = False
     """True: the rows are all rows of one expert's tensor, unchanged."""
 
-    def declare(
-        self,
-        plan: WeightPlan,
-        expect: Expect,
-        fill: Callable[[int, int, Rows], object],
-    ) -> None:
-        """See `StackRows`."""
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
         arrived: dict[int, torch.Tensor] = {}
 
         def take(place: int, tensor: torch.Tensor) -> None:
@@ -73,6 +67,19 @@ class StackPiece:
             expect(name, shape, partial(take, place))
         for name, between in zip(self.names, self.bytes_between, strict=False):
             plan.as_codes(name, ("U8",), between)
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePiece:
+    """Rows of one expert from a source. A `StackRows`."""
+
+    source: RowSource
+    expert: int
+    begin: int
+    """Index of the first row in the matrix."""
+
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
+        self.source.declare(plan, expect, lambda place, rows: fill(self.expert, self.begin + place, rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +166,6 @@ class PackedStack:
 
     @property
     def description(self) -> Description:
-        """See `PackedStore`."""
         shape, packed_format = self._shape, self._packed_format
         return {
             "layer": shape.label,
@@ -173,7 +179,6 @@ class PackedStack:
         }
 
     def open(self, memory: torch.Tensor) -> None:
-        """See `PackedStore`."""
         self._packed = [*map(self._weight, memory.chunk(self._shape.experts)), *self._places]
 
     def _weight(self, memory: torch.Tensor) -> PackedWeight:

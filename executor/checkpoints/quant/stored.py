@@ -11,20 +11,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.executor.checkpoints.quant.coded import coded_linear, coded_stack, kept_of
 from quintet.executor.checkpoints.quant.fill import packed_format_of
 from quintet.executor.checkpoints.quant.formats.cut import why_not
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
-from quintet.executor.checkpoints.quant.none import RowMajorLinear
-from quintet.executor.checkpoints.quant.packed import PackedLinear, packed_by_part
+from quintet.executor.checkpoints.quant.packed import (
+    PackedLinear,
+    RowMajorLinear,
+    library_for,
+    packed_by_part,
+)
 from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, PackedFormat
 from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.checkpoints.quant.source import CodedRows, Expect, PlainRows, Rows, RowSource, floats_of
 from quintet.executor.checkpoints.quant.stack import (
     PackedStack,
     RowMajorStack,
+    SourcePiece,
     StackMethod,
     StackPiece,
     StackRows,
@@ -58,7 +62,6 @@ class StoredQuantization(Quantization):
         self._on_device = on_device
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
-        """See `Quantization.linear`."""
         self._ignore(plan)
         if self._contents is None and shape.is_exact:  # layers sensitive to rounding are never quantized
             return self._rest.linear(shape, plan)
@@ -67,11 +70,11 @@ class StoredQuantization(Quantization):
             return self._rest.linear(shape, plan)
         if not shape.biased:
             self._expect_no_biases(shape.parts, plan)
-        library, schemes = linear_library(), [_scheme_of(source) for source in sources]
+        library, schemes = library_for(plan), [_scheme_of(source) for source in sources]
         if self._on_device:
             kept = [kept_of(scheme, shape.depth, plan.dtype) for scheme in schemes]
             return coded_linear(shape, plan, sources, kept) or RowMajorLinear(shape, plan, sources)
-        if plan.device.type != "cpu" or library is None:
+        if library is None:
             return RowMajorLinear(shape, plan, sources)
         packed_format = packed_format_of(schemes, plan.dtype)
         if packed_format.weight_format.is_float and not shape.activation:  # no format holds all parts exactly
@@ -80,7 +83,6 @@ class StoredQuantization(Quantization):
         return PackedLinear(library, shape, plan, packed_format, sources)
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        """See `Quantization.stack`."""
         self._ignore(plan)
         pieces = [self._piece(piece, plan) for piece in shape.weights]
         schemes = [None if self._rounds else _scheme_of_piece(piece) for piece in pieces]
@@ -92,8 +94,8 @@ class StoredQuantization(Quantization):
         if self._on_device:  # each expert would need its own order of inputs
             kept = [None if is_ordered else kept_of(scheme, shape.depth, plan.dtype) for scheme in schemes]
             return coded_stack(shape, plan, kept) or RowMajorStack(shape, plan)
-        library = linear_library()
-        if plan.device.type != "cpu" or library is None:
+        library = library_for(plan)
+        if library is None:
             return RowMajorStack(shape, plan)
         packed_format = packed_format_of(schemes, plan.dtype)
         has_outliers = any(scheme is not None and scheme.outliers for scheme in schemes)
@@ -141,7 +143,7 @@ class StoredQuantization(Quantization):
         source = self._source(RowRange(piece.names[0].removesuffix(".weight"), rows), depth, plan)
         if not isinstance(source, CodedRows):
             return piece
-        return CodedPiece(source, piece.first, piece.begin, None if piece.is_whole else piece)
+        return SourcePiece(source, piece.first, piece.begin) if piece.is_whole else CodedPiece(source, piece)
 
     def _expect_no_biases(self, parts: Sequence[RowRange], plan: WeightPlan) -> None:
         """Accept checkpoint biases of layers that have none in the architecture, if they are zeros; old checkpoints have
@@ -159,21 +161,14 @@ class StoredQuantization(Quantization):
 
 @dataclass(frozen=True, slots=True)
 class CodedPiece:
-    """Rows of experts, or of heads, from a quantized layer of the checkpoint. A `StackRows`."""
+    """Rows of several experts, or of heads, from a quantized layer of the checkpoint: dequantized. A `StackRows`."""
 
     source: CodedRows
-    first: int
-    begin: int
-    take: StackPiece | None
-    """Piece that builds the matrices from the layer's dequantized rows; None: the rows belong to one expert and stay
-    coded."""
+    piece: StackPiece
+    """Builds the matrices from the layer's dequantized rows."""
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
-        """See `StackRows`."""
-        if self.take is None:
-            self.source.declare(plan, expect, lambda place, rows: fill(self.first, self.begin + place, rows))
-            return
-        piece, part = self.take, self.source.part
+        piece, part = self.piece, self.source.part
         whole = torch.empty(0)
 
         def collect(place: int, rows: Rows) -> None:
@@ -192,8 +187,8 @@ class CodedPiece:
 
 def _scheme_of_piece(piece: StackRows) -> Scheme | None:
     """Return the scheme of a piece's rows; None if they are floating point or are dequantized."""
-    if isinstance(piece, CodedPiece):
-        return piece.source.scheme if piece.take is None else None
+    if isinstance(piece, SourcePiece):
+        return _scheme_of(piece.source)
     return piece.scheme if isinstance(piece, StackPiece) else None
 
 

@@ -9,10 +9,12 @@ the size is the root mean square, and errors of inputs count as independent: onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from quintet.executor.checkpoints.quantize_tool.layers import Maker
 
 GROUP = 128
 MOST_CODE = 15
@@ -39,6 +41,14 @@ class AwqRounded:
         """Dequantized weight, fp32 ``[rows, depth]``."""
         grouped: torch.Tensor = self.codes.unflatten(1, (-1, GROUP)).float() - self.zeros[..., None].float()
         return (grouped * self.scales.float()[..., None]).flatten(1)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the layer's checkpoint tensors by name suffix."""
+        return {
+            "qweight": in_words(self.codes),
+            "qzeros": in_words(self.zeros),
+            "scales": self.scales.t().contiguous(),
+        }
 
 
 def factors_of(weights: Sequence[torch.Tensor], squares: torch.Tensor) -> torch.Tensor:
@@ -101,3 +111,49 @@ def in_words(codes: torch.Tensor) -> torch.Tensor:
     for place in range(len(_IN_WORD)):
         words |= placed[..., place] << (4 * place)
     return words
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Division of a norm's weight or a bias by AWQ factors."""
+
+    factors: torch.Tensor
+    """Divisor, fp32 ``[depth]``."""
+    offset: float = 0.0
+    """Constant added before the division and subtracted afterwards."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the divided tensor in its number format."""
+        return ((tensor.float() + self.offset) / self.factors - self.offset).to(tensor.dtype)
+
+
+class AwqRounder:
+    """A `quintet.executor.checkpoints.quantize_tool.calibrate.Rounder`."""
+
+    def __init__(self, makers: Mapping[str, Maker]) -> None:
+        """makers: see `quintet.executor.checkpoints.quantize_tool.layers.Layers.makers`."""
+        self._makers = makers
+        self.found: dict[str, AwqRounded] = {}
+        self.divided: dict[str, Division] = {}
+        """Keyed by names of norm weights and biases, which need not exist."""
+
+    def round(
+        self, names: Sequence[str], weights: Sequence[torch.Tensor], hessian: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        floats, squares = [each.float() for each in weights], hessian.diagonal()
+        maker, factors = self._makers.get(names[0]), torch.ones(len(squares))
+        if maker is not None:
+            factors = factors_of(floats, squares)
+            self._divide(maker, factors)
+        for name, each in zip(names, floats, strict=True):
+            self.found[name] = narrowed(each * factors, squares / factors.square())
+        return [self.found[name].numbers / factors for name in names]
+
+    def _divide(self, maker: Maker, factors: torch.Tensor) -> None:
+        layer = self.found.get(f"{maker.name}.weight")
+        if layer is None:
+            self.divided[f"{maker.name}.weight"] = Division(factors, maker.offset)
+        else:  # the scales of its outputs
+            factors = torch.cat([torch.ones(maker.first_row), factors])
+            layer.scales = (layer.scales.float() / factors[:, None]).half()
+        self.divided[f"{maker.name}.bias"] = Division(factors)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from quintet.executor.backends.torch.eager import EagerRunner
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
-from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.packed import RowMajorLinear
 from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackShape
-from quintet.executor.checkpoints.quantize_tool.rounders import Rounder
 from quintet.executor.checkpoints.weights.load import load_checkpoint, open_files
 from quintet.executor.checkpoints.weights.names import expected_names
 from quintet.executor.checkpoints.weights.plan import WeightPlan
@@ -36,6 +36,18 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 _CPU = torch.device("cpu")
 
 
+class Rounder(Protocol):
+    """Rounds weights and keeps the results by checkpoint weight name."""
+
+    def round(
+        self, names: Sequence[str], weights: Sequence[torch.Tensor], hessian: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Return the rounded values of weights ``[rows, depth]`` with the same inputs. Raises ValueError.
+
+        hessian: products of the inputs, fp32 ``[depth, depth]``.
+        """
+
+
 class _Calibrating(Quantization):
     """A `Quantization` with layers that quantize themselves."""
 
@@ -43,13 +55,11 @@ class _Calibrating(Quantization):
         self._round = round_
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
-        """See `Quantization.linear`."""
         if shape.is_output_layer or shape.is_exact:
             return RowMajorLinear(shape, plan)
         return _CalibratingLinear(shape, plan, self._round)
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        """See `Quantization.stack`."""
         return RowMajorStack(shape, plan)
 
 
@@ -61,7 +71,6 @@ class _CalibratingLinear(RowMajorLinear):
         self._shape, self._round = shape, round_
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """See `LinearMethod.apply`."""
         hessian = torch.zeros(self._shape.depth, self._shape.depth)
         for some in x.split(_TOKENS):
             inputs = some.float()

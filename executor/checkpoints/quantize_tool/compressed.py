@@ -20,17 +20,14 @@ from typing import Any
 import torch
 
 from quintet.executor.backends.platforms.cores import usable_cores
-from quintet.executor.checkpoints.quantize_tool.awq import AwqRounded
+from quintet.executor.checkpoints.quantize_tool.awq import AwqRounded, Division
 from quintet.executor.checkpoints.quantize_tool.layers import Layers, layers_of
-from quintet.executor.checkpoints.quantize_tool.rounders import Division, tensors_of
 from quintet.executor.checkpoints.quantize_tool.rounding import Rounded, rounded
 from quintet.executor.checkpoints.quantize_tool.targets import Target
-from quintet.executor.checkpoints.weights.convert import write_safetensors
-from quintet.executor.checkpoints.weights.file import WeightFile
-from quintet.executor.checkpoints.weights.files import INDEX_FILE, SINGLE_FILE
+from quintet.executor.checkpoints.weights.convert import write_folder
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.load import open_files
-from quintet.executor.checkpoints.weights.mapped import DTYPES
+from quintet.executor.checkpoints.weights.mapped import DTYPES, WeightFile
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import ITEM_BYTES
@@ -152,7 +149,7 @@ class _Output:
         weight, plan, stem = self._source.tensor(name), self._plan, name.removesuffix(".weight")
         its = plan.known.get(name) or self._rounded(name, weight)
         if isinstance(its, AwqRounded):
-            self._made |= {f"{stem}.{ending}": tensor for ending, tensor in tensors_of(its).items()}
+            self._made |= {f"{stem}.{ending}": tensor for ending, tensor in its.tensors().items()}
             return
         self._made[f"{stem}.weight_scale"] = its.scales
         if plan.target.int8_activations:
@@ -246,15 +243,7 @@ def write_compressed(plan: Plan, out: Path, on_progress: Progress) -> None:
         shutil.copytree(plan.folder / "additional_chat_templates", out / "additional_chat_templates")
     config = {**plan.hf_config, "quantization_config": section_of(plan)}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    count, weight_map, total = len(plan.files), {}, 0
-    for number, output in enumerate(plan.outputs(on_progress), 1):
-        name = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-        write_safetensors(out / name, output)
-        weight_map.update(dict.fromkeys(output.entries, name))
-        total += sum(entry.num_bytes for entry in output.entries.values())
-    if count > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (out / INDEX_FILE).write_text(json.dumps(index, indent=1))
+    write_folder(out, plan.outputs(on_progress), len(plan.files))
 
 
 def _scale_dtype_of(files: Sequence[WeightFile], layers: Layers) -> torch.dtype:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
-from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.packed import RowMajorLinear
 from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackPiece, StackShape
-from quintet.executor.checkpoints.weights.file import WeightFile
+from quintet.executor.checkpoints.weights.mapped import WeightFile
 from quintet.executor.checkpoints.weights.names import expected_names
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.hf_config import HfConfig
@@ -56,12 +56,10 @@ class _RecordingQuantization(Quantization):
         self.stacks: list[StackShape] = []
 
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
-        """See `Quantization.linear`."""
         self.linears.append(shape)
         return RowMajorLinear(shape, plan)
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        """See `Quantization.stack`."""
         self.stacks.append(shape)
         return RowMajorStack(shape, plan)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,3 +127,18 @@ def _factor(hessian: torch.Tensor) -> torch.Tensor:
                 return upper
         damping *= 10
     raise ValueError("has inputs without a positive definite Hessian: use a longer calibration text")
+
+
+class GptqRounder:
+    """A `quintet.executor.checkpoints.quantize_tool.calibrate.Rounder`."""
+
+    def __init__(self, target: Target, scale_dtype: torch.dtype) -> None:
+        self._target, self._scale_dtype = target, scale_dtype
+        self.found: dict[str, Rounded] = {}
+
+    def round(
+        self, names: Sequence[str], weights: Sequence[torch.Tensor], hessian: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        for name, weight in zip(names, weights, strict=True):
+            self.found[name] = gptq(weight, hessian, self._target, self._scale_dtype)
+        return [self.found[name].numbers for name in names]

@@ -6,14 +6,13 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from quintet.executor.checkpoints.weights.files import INDEX_FILE, PICKLED, SINGLE_FILE, checkpoint_files
-from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.checkpoints.weights.mapped import Tensors
 from quintet.executor.checkpoints.weights.pickled import PickledFile
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf
@@ -39,7 +38,7 @@ def convert(folder: Path, report: Callable[[str], object]) -> list[Path]:
     count, weight_map, written = len(pickled), {}, []
     total_bytes = 0
     for number, path in enumerate(pickled, 1):
-        name = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        name = _file_name(number, count)
         file = PickledFile(path)
         try:
             _write_whole(folder / name, lambda temporary, file=file: write_safetensors(temporary, file))  # type: ignore[misc]
@@ -50,23 +49,29 @@ def convert(folder: Path, report: Callable[[str], object]) -> list[Path]:
         written.append(folder / name)
         report(f"{path.name} -> {name}: {len(file.entries)} tensors")
     if count > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        _write_whole(folder / INDEX_FILE, lambda temporary: temporary.write_text(json.dumps(index, indent=1)))
+        index = _index(weight_map, total_bytes)
+        _write_whole(folder / INDEX_FILE, lambda temporary: temporary.write_text(index))
     return written
 
 
-class Tensors(Protocol):
-    """Part of `quintet.executor.checkpoints.weights.file.WeightFile` that writing needs."""
+def write_folder(folder: Path, files: Iterable[Tensors], count: int) -> None:
+    """Write ``count`` files as safetensors into a new folder, with their index. Raises OSError."""
+    weight_map, total_bytes = {}, 0
+    for number, file in enumerate(files, 1):
+        name = _file_name(number, count)
+        write_safetensors(folder / name, file)
+        weight_map.update(dict.fromkeys(file.entries, name))
+        total_bytes += sum(entry.num_bytes for entry in file.entries.values())
+    if count > 1:
+        (folder / INDEX_FILE).write_text(_index(weight_map, total_bytes))
 
-    @property
-    def entries(self) -> Mapping[str, Entry]:
-        """Formats and shapes, in the order of the file."""
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor."""
+def _file_name(number: int, count: int) -> str:
+    return SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
 
-    def drop(self, name: str) -> None:
-        """Release a written tensor."""
+
+def _index(weight_map: Mapping[str, str], total_bytes: int) -> str:
+    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=1)
 
 
 def write_safetensors(path: Path, file: Tensors) -> None:

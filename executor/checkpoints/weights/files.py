@@ -59,16 +59,12 @@ def checkpoint_files(folder: Path) -> list[Path]:
             return others
     check_no_adapter(folder)
     unread = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-    found = (
-        f"; {unread[0]} has an unsupported format: convert it with transformers' save_pretrained, which writes"
-        " safetensors"
-        if unread
-        else ""
-    )
-    found = (
-        "".join(f"; {path} is a complete model: pass its path" for path in sorted(folder.glob("*.gguf"))[:1])
-        or found
-    )
+    models, found = sorted(folder.glob("*.gguf")), ""
+    if models:
+        found = f"; {models[0]} is a complete model: pass its path"
+    elif unread:
+        advice = "convert it with transformers' save_pretrained, which writes safetensors"
+        found = f"; {unread[0]} has an unsupported format: {advice}"
     raise ConfigError(
         f"{folder} has no weights ({SINGLE_FILE} or {INDEX_FILE}){found}. To test without weights: --load-format dummy or"
         " --executor mock"

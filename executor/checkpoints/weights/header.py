@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +20,17 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import ITEM_BYTES, LFS_ADVICE, LFS_POINTER
 
 MAX_HEADER_BYTES = 100 << 20
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Convert errors of the file system to a `ConfigError`."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: is missing; download it again") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
 
 
 @dataclass(frozen=True, slots=True)

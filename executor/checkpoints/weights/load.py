@@ -15,7 +15,6 @@ import torch
 from tqdm import tqdm
 
 from quintet.executor.backends.cpu.ops.huge_memory import HugeMemory
-from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.files import (
     INDEX_FILE,
     PICKLED,
@@ -23,7 +22,7 @@ from quintet.executor.checkpoints.weights.files import (
     checkpoint_files,
     is_stale,
 )
-from quintet.executor.checkpoints.weights.mapped import DTYPES, MappedFile
+from quintet.executor.checkpoints.weights.mapped import DTYPES, MappedFile, WeightFile
 from quintet.executor.checkpoints.weights.names import expected_names
 from quintet.executor.checkpoints.weights.packed_cache import PackedCache
 from quintet.executor.checkpoints.weights.pickled import PickledFile

@@ -1,18 +1,20 @@
-"""A mapped safetensors file: tensors are views without a copy. `quintet.executor.checkpoints.weights.header` validates
-it."""
+"""Interface of a checkpoint file for loaders (`WeightFile`), and a mapped safetensors file.
+
+Its tensors are views without a copy. `quintet.executor.checkpoints.weights.header` validates it.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from quintet.executor.checkpoints.weights.header import read_header
-from quintet.wire.errors import ConfigError
+from quintet.executor.checkpoints.weights.header import Entry, read_header, readable
 
 DTYPES = {
     "F64": torch.float64,
@@ -31,23 +33,46 @@ DTYPES = {
 }
 
 
+class Tensors(Protocol):
+    """Tensors by name, to be read one by one."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Format, shape and place of each tensor."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the tensor, on the host, read-only."""
+
+    def drop(self, name: str) -> None:
+        """Release a consumed tensor."""
+
+
+class WeightFile(Tensors, Protocol):
+    """A checkpoint file (shard) of any format, read-only."""
+
+    path: Path
+    size: int
+    """In bytes."""
+    modified_ns: int
+    header: bytes
+    """Names, formats and shapes of all tensors: equal bytes mean equal tensors."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names in the fastest order for reading."""
+
+
 class MappedFile:
     """A mapped file. Views keep the map alive; its pages belong to the page cache."""
 
     def __init__(self, path: Path) -> None:
         """Map the file and check its header. Raises `ConfigError`."""
         self.path = path
-        try:
-            with path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                self.size, self.modified_ns = status.st_size, status.st_mtime_ns
-                header = read_header(path, file, self.size)
-                self.header, self.entries = header.raw, header.entries
-                self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: is missing; download it again") from None
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}") from None
+        with readable(path), path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            self.size, self.modified_ns = status.st_size, status.st_mtime_ns
+            header = read_header(path, file, self.size)
+            self.header, self.entries = header.raw, header.entries
+            self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names in file order."""

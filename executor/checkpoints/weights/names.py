@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from quintet.executor.checkpoints.weights.file import WeightFile
+from quintet.executor.checkpoints.weights.mapped import WeightFile
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.model_config.names import expected_spellings, spellings
 from quintet.wire.errors import ConfigError

@@ -23,9 +23,8 @@ from pathlib import Path
 
 import torch
 
-from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.files import packed_file
-from quintet.executor.checkpoints.weights.mapped import read_only_tensor
+from quintet.executor.checkpoints.weights.mapped import WeightFile, read_only_tensor
 from quintet.executor.checkpoints.weights.store import PackedStore, offsets
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.checkpoints.weights.header import Entry, readable
 from quintet.executor.checkpoints.weights.mapped import DTYPES
 from quintet.wire.errors import ConfigError
 
@@ -23,19 +23,15 @@ _COUNTS = "sparse_threshold."
 
 
 class PickledFile:
-    """A `quintet.executor.checkpoints.weights.file.WeightFile`. Tensors are views of the mapped file if torch can map
+    """A `quintet.executor.checkpoints.weights.mapped.WeightFile`. Tensors are views of the mapped file if torch can map
     it."""
 
     def __init__(self, path: Path) -> None:
         """Load the tensors' metadata. Raises `ConfigError`."""
         self.path = path
-        try:
+        with readable(path):
             status = os.stat(path)
             self._tensors = _read(path)
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: is missing; download it again") from None
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}") from None
         self.size, self.modified_ns = status.st_size, status.st_mtime_ns
         self.entries = {
             name: Entry(_FORMATS[tensor.dtype], tuple(tensor.shape), 0, tensor.numel() * tensor.itemsize)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
-from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.packed import RowMajorLinear
 from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 

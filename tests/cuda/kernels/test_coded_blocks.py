@@ -15,7 +15,7 @@ from quintet.executor.checkpoints.quant.blocks import PACKED_FORMATS
 from quintet.executor.checkpoints.quant.coded import KEPT_BLOCKS, CodedLinear, CodedRun
 from quintet.executor.checkpoints.quant.gguf import GgufQuantization
 from quintet.executor.checkpoints.quant.method import LinearShape
-from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.packed import RowMajorLinear
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRange

@@ -19,7 +19,7 @@ from quintet.executor.checkpoints.quant.fill import packed_format_of
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import StoredLayer
 from quintet.executor.checkpoints.quant.method import LinearShape
-from quintet.executor.checkpoints.quant.none import Unquantized
+from quintet.executor.checkpoints.quant.packed import Unquantized
 from quintet.executor.checkpoints.quant.packed_formats import PackedFormat
 from quintet.executor.checkpoints.quant.stored import StoredQuantization
 from quintet.executor.checkpoints.weights.header import Entry
@@ -522,8 +522,7 @@ def test_a_gate_and_its_up_share_one_weight() -> None:
 
 
 def test_without_kernels_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("none", "stored"):
-        monkeypatch.setattr(f"quintet.executor.checkpoints.quant.{module}.linear_library", lambda: None)
+    monkeypatch.setattr("quintet.executor.checkpoints.quant.packed.linear_library", lambda: None)
     layer, numbers = loaded(KEPT["gptq, 4 bits"][0], [RowRange("q", 96), RowRange("k", 32)])
     whole = torch.cat([numbers["q"], numbers["k"]]).bfloat16()
     assert layer.method.table is not None and torch.equal(layer.method.table, whole)

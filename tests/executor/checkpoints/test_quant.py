@@ -8,7 +8,7 @@ import torch
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat, linear_library
 from quintet.executor.backends.cpu.ops.linear import linear
 from quintet.executor.checkpoints.quant.method import LinearShape
-from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.packed import RowMajorLinear
 from quintet.executor.checkpoints.quant.registry import RoundedInputs, open_quantization
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve
@@ -191,8 +191,7 @@ def test_a_tied_embedding_is_never_quantized(name: str) -> None:
 def test_without_kernels_torch_computes_or_the_error_names_the_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("none", "packed"):
-        monkeypatch.setattr(f"quintet.executor.checkpoints.quant.{module}.linear_library", lambda: None)
+    monkeypatch.setattr("quintet.executor.checkpoints.quant.packed.linear_library", lambda: None)
     layer, given = layer_of("none", QKV)
     assert isinstance(layer.method, RowMajorLinear)
     x = noise(3, DEPTH).bfloat16()

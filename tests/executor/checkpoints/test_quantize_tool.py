@@ -20,9 +20,9 @@ from tests.models.test_equal import made
 
 from quintet.deploy.cli.main import main
 from quintet.executor.checkpoints.quantize_tool import compressed
+from quintet.executor.checkpoints.quantize_tool.awq import Division
 from quintet.executor.checkpoints.quantize_tool.compressed import plan_of, write_compressed
 from quintet.executor.checkpoints.quantize_tool.layers import layers_of
-from quintet.executor.checkpoints.quantize_tool.rounders import Division
 from quintet.executor.checkpoints.quantize_tool.rounding import gptq, rounded
 from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
 from quintet.executor.checkpoints.weights.load import open_files

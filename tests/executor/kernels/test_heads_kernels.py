@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
-from quintet.executor.checkpoints.quant.none import Unquantized
+from quintet.executor.checkpoints.quant.packed import Unquantized
 from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackPiece, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve

@@ -20,8 +20,7 @@ import msgspec
 
 from quintet.executor import loading
 from quintet.executor.backends.platforms.platform import open_platform
-from quintet.executor.checkpoints.weights.file import WeightFile
-from quintet.executor.checkpoints.weights.mapped import MappedFile
+from quintet.executor.checkpoints.weights.mapped import MappedFile, WeightFile
 from quintet.executor.distributed.parallel.rank_views import share_of_rank
 from quintet.wire.config import EngineConfig
 

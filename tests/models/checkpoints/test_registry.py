@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.models.documented_families import SIZES, hf_config_of
 
-from quintet.executor.checkpoints.quant.none import Unquantized
+from quintet.executor.checkpoints.quant.packed import Unquantized
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.names import expected_names
 from quintet.executor.model_config.registry import FAMILIES, nearest

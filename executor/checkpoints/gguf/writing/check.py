@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from quintet.executor.checkpoints.gguf.hf_config import hf_config_of_gguf
@@ -42,49 +43,32 @@ def _spec(hf_config: dict[str, object], path: Path) -> object:
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(f"{path}: unsupported architecture {name!r:.60}")
     spec = FAMILIES[name].read(HfConfig(hf_config, str(path)))
-    return (
-        _without_idle_windows(_without_curves(_without_factors(spec)))
-        if isinstance(spec, DecoderSpec)
-        else spec
+    return _comparable(spec) if isinstance(spec, DecoderSpec) else spec
+
+
+def _comparable(spec: DecoderSpec) -> DecoderSpec:
+    """Remove settings that a file has in another form.
+
+    Factors of Falcon-H1 are folded into matrices. Curves of Apertus' activations are tensors in a folder. Files may name
+    a window of at least the context length, which no layer uses.
+    """
+    folds = all(
+        isinstance(layer.mixer, ParallelMixerSpec) and isinstance(layer.mlp, MlpSpec) for layer in spec.layers
     )
-
-
-def _without_factors(spec: DecoderSpec) -> DecoderSpec:
-    """Remove the factors of Falcon-H1, which are folded into matrices."""
     layers = []
     for layer in spec.layers:
         mixer, mlp = layer.mixer, layer.mlp
-        if not isinstance(mixer, ParallelMixerSpec) or not isinstance(mlp, MlpSpec):
-            return spec
-        mixer = ParallelMixerSpec(
-            state=dataclasses.replace(mixer.state, multipliers=(1.0,) * 5),
-            attention=dataclasses.replace(mixer.attention, scale=1.0),
-        )
-        mlp = dataclasses.replace(mlp, gate_multiplier=1.0, down_multiplier=1.0)
-        layers.append(dataclasses.replace(layer, mixer=mixer, mlp=mlp))
-    return dataclasses.replace(spec, layers=tuple(layers), embedding_scale=1.0, logit_scale=1.0)
-
-
-def _without_curves(spec: DecoderSpec) -> DecoderSpec:
-    """Remove the curves of Apertus' activations, which are tensors in a folder."""
-    layers = [
-        dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, curve=None))
-        if isinstance(layer.mlp, MlpSpec)
-        else layer
-        for layer in spec.layers
-    ]
-    return dataclasses.replace(spec, layers=tuple(layers))
-
-
-def _without_idle_windows(spec: DecoderSpec) -> DecoderSpec:
-    """Remove windows that are at least the context length; files may name one that no layer uses."""
-    layers = []
-    for layer in spec.layers:
-        mixer = layer.mixer
-        if isinstance(mixer, AttentionSpec) and mixer.window is not None and mixer.window >= spec.reach:
-            layer = dataclasses.replace(layer, mixer=dataclasses.replace(mixer, window=None))  # noqa: PLW2901
-        layers.append(layer)
-    return dataclasses.replace(spec, layers=tuple(layers))
+        if folds and isinstance(mixer, ParallelMixerSpec):
+            state = replace(mixer.state, multipliers=(1.0,) * 5)
+            mixer = ParallelMixerSpec(state=state, attention=replace(mixer.attention, scale=1.0))
+        elif isinstance(mixer, AttentionSpec) and mixer.window is not None and mixer.window >= spec.reach:
+            mixer = replace(mixer, window=None)
+        if isinstance(mlp, MlpSpec):
+            mlp = replace(mlp, curve=None)
+            mlp = replace(mlp, gate_multiplier=1.0, down_multiplier=1.0) if folds else mlp
+        layers.append(replace(layer, mixer=mixer, mlp=mlp))
+    spec = replace(spec, layers=tuple(layers))
+    return replace(spec, embedding_scale=1.0, logit_scale=1.0) if folds else spec
 
 
 def _differences(ours: object, theirs: object, path: str) -> Iterator[tuple[str, object, object]]:

@@ -18,8 +18,9 @@ Arrange = Callable[[torch.Tensor], torch.Tensor]
 Named = tuple[str, Arrange]
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.*)")
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
-_OFFSET = ("qwen3next", "qwen35", "qwen35moe")
-"""Architectures with the offset added to the file's norms, except norms of recurrent mixers."""
+_DELTA = ("qwen3next", "qwen35", "qwen35moe")
+_OFFSET = ("gemma", "gemma2", "gemma3", "nemotron")
+"""Architectures with the offset added to all of the file's norms; those of `_DELTA` except norms of recurrent mixers."""
 
 
 def converted(name: str, config: Config, arch: str) -> Iterator[Named]:
@@ -30,12 +31,17 @@ def converted(name: str, config: Config, arch: str) -> Iterator[Named]:
     elif found is not None and convert is not None:
         yield from convert(f"blk.{found[1]}", found[2], name, config)
     else:
-        yield name, _of_an_end(name, config, arch)
+        yield name, _alone(name, config, arch)
 
 
-def _of_an_end(name: str, config: Config, arch: str) -> Arrange:
-    if arch in _OFFSET and name == "model.norm.weight":
+def _alone(name: str, config: Config, arch: str) -> Arrange:
+    """Return the conversion of a tensor that stays one: outside layers, or of an architecture without a `CONVERT`."""
+    if (arch in _OFFSET and name.endswith("norm.weight")) or (arch in _DELTA and name == "model.norm.weight"):
         return _offset
+    if ".query_key_value." in name and arch not in ("bailingmoe", "bailingmoe2", "chatglm"):
+        return partial(_ungrouped, config)
+    if arch == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        return torch.t
     if arch == "falcon-h1" and name == "lm_head.weight":
         return partial(_times, config["lm_head_multiplier"])
     if arch == "falcon-h1" and name == "model.embed_tokens.weight":
@@ -61,6 +67,14 @@ def _times(factor: float, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() * factor
 
 
+def _ungrouped(config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    """Return all queries, then all keys, then all values, from rows grouped by KV head."""
+    heads, kv_heads = config["num_attention_heads"], kv_heads_of(config)
+    groups = tensor.reshape(kv_heads, heads // kv_heads + 2, head_dim(config), *tensor.shape[1:])
+    parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+    return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
+
+
 def _squeezed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.squeeze(1) if tensor.dim() == 3 else tensor
 
@@ -75,9 +89,10 @@ def _half(which: int, dim: int, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rotated(leaf: str, config: Config) -> Arrange:
-    is_rotated = any(f".{part}." in leaf for part in ("q_proj", "k_proj"))
-    dim = head_dim(config)
-    return (lambda tensor: paired(len(tensor) // dim, tensor)) if is_rotated else as_it_is
+    if ".q_proj." in leaf:
+        return partial(paired, config["num_attention_heads"])
+    dim = head_dim(config)  # layers of Nemotron-NAS differ in KV heads
+    return (lambda tensor: paired(len(tensor) // dim, tensor)) if ".k_proj." in leaf else as_it_is
 
 
 def _of_pairs(block: str, leaf: str, name: str, config: Config) -> Iterator[Named]:
@@ -284,27 +299,18 @@ def _in_turns(leaf: str, config: Config, tensor: torch.Tensor) -> torch.Tensor:
 
 
 CONVERT: dict[str, Callable[[str, str, str, Config], Iterator[Named]]] = {
+    **dict.fromkeys(("arcee", "deci", "deepseek", "granite", "llama"), _of_pairs),
+    **dict.fromkeys(("minicpm", "mistral3", "olmo", "smollm3", "xverse"), _of_pairs),
+    **dict.fromkeys(("jamba", "lfm2", "lfm2moe", "mamba"), _of_states),
+    **dict.fromkeys(("mamba2", "nemotron_h"), _of_grouped_states),
+    **dict.fromkeys(("granitehybrid", "granitemoe"), _granite),
+    **dict.fromkeys(_DELTA, _delta),
     "baichuan": _baichuan,
     "bailingmoe": _bailing,
-    "deci": _of_pairs,
-    "deepseek": _of_pairs,
     "deepseek2": _latent,
     "falcon-h1": _falcon_h1,
     "gpt-oss": _gpt_oss,
-    "granitehybrid": _granite,
-    "granitemoe": _granite,
     "internlm2": _internlm2,
-    "jamba": _of_states,
-    "lfm2": _of_states,
-    "lfm2moe": _of_states,
     "llama4": _llama4,
-    "mamba": _of_states,
-    "mamba2": _of_grouped_states,
-    "minicpm": _of_pairs,
-    "mistral3": _of_pairs,
-    "nemotron_h": _of_grouped_states,
-    "qwen35": _delta,
-    "qwen35moe": _delta,
-    "qwen3next": _delta,
-    "xverse": _of_pairs,
 }
+"""Keyed by architecture."""

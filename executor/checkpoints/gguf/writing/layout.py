@@ -15,8 +15,8 @@ from typing import Any
 import gguf
 import torch
 
-from quintet.executor.checkpoints.gguf.writing.conversions import Arrange, converted, paired
-from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either, head_dim, kv_heads_of, rope_of
+from quintet.executor.checkpoints.gguf.writing.conversions import Arrange, converted
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, head_dim, rope_of
 from quintet.executor.model_config import registry
 
 Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -77,8 +77,6 @@ _OF_HF_CONFIGS = {
 """Keyed by the config's architecture, for families with an unusual or shared model_type."""
 _KINDS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 """Names of an expert's matrices in checkpoints."""
-_INTERLEAVED_ROPE = frozenset({"llama", "arcee", "granite", "olmo", "smollm3"})
-"""Architectures with interleaved RoPE in llama.cpp but rotated halves in the config's family."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123]|gate_proj|up_proj|down_proj)\.weight")
 _HEAD_NORM = re.compile(r"(.*_layernorm)\.norms\.(\d+)\.weight")
 _BUFFERS = (
@@ -124,9 +122,7 @@ def model_type_of(architecture: str) -> str | None:
 
 def laid_out(config: Config, arch: str, sources: Sequence[str]) -> Iterator[FileTensor]:
     """Yield the file's tensors, in the folder's order. Raises `HasNoPlace`."""
-    names = gguf.get_tensor_name_map(
-        _arch_of(arch), either(config, "num_hidden_layers", "n_layer", "n_layers")
-    )
+    names = gguf.get_tensor_name_map(_arch_of(arch), config["num_hidden_layers"])
     yield from _of_rope(config)
     stacks: dict[str, dict[int, str]] = {}
     for name in sources:
@@ -138,16 +134,15 @@ def laid_out(config: Config, arch: str, sources: Sequence[str]) -> Iterator[File
         elif not name.endswith((*_BUFFERS, *CURVES)) and not (
             name == "lm_head.weight" and config.get("tie_word_embeddings")
         ):
-            arranged = _arranged(name, config, arch)
             for spelled, arrange in converted(name, config, arch):
-                yield FileTensor(renamed(names, spelled), (name,), _first(arranged, arrange))
+                yield FileTensor(renamed(names, spelled), (name,), _alone(arrange))
     for name, parts in stacks.items():
         sources_of = tuple(parts[each] for each in sorted(parts))
         yield FileTensor(_of_experts(name) or renamed(names, name), sources_of, _stacked)
 
 
-def _first(make: Make, arrange: Arrange) -> Make:
-    return lambda tensors: arrange(make(tensors))
+def _alone(arrange: Arrange) -> Make:
+    return lambda tensors: arrange(tensors[0])
 
 
 def _of_experts(name: str) -> str | None:
@@ -197,33 +192,5 @@ def _llama3_factors(config: Config, rope: Mapping[str, Any]) -> torch.Tensor:
     return factors.float()
 
 
-def _as_it_is(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return tensors[0]
-
-
 def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(tensors))
-
-
-def _arranged(name: str, config: Config, arch: str) -> Make:
-    """Return the conversion of a single source tensor."""
-    if (arch.startswith("gemma") or arch == "nemotron") and name.endswith("norm.weight"):
-        return lambda tensors: tensors[0].float() + 1.0
-    if ".query_key_value." in name and arch not in ("bailingmoe", "bailingmoe2", "chatglm"):
-        return lambda tensors: _ungrouped(tensors[0], config)
-    if arch == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name):
-        return lambda tensors: tensors[0].t()
-    if arch in _INTERLEAVED_ROPE:
-        for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            if f".{part}." in name:
-                heads = config.get(key) or config["num_attention_heads"]
-                return lambda tensors: paired(heads, tensors[0])
-    return _as_it_is
-
-
-def _ungrouped(tensor: torch.Tensor, config: Config) -> torch.Tensor:
-    """Return all queries, then all keys, then all values, from rows grouped by KV head."""
-    heads, kv_heads = either(config, "num_attention_heads", "n_head"), kv_heads_of(config)
-    groups = tensor.reshape(kv_heads, heads // kv_heads + 2, head_dim(config), *tensor.shape[1:])
-    parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
-    return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])

@@ -1,30 +1,27 @@
 """Metadata of a GGUF file from a config, like llama.cpp's converter: common keys and RoPE.
 
-`dense_metadata`, `routed_metadata` (experts, latents) and `state_metadata` (recurrent models) add keys; none removes
-one.
+`attention_metadata` and `state_metadata` (recurrent models) add keys; none removes one.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from quintet.executor.checkpoints.gguf.writing.dense_metadata import DENSE, dimensions
+from quintet.executor.checkpoints.gguf.writing.attention_metadata import ATTENTION, LATENT, dimensions
 from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either, head_dim, kv_heads_of, rope_of
-from quintet.executor.checkpoints.gguf.writing.routed_metadata import LATENT, ROUTED
 from quintet.executor.checkpoints.gguf.writing.state_metadata import STATES
 
 
 def metadata_of(config: Config, arch: str) -> Config:
     """Return the metadata of the model's shape."""
-    hidden = either(config, "hidden_size", "n_embd")
-    heads = either(config, "num_attention_heads", "n_head", missing=1)
+    hidden = config["hidden_size"]
     rope, theta = rope_of(config), config.get("rope_theta")
     found = {
-        "block_count": either(config, "num_hidden_layers", "n_layer"),
-        "context_length": either(config, "max_position_embeddings", "n_positions", missing=2048),
+        "block_count": config["num_hidden_layers"],
+        "context_length": config.get("max_position_embeddings", 2048),
         "embedding_length": hidden,
-        "feed_forward_length": config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
-        "attention.head_count": heads,
+        "feed_forward_length": config.get("intermediate_size") or 4 * hidden,
+        "attention.head_count": config.get("num_attention_heads", 1),
         "attention.head_count_kv": kv_heads_of(config),
         "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
         "attention.layer_norm_epsilon": either(
@@ -37,7 +34,7 @@ def metadata_of(config: Config, arch: str) -> Config:
     }
     if config.get("head_dim") and arch not in LATENT:
         found |= dimensions(config)
-    for table in (DENSE, ROUTED, STATES):
+    for table in (ATTENTION, STATES):
         if arch in table:
             found |= table[arch](config)
     return {key: value for key, value in found.items() if value is not None}

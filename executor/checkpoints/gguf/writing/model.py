@@ -21,7 +21,7 @@ from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.gguf.blocks.encode import encode
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.gguf.writing.check import check_matches
-from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either, kv_heads_of, usual
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, kv_heads_of, usual
 from quintet.executor.checkpoints.gguf.writing.layout import (
     ARCHITECTURES,
     CURVES,
@@ -32,9 +32,8 @@ from quintet.executor.checkpoints.gguf.writing.layout import (
 )
 from quintet.executor.checkpoints.gguf.writing.metadata import metadata_of
 from quintet.executor.checkpoints.gguf.writing.type_mixes import Mix, Model, type_of
-from quintet.executor.checkpoints.weights.file import WeightFile
 from quintet.executor.checkpoints.weights.load import open_files
-from quintet.executor.checkpoints.weights.mapped import DTYPES
+from quintet.executor.checkpoints.weights.mapped import DTYPES, WeightFile
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import read_json
 
@@ -44,25 +43,23 @@ _ROWS_OF = 1 << 20
 """Values of a task: enough to amortise the dispatch, few enough to use all threads."""
 ALIGNMENT = gguf.GGUF_DEFAULT_ALIGNMENT
 _FLOATS = ("BF16", "F16", "F32")
-_REALS = frozenset(
-    [
+_REALS = (
+    *(
         "attn_factor",
         "attn_logit_softcapping",
         "clamp_kqv",
         "embedding_scale",
         "expert_weights_scale",
         "factor",
+    ),
+    *(
         "final_logit_softcapping",
         "freq_base",
         "freq_base_swa",
         "layer_norm_epsilon",
         "layer_norm_rms_epsilon",
-        "logit_scale",
-        "max_alibi_bias",
-        "residual_scale",
-        "scale",
-        "yarn_log_multiplier",
-    ]
+    ),
+    *("logit_scale", "max_alibi_bias", "residual_scale", "scale", "yarn_log_multiplier"),
 )
 """Suffixes of float keys; readers refuse an integer type, though configs may have 12 for 12.0."""
 
@@ -142,12 +139,12 @@ def plan_of(folder: Path, mix: Mix, hf_config: Config | None = None) -> GgufPlan
             f" {arch!r} requires: add the value to config.json"
         ) from None
     metadata = {f"{arch}.{key}": value for key, value in metadata.items()}
-    metadata |= _curves_of(files, either(config, "num_hidden_layers", "n_layer")) if arch == "apertus" else {}
+    metadata |= _curves_of(files, config["num_hidden_layers"]) if arch == "apertus" else {}
     metadata["general.file_type"] = int(gguf.LlamaFileType[mix.file_type])
     model = Model(
-        num_layers=either(config, "num_hidden_layers", "n_layer"),
+        num_layers=config["num_hidden_layers"],
         is_tied=all(each.name != "output.weight" for each in laid),
-        heads_per_kv=either(config, "num_attention_heads", "n_head", missing=1) // kv_heads_of(config),
+        heads_per_kv=config.get("num_attention_heads", 1) // kv_heads_of(config),
     )
     tensors = []
     for each in laid:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quintet.executor.checkpoints.gguf.writing.dense_metadata import granite
-from quintet.executor.checkpoints.gguf.writing.hf_config import Config, kv_heads_of, rope_of
-from quintet.executor.checkpoints.gguf.writing.routed_metadata import SIGMOID, experts
+from quintet.executor.checkpoints.gguf.common_values import DELTA, GRANITE, MAMBA, MAMBA_OF_HYBRID, NEMOTRON_H
+from quintet.executor.checkpoints.gguf.writing.attention_metadata import SIGMOID, experts
+from quintet.executor.checkpoints.gguf.writing.hf_config import Config, copied, kv_heads_of, rope_of
 
 
 def _kv_heads(config: Config, attends: list[bool]) -> Config:
@@ -25,9 +25,8 @@ def _mamba(config: Config) -> Config:
         "rope.freq_base": None,
         "rope.dimension_count": None,
         "context_length": 1 << 20,
-        "ssm.conv_kernel": config["conv_kernel"],
+        **copied(config, MAMBA),
         "ssm.inner_size": inner,
-        "ssm.state_size": config["state_size"],
         "ssm.time_step_rank": config.get("num_heads") or config["time_step_rank"],
         "ssm.group_count": config.get("n_groups"),
         "ssm.dt_b_c_rms": config["model_type"] == "falcon_mamba" or None,
@@ -37,8 +36,7 @@ def _mamba(config: Config) -> Config:
 def _mamba2(config: Config) -> Config:
     heads = config["mamba_n_heads"]
     return {
-        "ssm.conv_kernel": config["mamba_d_conv"],
-        "ssm.state_size": config["mamba_d_state"],
+        **copied(config, MAMBA_OF_HYBRID),
         "ssm.group_count": config["mamba_n_groups"],
         "ssm.inner_size": heads * config["mamba_d_head"],
         "ssm.time_step_rank": heads,
@@ -49,36 +47,27 @@ def _granite_hybrid(config: Config) -> Config:
     kinds = config.get("layers_block_type") or config["layer_types"]
     attends = [kind in ("attention", "full_attention") for kind in kinds]
     rotated = config.get("position_embedding_type") == "rope"
-    plain = {} if config.get("num_local_experts") else {"expert_count": None, "expert_used_count": None}
-    width = (
-        config["intermediate_size"] if config.get("num_local_experts") else config["shared_intermediate_size"]
-    )
-    found = experts(config) | granite(config) | _mamba2(config) | _kv_heads(config, attends) | plain
-    return found | {"rope.scaling.finetuned": rotated, "feed_forward_length": width}
-
-
-def _falcon_h1(config: Config) -> Config:
-    return _mamba2(config) | {"ssm.inner_size": config["mamba_d_ssm"]}
+    found = experts(config) | copied(config, GRANITE) | _mamba2(config) | _kv_heads(config, attends)
+    found |= {"rope.scaling.finetuned": rotated}
+    if config.get("num_local_experts"):
+        return found | {"feed_forward_length": config["intermediate_size"]}
+    width = config["shared_intermediate_size"]
+    return found | {"expert_count": None, "expert_used_count": None, "feed_forward_length": width}
 
 
 def _jamba(config: Config) -> Config:
     count, period, offset = (
         config[k] for k in ("num_hidden_layers", "attn_layer_period", "attn_layer_offset")
     )
-    hidden = config["hidden_size"]
-    return (
-        experts(config)
-        | _kv_heads(config, [i % period == offset for i in range(count)])
-        | {
-            "ssm.conv_kernel": config["mamba_d_conv"],
-            "ssm.inner_size": config["mamba_expand"] * hidden,
-            "ssm.state_size": config["mamba_d_state"],
-            "ssm.time_step_rank": config["mamba_dt_rank"],
-            "expert_feed_forward_length": None,
-            "rope.dimension_count": None,
-            "rope.freq_base": None,
-        }
-    )
+    found = experts(config) | _kv_heads(config, [i % period == offset for i in range(count)])
+    return found | {
+        **copied(config, MAMBA_OF_HYBRID),
+        "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+        "ssm.time_step_rank": config["mamba_dt_rank"],
+        "expert_feed_forward_length": None,
+        "rope.dimension_count": None,
+        "rope.freq_base": None,
+    }
 
 
 def _nemotron_h(config: Config) -> Config:
@@ -88,22 +77,17 @@ def _nemotron_h(config: Config) -> Config:
         "block_count": len(kinds),
         "feed_forward_length": [config["intermediate_size"] if kind == "mlp" else 0 for kind in kinds],
         "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
-        "ssm.conv_kernel": config["conv_kernel"],
-        "ssm.state_size": config["ssm_state_size"],
-        "ssm.group_count": config["n_groups"],
+        **copied(config, NEMOTRON_H),
         "ssm.inner_size": heads * config["mamba_head_dim"],
         "ssm.time_step_rank": heads,
     }
 
 
 def _delta(config: Config) -> Config:
-    heads = config["linear_num_value_heads"]
-    rope = rope_of(config)
+    heads, rope = config["linear_num_value_heads"], rope_of(config)
     sections = [2, 1, 1, 0] if config["model_type"].startswith("qwen3_5") else None
     return {
-        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
-        "ssm.state_size": config["linear_key_head_dim"],
-        "ssm.group_count": config["linear_num_key_heads"],
+        **copied(config, DELTA),
         "ssm.time_step_rank": heads,
         "ssm.inner_size": heads * config["linear_value_head_dim"],
         "attention.recurrent_layers": [kind == "linear_attention" for kind in config["layer_types"]],
@@ -120,10 +104,6 @@ def _lfm2(config: Config) -> Config:
     }
 
 
-def _lfm2_dense(config: Config) -> Config:
-    return _lfm2(config) | {"feed_forward_length": _lfm2_width(config)}
-
-
 def _lfm2_width(config: Config) -> int:
     """Return the width of the feed-forwards; the config has it before rounding."""
     if not config.get("block_auto_adjust_ff_dim"):
@@ -138,21 +118,17 @@ def _lfm2_moe(config: Config) -> Config:
     return experts(config) | _lfm2(config) | dense
 
 
-def _delta_of_experts(config: Config) -> Config:
-    return experts(config) | _delta(config)
-
-
 STATES: dict[str, Callable[[Config], Config]] = {
-    "falcon-h1": _falcon_h1,
+    "falcon-h1": lambda config: _mamba2(config) | {"ssm.inner_size": config["mamba_d_ssm"]},
     "granitehybrid": _granite_hybrid,
     "jamba": _jamba,
-    "lfm2": _lfm2_dense,
+    "lfm2": lambda config: _lfm2(config) | {"feed_forward_length": _lfm2_width(config)},
     "lfm2moe": _lfm2_moe,
     "mamba": _mamba,
     "mamba2": _mamba,
     "nemotron_h": _nemotron_h,
     "qwen35": _delta,
-    "qwen35moe": _delta_of_experts,
-    "qwen3next": _delta_of_experts,
+    "qwen35moe": lambda config: experts(config) | _delta(config),
+    "qwen3next": lambda config: experts(config) | _delta(config),
 }
 """Keyed by architecture."""

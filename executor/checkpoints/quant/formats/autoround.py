@@ -12,12 +12,13 @@ Bits can differ between layers.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from quintet.executor.checkpoints.quant.formats import awq, fp8, gptq
-from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import compiled
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
+from quintet.executor.checkpoints.quant.formats.shared_schemes import fp4_scheme, fp8_scheme
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
@@ -37,29 +38,22 @@ NAME: Quantization = "auto-round"
 MARK = "weight_scale"
 
 
-@dataclass(frozen=True, slots=True)
-class Floats:
-    """Layers of floats with group scales."""
-
-    kind: str
-    bits: int
-    left_out: tuple[re.Pattern[str], ...]
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        is_left_out = any(pattern.search(name) for pattern in self.left_out for name in layer.names)
-        if layer.is_plain(MARK) or is_left_out or (layer.contents is None and layer.is_output_layer):
-            return None
-        group = MICROSCALED[self.kind, self.bits]
-        if self.bits == 4:
-            one = "weight_global_scale" if self.kind == "nv_fp" else None
-            return fp4_scheme(layer, "weight_packed", group, one, divides=True)
-        shape = (layer.rows, -(-layer.depth // group))
-        return fp8_scheme(layer, MARK, (shape,), row_group=1, group=group, exponents=True)
+def _microscaled(
+    kind: str, bits: int, left_out: tuple[re.Pattern[str], ...], layer: StoredLayer
+) -> Scheme | None:
+    """See `Format.scheme`: floats with group scales."""
+    is_left_out = any(pattern.search(name) for pattern in left_out for name in layer.names)
+    if layer.is_plain(MARK) or is_left_out or layer.is_dummy_head:
+        return None
+    group = MICROSCALED[kind, bits]
+    if bits == 4:
+        one = "weight_global_scale" if kind == "nv_fp" else None
+        return fp4_scheme(layer, "weight_packed", group, one, divides=True)
+    shape = (layer.rows, -(-layer.depth // group))
+    return fp8_scheme(layer, MARK, (shape,), row_group=1, group=group, exponents=True)
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
+def recognise(section: HfConfig) -> Format:
     kind = section.values.get("data_type") or "int"
     packing = section.values.get("packing_format") or section.values.get("backend") or USUAL
     if not isinstance(kind, str) or not isinstance(packing, str):
@@ -74,18 +68,16 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
 
 def _floats(section: HfConfig, kind: str, packing: str) -> Format:
     bits = section.whole("bits", 1, FLOAT_BITS, 8)
-    if "e5m3" not in packing and (kind[:5], bits) in MICROSCALED:
-        others = _others(section, gptq.GptqConfig(4, 128, True, False))
-        layers = Floats(kind[:5], bits, tuple(pattern for pattern, its in others if its is None))
-        words = f"auto-round: {bits}-bit floats ({layers.kind}), groups of {MICROSCALED[layers.kind, bits]}"
-        return Format(NAME, words, MARK, layers.scheme, ("*.input_global_scale", "*.input_scale"))
+    micro = kind[:5]
+    if "e5m3" not in packing and (micro, bits) in MICROSCALED:
+        others = _others(section, gptq.USUAL)
+        scheme = partial(_microscaled, micro, bits, tuple(pattern for pattern, its in others if its is None))
+        words = f"auto-round: {bits}-bit floats ({micro}), groups of {MICROSCALED[micro, bits]}"
+        return Format(NAME, words, MARK, scheme, ("*.input_global_scale", "*.input_scale"))
     if kind.startswith("fp") and bits == 8:
         group = section.values.get("group_size")
-        if (
-            isinstance(group, list)
-            and len(group) == 2
-            and all(type(each) is int and each > 0 for each in group)
-        ):
+        is_block = isinstance(group, list) and len(group) == 2
+        if is_block and all(type(each) is int and each > 0 for each in group):
             return fp8.of(NAME, (group[0], group[1]))
         return fp8.of(NAME, None)
     raise ConfigError(
@@ -96,7 +88,7 @@ def _floats(section: HfConfig, kind: str, packing: str) -> Format:
 
 def _integers(section: HfConfig, packing: str) -> Format:
     if "awq" in packing:
-        return replace(awq.of(section), name=NAME)
+        return replace(awq.recognise(section), name=NAME)
     name = packing.removeprefix("auto_round").removeprefix(":")
     if name not in RAW_ZEROS and "gptq" not in name:
         raise ConfigError(
@@ -104,23 +96,20 @@ def _integers(section: HfConfig, packing: str) -> Format:
             " 'auto_round', 'auto_gptq' or 'auto_awq'"
         )
     if section.whole("act_bits", 1, 32, FLOAT_BITS) < FLOAT_BITS:
-        raise section.wrong(
-            "act_bits",
-            f"{FLOAT_BITS}: export integer weights with integer activations in the format 'llm_compressor'",
-        )
-    numbers = gptq.numbers_of(section, gptq.GptqConfig(4, 128, True, False))
-    layers = gptq.Gptq(
+        format_ = "export integer weights with integer activations in the format 'llm_compressor'"
+        raise section.wrong("act_bits", f"{FLOAT_BITS}: {format_}")
+    numbers = gptq.numbers_of(section, gptq.USUAL)
+    return gptq.of(
+        NAME,
         numbers,
+        ("*.g_idx",),
         zero_offset=0 if name in RAW_ZEROS else 1,
         of_output_layer=section.flag("lm_head", False),
         others=_others(section, numbers),
     )
-    return layers.as_format(NAME, ("*.g_idx",))
 
 
-def _others(
-    section: HfConfig, usual: gptq.GptqConfig
-) -> tuple[tuple[re.Pattern[str], gptq.GptqConfig | None], ...]:
+def _others(section: HfConfig, usual: gptq.GptqConfig) -> gptq.Others:
     """Return the overrides of ``extra_config``: other bits, or None for unquantized layers.
 
     A key is a layer's name or the end of it, else a regular expression that is searched in the names.
@@ -135,4 +124,4 @@ def _others(
             searched.append((compiled(f".*(?:{name})", section.path, extra.inside.rstrip(".")), numbers))
         else:
             named.append((re.compile(rf"(?:.*\.)?{re.escape(name)}$"), numbers))
-    return (*named, *searched)
+    return [*named, *searched]

@@ -13,11 +13,12 @@ words:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 from quintet.executor.checkpoints.quant.formats.modules import is_part_of, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
+    MOST_GROUP,
     Format,
     Packing,
     Scheme,
@@ -28,68 +29,44 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
-MOST_GROUP = 1 << 20
 BITS, IN_WORD = 4, 8
 
 
-@dataclass(frozen=True, slots=True)
-class Awq:
-    """Layers of one configuration."""
-
-    group: int
-    """Group size; 0: the whole row."""
-    version: str
-    left_out: tuple[str, ...]
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        if layer.is_plain("qweight", is_left_out=layer.is_output_layer or is_part_of(layer, self.left_out)):
-            return None
-        rows, depth, group = layer.rows, layer.depth, self.group or layer.depth
-        if (rows if self.version == "gemm" else depth) % IN_WORD or depth % group:
-            layer.refuse(f"AWQ needs whole words of {IN_WORD} codes and whole groups of {group} inputs")
-        return (
-            self._gemm(layer, depth // group) if self.version == "gemm" else self._gemv(layer, depth // group)
-        )
-
-    def _gemm(self, layer: StoredLayer, groups: int) -> Scheme:
+def _scheme(group: int, version: str, left_out: tuple[str, ...], layer: StoredLayer) -> Scheme | None:
+    """See `Format.scheme`. group: group size; 0: the whole row."""
+    if layer.is_plain("qweight", is_left_out=layer.is_output_layer or is_part_of(layer, left_out)):
+        return None
+    rows, depth, size = layer.rows, layer.depth, group or layer.depth
+    if (rows if version == "gemm" else depth) % IN_WORD or depth % size:
+        layer.refuse(f"AWQ needs whole words of {IN_WORD} codes and whole groups of {size} inputs")
+    groups, scale_kind = depth // size, layer.kind("scales")
+    if version == "gemm":
         packing = Packing(BITS, "rows", transposed=True, evens_first=True)
+        stored = (
+            Stored("qweight", (depth, rows // IN_WORD), ("I32",)),
+            Stored("scales", (groups, rows), FLOATS),
+            Stored("qzeros", (groups, rows // IN_WORD), ("I32",)),
+        )
         return Scheme(
-            stored=(
-                Stored("qweight", (layer.depth, layer.rows // IN_WORD), ("I32",)),
-                Stored("scales", (groups, layer.rows), FLOATS),
-                Stored("qzeros", (groups, layer.rows // IN_WORD), ("I32",)),
-            ),
+            stored=stored,
             codes=packing,
             scale_transposed=True,
-            scale_kind=layer.kind("scales"),
-            group=self.group,
+            scale_kind=scale_kind,
+            group=group,
             zeros=packing,
         )
-
-    def _gemv(self, layer: StoredLayer, groups: int) -> Scheme:
-        step = 4 if self.group == 32 else 2 if self.group == 64 else 1
-        words = (groups + IN_WORD * step - 1) // (IN_WORD * step) * step
-        return Scheme(
-            stored=(
-                Stored("qweight", (layer.rows, layer.depth // IN_WORD), ("I32",)),
-                Stored("scales", (layer.rows, words * IN_WORD), FLOATS),
-                Stored("qzeros", (layer.rows, words), ("I32",)),
-            ),
-            codes=Packing(BITS, "depth"),
-            scale_kind=layer.kind("scales"),
-            group=self.group or layer.depth,
-            zeros=Packing(BITS, "depth"),
-        )
+    step = {32: 4, 64: 2}.get(group, 1)
+    words = (groups + IN_WORD * step - 1) // (IN_WORD * step) * step
+    stored = (
+        Stored("qweight", (rows, depth // IN_WORD), ("I32",)),
+        Stored("scales", (rows, words * IN_WORD), FLOATS),
+        Stored("qzeros", (rows, words), ("I32",)),
+    )
+    packing = Packing(BITS, "depth")
+    return Scheme(stored=stored, codes=packing, scale_kind=scale_kind, group=size, zeros=packing)
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
-    return of(section)
-
-
-def of(section: HfConfig) -> Format:
-    """Return the format that a section of a config describes."""
+def recognise(section: HfConfig) -> Format:
     bits = section.whole(("bits", "w_bit"), 1, 16, BITS)
     if bits != BITS:
         raise section.wrong(("bits", "w_bit"), "4: AutoAWQ saves no other bits")
@@ -103,7 +80,7 @@ def of(section: HfConfig) -> Format:
     group = section.whole(("group_size", "q_group_size"), -1, MOST_GROUP, 128)
     if group == 0:
         raise section.wrong(("group_size", "q_group_size"), "-1 or a number of columns")
-    left_out = word_list(section, "modules_to_not_convert")
-    layers = Awq(max(group, 0), version, left_out)
-    words = f"awq: 4 bits in {groups_in_words(layers.group)}, zero points, laid out for {version}"
-    return Format("awq", words, "qweight", layers.scheme)
+    group = max(group, 0)
+    scheme = partial(_scheme, group, version, word_list(section, "modules_to_not_convert"))
+    words = f"awq: 4 bits in {groups_in_words(group)}, zero points, laid out for {version}"
+    return Format("awq", words, "qweight", scheme)

@@ -8,7 +8,7 @@ weight_scale  one number                factor of the product; divisor for ``bit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 
 from quintet.executor.checkpoints.quant.formats.modules import is_part_of, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
@@ -24,37 +24,25 @@ from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.hf_config import HfConfig
 
 IN_BYTE = 4
-
-
 MARK = "weight_scale"
 
 
-@dataclass(frozen=True, slots=True)
-class BitNet:
-    """Layers of a model."""
-
-    divides: bool
-    left_out: tuple[str, ...]
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        if is_part_of(layer, self.left_out) or layer.is_plain(MARK):
-            return None
-        if layer.contents is None and layer.is_output_layer:
-            return None
-        if layer.rows % IN_BYTE:
-            layer.refuse(f"BitNet needs a multiple of {IN_BYTE} rows")
-        return Scheme(
-            stored=(
-                Stored("weight", (layer.rows // IN_BYTE, layer.depth), ("U8",)),
-                Stored(MARK, layer.shaped(MARK, (1,), ()), FLOATS),
-            ),
-            codes=Packing(2),
-            group=0,
-            row_group=0,
-            divides=self.divides,
-            decoder="quintet.executor.checkpoints.quant.decode_formats:bitnet",
-        )
+def _scheme(divides: bool, left_out: tuple[str, ...], layer: StoredLayer) -> Scheme | None:
+    if is_part_of(layer, left_out) or layer.is_plain(MARK, is_left_out=layer.is_dummy_head):
+        return None
+    if layer.rows % IN_BYTE:
+        layer.refuse(f"BitNet needs a multiple of {IN_BYTE} rows")
+    return Scheme(
+        stored=(
+            Stored("weight", (layer.rows // IN_BYTE, layer.depth), ("U8",)),
+            Stored(MARK, layer.shaped(MARK, (1,), ()), FLOATS),
+        ),
+        codes=Packing(2),
+        group=0,
+        row_group=0,
+        divides=divides,
+        decoder="quintet.executor.checkpoints.quant.decode_formats:bitnet",
+    )
 
 
 def _memory_bytes(contents: Mapping[str, Entry], dtype_bytes: int) -> int:
@@ -62,16 +50,12 @@ def _memory_bytes(contents: Mapping[str, Entry], dtype_bytes: int) -> int:
     return total_bytes(contents, {}) + sum(contents[name].num_bytes for name in ternary if name in contents)
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
+def recognise(section: HfConfig) -> Format:
     linear = section.word("linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
     if section.word("quantization_mode", ("offline", "online"), "offline") == "online":
-        raise section.wrong(
-            "quantization_mode",
-            "offline: use the packed checkpoint with ternary weights",
-        )
+        raise section.wrong("quantization_mode", "offline: use the packed checkpoint with ternary weights")
     if section.flag("use_rms_norm", False):
         raise section.wrong("use_rms_norm", "false: norms inside linear layers are not supported")
-    left_out = word_list(section, "modules_to_not_convert")
-    layers, words = BitNet(linear == "bitlinear", left_out), "bitnet: three values, a scale for each tensor"
-    return Format("bitnet", words, MARK, layers.scheme, memory_bytes=_memory_bytes)
+    scheme = partial(_scheme, linear == "bitlinear", word_list(section, "modules_to_not_convert"))
+    words = "bitnet: three values, a scale for each tensor"
+    return Format("bitnet", words, MARK, scheme, memory_bytes=_memory_bytes)

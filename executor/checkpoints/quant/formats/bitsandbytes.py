@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import partial
 
 from quintet.executor.checkpoints.quant.formats.modules import is_part_of, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, Stored, StoredLayer
@@ -30,62 +30,43 @@ USUAL_BLOCK = 64
 NESTED_BLOCK = 256
 
 
-@dataclass(frozen=True, slots=True)
-class BitsAndBytes:
-    """Layers of one kind of codes."""
-
-    kind: str
-    """``nf4``, ``fp4`` or ``int8``."""
-    left_out: tuple[str, ...]
-
-    @property
-    def mark(self) -> str:
-        """See `Format`."""
-        return "SCB" if self.kind == "int8" else "weight.absmax"
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        if is_part_of(layer, self.left_out) or layer.is_plain(self.mark):
-            return None
-        if layer.contents is None and layer.is_output_layer:
-            return None
-        rows, depth = layer.rows, layer.depth
-        if self.kind == "int8":
-            stored = (Stored("weight", (rows, depth), ("I8",)), Stored("SCB", (rows,), ("F32",)))
-            return Scheme(stored=stored, scale_factor=1 / 127, scale_kind="F32", group=0)
-        return self._table(layer, rows * depth)
-
-    def _table(self, layer: StoredLayer, count: int) -> Scheme:
-        absmax = layer.entry("weight.absmax")
-        blocks = count // USUAL_BLOCK if absmax is None else math.prod(absmax.shape)
-        if blocks == 0 or count % blocks or layer.depth % (count // blocks):
-            layer.refuse(f"{blocks} bitsandbytes blocks do not divide its rows evenly")
-        stored = [Stored("weight", (count // 2, 1), ("U8",))]
-        if absmax is not None and absmax.dtype == "U8":
-            stored += [
-                Stored("weight.absmax", (blocks,), ("U8",)),
-                Stored("weight.nested_absmax", (-(-blocks // NESTED_BLOCK),), ("F32",)),
-                Stored("weight.nested_quant_map", (256,), ("F32",)),
-            ]
-        else:
-            stored.append(Stored("weight.absmax", (blocks,), ("F32",)))
-        if layer.contents is not None:
-            stored.append(Stored("weight.quant_map", (16,), ("F32",)))
-        state = f"weight.quant_state.bitsandbytes__{self.kind}"
-        described = layer.entry(state)
-        if described is not None:
-            stored.append(Stored(state, described.shape, ("U8",)))
-        return Scheme(
-            stored=tuple(stored),
-            scale_kind="F32",
-            group=count // blocks,
-            table=self.kind,
-            decoder="quintet.executor.checkpoints.quant.decode_formats:bitsandbytes",
-        )
+def _scheme(kind: str, mark: str, left_out: tuple[str, ...], layer: StoredLayer) -> Scheme | None:
+    """See `Format.scheme`. kind: ``nf4``, ``fp4`` or ``int8``."""
+    if is_part_of(layer, left_out) or layer.is_plain(mark, is_left_out=layer.is_dummy_head):
+        return None
+    rows, depth = layer.rows, layer.depth
+    if kind == "int8":
+        codes_and_scales = (Stored("weight", (rows, depth), ("I8",)), Stored("SCB", (rows,), ("F32",)))
+        return Scheme(stored=codes_and_scales, scale_factor=1 / 127, scale_kind="F32", group=0)
+    count, absmax = rows * depth, layer.entry("weight.absmax")
+    blocks = count // USUAL_BLOCK if absmax is None else math.prod(absmax.shape)
+    if blocks == 0 or count % blocks or depth % (count // blocks):
+        layer.refuse(f"{blocks} bitsandbytes blocks do not divide its rows evenly")
+    stored = [Stored("weight", (count // 2, 1), ("U8",))]
+    if absmax is not None and absmax.dtype == "U8":
+        stored += [
+            Stored("weight.absmax", (blocks,), ("U8",)),
+            Stored("weight.nested_absmax", (-(-blocks // NESTED_BLOCK),), ("F32",)),
+            Stored("weight.nested_quant_map", (256,), ("F32",)),
+        ]
+    else:
+        stored.append(Stored("weight.absmax", (blocks,), ("F32",)))
+    if layer.contents is not None:
+        stored.append(Stored("weight.quant_map", (16,), ("F32",)))
+    state = f"weight.quant_state.bitsandbytes__{kind}"
+    described = layer.entry(state)
+    if described is not None:
+        stored.append(Stored(state, described.shape, ("U8",)))
+    return Scheme(
+        stored=tuple(stored),
+        scale_kind="F32",
+        group=count // blocks,
+        table=kind,
+        decoder="quintet.executor.checkpoints.quant.decode_formats:bitsandbytes",
+    )
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
+def recognise(section: HfConfig) -> Format:
     left_out = word_list(section, "llm_int8_skip_modules")
     eight = section.flag(("load_in_8bit", "_load_in_8bit"), False)
     four = section.flag(("load_in_4bit", "_load_in_4bit"), False)
@@ -94,12 +75,9 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
             f"{section.path}: {section.inside}load_in_4bit and load_in_8bit are both {str(four).lower()}; one must be true"
         )
     kind = "int8" if eight else section.word("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
-    if (
-        four
-        and section.word("bnb_4bit_quant_storage", ("uint8", "bfloat16", "float16", "float32"), "uint8")
-        != "uint8"
-    ):
+    storage = ("uint8", "bfloat16", "float16", "float32")
+    if four and section.word("bnb_4bit_quant_storage", storage, "uint8") != "uint8":
         raise section.wrong("bnb_4bit_quant_storage", "uint8: save the model again with that storage")
-    layers = BitsAndBytes(kind, left_out)
-    words = f"bitsandbytes: {kind}, a scale for each {'row' if kind == 'int8' else 'block'}"
-    return Format("bitsandbytes", words, layers.mark, layers.scheme, ("*.weight_format",))
+    mark, of_scale = ("SCB", "row") if kind == "int8" else ("weight.absmax", "block")
+    words = f"bitsandbytes: {kind}, a scale for each {of_scale}"
+    return Format("bitsandbytes", words, mark, partial(_scheme, kind, mark, left_out), ("*.weight_format",))

@@ -11,11 +11,13 @@ mxfp8-quantized        weight fp8 [rows, depth]             weight_scale uint8 [
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
-from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import block_size, is_named, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
+    MOST_GROUP,
     Format,
     Packing,
     Scheme,
@@ -23,25 +25,19 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     StoredLayer,
     in_words,
 )
+from quintet.executor.checkpoints.quant.formats.shared_schemes import fp4_scheme, fp8_scheme, int8_scheme
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
 PACKED = "pack-quantized"
 INTEGERS = ("int-quantized", "naive-quantized")
 NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
-KNOWN = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", NVFP4, MXFP4, MXFP8)
+KNOWN = (PACKED, *INTEGERS, "float-quantized", NVFP4, MXFP4, MXFP8)
 _GROUP_OF = {NVFP4: 16, MXFP4: 32, MXFP8: 32}
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
-MOST_GROUP = 1 << 20
 UNUSED = (
-    "weight_shape",
-    "input_scale",
-    "input_zero_point",
-    "input_global_scale",
-    "output_scale",
-    "k_scale",
-    "v_scale",
-    "q_scale",
+    *("weight_shape", "input_scale", "input_zero_point", "input_global_scale"),
+    *("output_scale", "k_scale", "v_scale", "q_scale"),
 )
 """Suffixes of unneeded tensors: activation scales are computed at run time, and
 `quintet.executor.checkpoints.quant.kv_scales` reads those of keys and values."""
@@ -64,58 +60,46 @@ class GroupConfig:
     fp8_activations: bool
 
     @property
+    def block_of_scales(self) -> tuple[int, int]:
+        """Rows and inputs that share a scale; 0: all."""
+        return {"tensor": (0, 0), "block": self.block}.get(self.strategy, (1, self.group))
+
+    @property
     def words(self) -> str:
-        """For messages."""
         kind = "floats" if self.is_float else "integers"
-        by = {"group": f"groups of {self.group}", "tensor_group": f"groups of {self.group}"}.get(
-            self.strategy, f"a scale for each {self.strategy}"
-        )
+        is_grouped = self.strategy in ("group", "tensor_group")
+        by = f"groups of {self.group}" if is_grouped else f"a scale for each {self.strategy}"
         marks = "" if self.symmetric else ", zero points"
         return f"{self.bits}-bit {kind}, {by}{marks}{', 8-bit activations' * self.int8_activations}"
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Layers that are quantized alike."""
-
-    targets: tuple[str, ...]
-    """Names, patterns after ``re:``, or classes of modules."""
-    numbers: GroupConfig
+Groups = tuple[tuple[tuple[str, ...], GroupConfig], ...]
+"""Layers that are quantized alike: names, patterns after ``re:``, or classes of modules; and their configuration."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedTensors:
-    """Layers by groups."""
-
-    groups: tuple[Group, ...]
-    ignore: tuple[str, ...]
-    path: str
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        numbers = self._numbers_of(layer)
-        if numbers is None or layer.is_plain("weight_scale"):
-            return None
-        if numbers.format in (NVFP4, MXFP4):
-            return fp4_scheme(
-                layer,
-                "weight_packed",
-                numbers.group,
-                "weight_global_scale" if numbers.format == NVFP4 else None,
-                divides=True,
-            )
-        if numbers.is_float:
-            return _floats(layer, numbers)
-        return _packed(layer, numbers) if numbers.format == PACKED else _integers(layer, numbers)
-
-    def _numbers_of(self, layer: StoredLayer) -> GroupConfig | None:
-        """Return the configuration of a layer; a name takes precedence over a class."""
-        if is_named(layer, self.ignore, self.path, "ignore"):
-            return None
-        for group in self.groups:
-            if is_named(layer, group.targets, self.path, "targets"):
-                return group.numbers
-        return next((group.numbers for group in self.groups if "Linear" in group.targets), None)
+def _scheme(groups: Groups, ignore: tuple[str, ...], path: str, layer: StoredLayer) -> Scheme | None:
+    if is_named(layer, ignore, path, "ignore"):
+        return None
+    named = (numbers for targets, numbers in groups if is_named(layer, targets, path, "targets"))
+    of_class = (numbers for targets, numbers in groups if "Linear" in targets)
+    numbers = next(chain(named, of_class), None)
+    if numbers is None or layer.is_plain("weight_scale"):
+        return None
+    if numbers.format in (NVFP4, MXFP4):
+        one = "weight_global_scale" if numbers.format == NVFP4 else None
+        return fp4_scheme(layer, "weight_packed", numbers.group, one, divides=True)
+    if numbers.is_float:
+        row_group, group = numbers.block_of_scales
+        return fp8_scheme(
+            layer,
+            "weight_scale",
+            _scale_shapes(layer, numbers),
+            row_group=row_group,
+            group=group,
+            exponents=numbers.format == MXFP8,
+            fp8_activations=numbers.fp8_activations and numbers.strategy != "block",
+        )
+    return _packed(layer, numbers) if numbers.format == PACKED else _integers(layer, numbers)
 
 
 def _scale_shapes(layer: StoredLayer, numbers: GroupConfig) -> tuple[tuple[int, ...], ...]:
@@ -161,59 +145,26 @@ def _packed(layer: StoredLayer, numbers: GroupConfig) -> Scheme:
 
 
 def _integers(layer: StoredLayer, numbers: GroupConfig) -> Scheme:
-    shapes = _scale_shapes(layer, numbers)
-    is_block = numbers.strategy == "block"
-    stored: tuple[Stored, ...] = (
-        Stored("weight", (layer.rows, layer.depth), ("I8",)),
-        Stored("weight_scale", layer.shaped("weight_scale", *shapes), FLOATS),
-    )
+    shapes, zeros = _scale_shapes(layer, numbers), None
+    row_group, group = numbers.block_of_scales
     if not numbers.symmetric:
         if numbers.strategy in ("tensor", "block"):
             layer.refuse(
                 "zero points of whole tensors or blocks are not supported: use a checkpoint with one for each row or group"
             )
-        stored += (Stored("weight_zero_point", layer.shaped("weight_zero_point", *shapes), ("I8",)),)
-    return Scheme(
-        stored=stored,
-        scale_kind=layer.kind("weight_scale"),
-        group=numbers.block[1] if is_block else numbers.group,
-        row_group={"tensor": 0, "block": numbers.block[0]}.get(numbers.strategy, 1),
-        has_int8_zeros=not numbers.symmetric,
-        int8_activations=numbers.int8_activations
-        and numbers.symmetric
-        and not numbers.group
-        and not is_block,
+        zeros = Stored("weight_zero_point", layer.shaped("weight_zero_point", *shapes), ("I8",))
+    return int8_scheme(
+        layer,
+        "weight_scale",
+        layer.shaped("weight_scale", *shapes),
+        group=group,
+        row_group=row_group,
+        zeros=zeros,
+        int8_activations=numbers.int8_activations and numbers.symmetric and not group,
     )
 
 
-def _floats(layer: StoredLayer, numbers: GroupConfig) -> Scheme:
-    shapes = _scale_shapes(layer, numbers)
-    match numbers.strategy:
-        case "tensor":
-            return fp8_scheme(
-                *(layer, "weight_scale", shapes),
-                row_group=0,
-                group=0,
-                fp8_activations=numbers.fp8_activations,
-            )
-        case "block":
-            return fp8_scheme(
-                layer, "weight_scale", shapes, row_group=numbers.block[0], group=numbers.block[1]
-            )
-        case _:
-            return fp8_scheme(
-                layer,
-                "weight_scale",
-                shapes,
-                row_group=1,
-                group=numbers.group,
-                exponents=numbers.format == MXFP8,
-                fp8_activations=numbers.fp8_activations,
-            )
-
-
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
+def recognise(section: HfConfig) -> Format:
     _refuse_unsupported(section)
     usual = section.values.get("format") or PACKED
     found = section.section("config_groups")
@@ -224,11 +175,11 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
     ignore = word_list(section, "ignore")
     has_scales = not section.section("kv_cache_scheme").values.get("dynamic")
     mark = "weight_scale" if not of_kv_alone else "k_scale" if has_scales else ""
-    words = in_words("compressed-tensors", (group.numbers for group in groups))
+    words = in_words("compressed-tensors", (numbers for _, numbers in groups))
     if not groups:
         words += "weights as they were, scales of keys and values"
-    layers, ignored = CompressedTensors(groups, ignore, section.path), tuple(f"*.{each}" for each in UNUSED)
-    return Format("compressed-tensors", words, mark, layers.scheme, ignored)
+    scheme, ignored = partial(_scheme, groups, ignore, section.path), tuple(f"*.{each}" for each in UNUSED)
+    return Format("compressed-tensors", words, mark, scheme, ignored)
 
 
 def _refuse_unsupported(section: HfConfig) -> None:
@@ -247,7 +198,7 @@ def _refuse_unsupported(section: HfConfig) -> None:
         )
 
 
-def _group(section: HfConfig, usual: object) -> Group:
+def _group(section: HfConfig, usual: object) -> tuple[tuple[str, ...], GroupConfig]:
     targets = word_list(section, "targets")
     kind, weights = section.values.get("format") or usual, section.section("weights")
     if not isinstance(kind, str) or kind not in KNOWN:
@@ -271,7 +222,7 @@ def _group(section: HfConfig, usual: object) -> Group:
         )
     if kind in _GROUP_OF and weights.whole("group_size", 1, MOST_GROUP, _GROUP_OF[kind]) != _GROUP_OF[kind]:
         raise weights.wrong("group_size", f"{_GROUP_OF[kind]}, as of every {kind}")
-    return Group(targets, _numbers(weights, section, kind, bits, is_float))
+    return targets, _numbers(weights, section, kind, bits, is_float)
 
 
 def _numbers(weights: HfConfig, section: HfConfig, kind: str, bits: int, is_float: bool) -> GroupConfig:
@@ -285,8 +236,9 @@ def _numbers(weights: HfConfig, section: HfConfig, kind: str, bits: int, is_floa
     block = (1, 1)
     if strategy == "block":
         block = block_size(weights, "block_structure")
-    activations = section.section("input_activations")
-    has_zeros = not activations.flag("symmetric", True)
+    inputs = section.section("input_activations")
+    is_symmetric, kind_of_inputs = inputs.flag("symmetric", True), inputs.values.get("type", "int")
+    has_eight = inputs.values.get("num_bits") == 8
     return GroupConfig(
         kind,
         bits,
@@ -294,10 +246,8 @@ def _numbers(weights: HfConfig, section: HfConfig, kind: str, bits: int, is_floa
         "channel" if strategy == "group" and not group else strategy,
         group,
         block,
-        weights.flag("symmetric", True),
-        weights.values.get("actorder") in ("group", "dynamic", True),
-        activations.values.get("num_bits") == 8
-        and activations.values.get("type", "int") == "int"
-        and not has_zeros,
-        activations.values.get("num_bits") == 8 and activations.values.get("type", "int") == "float",
+        symmetric=weights.flag("symmetric", True),
+        by_activations=weights.values.get("actorder") in ("group", "dynamic", True),
+        int8_activations=has_eight and kind_of_inputs == "int" and is_symmetric,
+        fp8_activations=has_eight and kind_of_inputs == "float",
     )

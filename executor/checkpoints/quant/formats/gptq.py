@@ -11,12 +11,13 @@ Tensors of AutoGPTQ and GPTQModel:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from quintet.executor.checkpoints.quant.formats.modules import compiled, is_part_of, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
+    MOST_GROUP,
     Format,
     Packing,
     Scheme,
@@ -29,8 +30,6 @@ from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
-
-MOST_GROUP = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,81 +45,76 @@ class GptqConfig:
 
     @property
     def words(self) -> str:
-        """Description for messages."""
         marks = "" if self.symmetric else ", zero points"
         return f"{self.bits} bits, {groups_in_words(self.group)}{marks}{', in the order of activations' * self.by_activations}"
 
 
-@dataclass(frozen=True, slots=True)
-class Gptq:
-    """Layers of a model."""
+USUAL = GptqConfig(4, 128, True, False)
+"""Configuration of the keys that a section lacks."""
 
-    numbers: GptqConfig
-    zero_offset: int
-    """1 if stored zero points are one less than the real ones."""
-    of_output_layer: bool
-    left_out: tuple[str, ...] = ()
-    others: tuple[tuple[re.Pattern[str], GptqConfig | None], ...] = ()
-    """Name patterns of layers with another configuration, or None for unquantized ones."""
 
-    def as_format(self, name: Quantization, ignored: tuple[str, ...]) -> Format:
-        """Return the format."""
-        words = f"{name}: {self.numbers.words}"
-        return Format(name, words, "qweight", self.scheme, ignored, self.memory_bytes)
+Others = Sequence[tuple[re.Pattern[str], GptqConfig | None]]
+"""Name patterns of layers with another configuration, or None for unquantized ones."""
 
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        bits = self.numbers.bits
-        return total_bytes(contents, {"qweight": (8 if bits == 8 else 4) / bits})
 
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        numbers = self._numbers_of(layer)
-        if layer.is_plain("qweight", is_left_out=numbers is None):
+def of(
+    name: Quantization,
+    numbers: GptqConfig,
+    ignored: tuple[str, ...],
+    *,
+    zero_offset: int,
+    of_output_layer: bool,
+    others: Others,
+    left_out: tuple[str, ...] = (),
+) -> Format:
+    """Return a format with tensors of GPTQ. zero_offset: 1 if stored zero points are one less than the real ones."""
+    growth = {"qweight": (8 if numbers.bits == 8 else 4) / numbers.bits}
+
+    def scheme(layer: StoredLayer) -> Scheme | None:
+        named = (its for pattern, its in others if any(map(pattern.match, layer.names)))
+        is_left_out = (layer.is_output_layer and not of_output_layer) or is_part_of(layer, left_out)
+        its = next(named, None if is_left_out else numbers)
+        if layer.is_plain("qweight", is_left_out=its is None):
             return None
-        numbers = numbers or self.numbers
-        bits, rows, depth = numbers.bits, layer.rows, layer.depth
-        if depth * bits % 32 or rows * bits % 32:
-            layer.refuse(f"GPTQ needs rows and columns of {bits} bits that fill whole 32-bit words")
-        groups = -(-depth // (numbers.group or depth))
-        # Dummy zero points repeat one byte, and no byte repeats a 3-bit code.
-        symmetric = numbers.symmetric and (bits != 3 or layer.contents is not None)
-        middle = (1 << (bits - 1)) - self.zero_offset
-        middles = sum(middle << at for at in range(0, 8, bits)) & 255
-        stored: tuple[Stored, ...] = (
-            Stored("qweight", (depth * bits // 32, rows), ("I32",)),
-            Stored("scales", (groups, rows), FLOATS),
-            Stored(
-                "qzeros", (groups, rows * bits // 32), ("I32",), (middles, middles) if symmetric else None
-            ),
-        )
-        is_ordered = numbers.by_activations and layer.contents is not None  # dummy inputs keep their order
-        if is_ordered:
-            stored += (Stored("g_idx", (depth,), ("I32",), (0, 0)),)
-        return Scheme(
-            stored=stored,
-            codes=Packing(bits, "depth", transposed=True),
-            scale_transposed=True,
-            scale_kind=layer.kind("scales"),
-            group=numbers.group,
-            zeros=Packing(bits, "rows", transposed=True),
-            zero_offset=self.zero_offset,
-            all_zeros=1 << (bits - 1) if symmetric else None,
-            order="g_idx" if is_ordered else None,
-        )
+        return _scheme(its or numbers, zero_offset, layer)
 
-    def _numbers_of(self, layer: StoredLayer) -> GptqConfig | None:
-        """Return the configuration of a layer; None if it is not quantized."""
-        for pattern, numbers in self.others:
-            if any(pattern.match(name) for name in layer.names):
-                return numbers
-        if (layer.is_output_layer and not self.of_output_layer) or is_part_of(layer, self.left_out):
-            return None
-        return self.numbers
+    def memory_bytes(contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+        return total_bytes(contents, growth)
+
+    return Format(name, f"{name}: {numbers.words}", "qweight", scheme, ignored, memory_bytes)
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
+def _scheme(numbers: GptqConfig, zero_offset: int, layer: StoredLayer) -> Scheme:
+    bits, rows, depth = numbers.bits, layer.rows, layer.depth
+    if depth * bits % 32 or rows * bits % 32:
+        layer.refuse(f"GPTQ needs rows and columns of {bits} bits that fill whole 32-bit words")
+    groups = -(-depth // (numbers.group or depth))
+    # Dummy zero points repeat one byte, and no byte repeats a 3-bit code.
+    symmetric = numbers.symmetric and (bits != 3 or layer.contents is not None)
+    middle = (1 << (bits - 1)) - zero_offset
+    middles = sum(middle << at for at in range(0, 8, bits)) & 255
+    stored: tuple[Stored, ...] = (
+        Stored("qweight", (depth * bits // 32, rows), ("I32",)),
+        Stored("scales", (groups, rows), FLOATS),
+        Stored("qzeros", (groups, rows * bits // 32), ("I32",), (middles, middles) if symmetric else None),
+    )
+    is_ordered = numbers.by_activations and layer.contents is not None  # dummy inputs keep their order
+    if is_ordered:
+        stored += (Stored("g_idx", (depth,), ("I32",), (0, 0)),)
+    return Scheme(
+        stored=stored,
+        codes=Packing(bits, "depth", transposed=True),
+        scale_transposed=True,
+        scale_kind=layer.kind("scales"),
+        group=numbers.group,
+        zeros=Packing(bits, "rows", transposed=True),
+        zero_offset=zero_offset,
+        all_zeros=1 << (bits - 1) if symmetric else None,
+        order="g_idx" if is_ordered else None,
+    )
+
+
+def recognise(section: HfConfig) -> Format:
     version = section.word(
         ("checkpoint_format", "format"),
         ("gptq", "gptq_v2", "gptq_pack", "marlin", "bitblas", "gptq_gemm"),
@@ -131,17 +125,16 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
             f"{section.path}: unsupported GPTQ checkpoint_format {version!r}, a layout for one GPU's kernels: use the"
             " original with `checkpoint_format` 'gptq' or 'gptq_v2'"
         )
-    numbers = numbers_of(section, GptqConfig(4, 128, True, False))
-    symmetric = section.flag(("sym", "symmetric"), True)
-    layers = Gptq(
-        replace(numbers, symmetric=symmetric),
+    numbers = numbers_of(section, USUAL)
+    return of(
+        "gptq",
+        numbers,
+        () if numbers.by_activations else ("*.g_idx",),  # without desc_act groups are contiguous
         zero_offset=1 if version == "gptq" else 0,
         of_output_layer=section.flag("lm_head", False),
-        left_out=word_list(section, "modules_to_not_convert"),
         others=_others(section, numbers),
+        left_out=word_list(section, "modules_to_not_convert"),
     )
-    # Without desc_act groups are contiguous.
-    return layers.as_format("gptq", () if numbers.by_activations else ("*.g_idx",))
 
 
 def numbers_of(section: HfConfig, usual: GptqConfig) -> GptqConfig:
@@ -160,7 +153,7 @@ def numbers_of(section: HfConfig, usual: GptqConfig) -> GptqConfig:
     )
 
 
-def _others(section: HfConfig, usual: GptqConfig) -> tuple[tuple[re.Pattern[str], GptqConfig | None], ...]:
+def _others(section: HfConfig, usual: GptqConfig) -> Others:
     """Return GPTQModel's ``dynamic``: patterns with overrides; the prefix ``-:`` marks unquantized layers."""
     found = []
     dynamic = section.section("dynamic")
@@ -168,4 +161,4 @@ def _others(section: HfConfig, usual: GptqConfig) -> tuple[tuple[re.Pattern[str]
         bare = pattern.removeprefix("-:").removeprefix("+:")
         numbers = None if pattern.startswith("-:") else numbers_of(dynamic.section(pattern), usual)
         found.append((compiled(bare, section.path, f"{section.inside}dynamic"), numbers))
-    return tuple(found)
+    return found

@@ -10,12 +10,14 @@ one value of every group (axis 0).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from quintet.executor.checkpoints.quant.formats.modules import word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
+    MOST_GROUP,
     Format,
     Packing,
     Scheme,
@@ -35,26 +37,12 @@ STORED_BITS = {8: 8, 6: 8, 5: 8, 4: 4, 3: 3, 2: 2, 1: 1}
 IN_WORD = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 """Codes in a byte by stored bits; in a 32-bit word for 3 bits."""
 MARK = "W_q"
-MOST_GROUP = 1 << 20
 LEAST_GROUP = 16
 """Kernels support multiples of this group size."""
 BESIDE = (
-    "axis",
-    "channel_wise",
-    "compute_dtype",
-    "encoded_state_dict",
-    "group_size",
-    "nbits",
-    "offload_meta",
-    "optimize",
-    "packing",
-    "quant_scale",
-    "quant_zero",
-    "round_zero",
-    "shape",
-    "stores_quant_config",
-    "unpack_view_dtype",
-    "view_as_float",
+    *("axis", "channel_wise", "compute_dtype", "encoded_state_dict", "group_size", "nbits", "offload_meta"),
+    *("optimize", "packing", "quant_scale", "quant_zero", "round_zero", "shape", "stores_quant_config"),
+    *("unpack_view_dtype", "view_as_float"),
 )
 """Metadata tensors of a layer that repeat its configuration and shapes."""
 
@@ -70,7 +58,6 @@ class HqqConfig:
 
     @property
     def words(self) -> str:
-        """Description for messages."""
         return f"{self.bits} bits, {groups_in_words(self.group)} along axis {self.axis}"
 
     @property
@@ -84,60 +71,37 @@ class HqqConfig:
         return (in_codes if self.is_kept else 8 * dtype_bytes) / in_file
 
 
-@dataclass(frozen=True, slots=True)
-class Hqq:
-    """Layers by their tags."""
+def _memory_bytes(all_numbers: Sequence[HqqConfig], contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+    growth = max(numbers.growth(dtype_bytes) for numbers in all_numbers)  # upper bound for mixed layers
+    if not any(numbers.is_kept for numbers in all_numbers):
+        return total_bytes(contents, {"W_q": growth, "scale": 0.0, "zero": 0.0})
+    return total_bytes(contents, {"W_q": growth}, ("scale", "zero"))
 
-    usual: HqqConfig | None
-    by_tag: Mapping[str, HqqConfig]
-    """Keyed by a layer's name without ``model``, ``layers`` and indices."""
-    skipped: tuple[str, ...]
 
-    @property
-    def _all(self) -> list[HqqConfig]:
-        return [*([self.usual] if self.usual else []), *self.by_tag.values()]
-
-    def as_format(self) -> Format:
-        """Return the format."""
-        ignored = tuple(f"*.{each}" for each in BESIDE)
-        return Format("hqq", in_words("hqq", self._all), MARK, self.scheme, ignored, self.memory_bytes)
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        growth = max(numbers.growth(dtype_bytes) for numbers in self._all)  # upper bound for mixed layers
-        if not any(numbers.is_kept for numbers in self._all):
-            return total_bytes(contents, {"W_q": growth, "scale": 0.0, "zero": 0.0})
-        return total_bytes(contents, {"W_q": growth}, ("scale", "zero"))
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        tag = tag_of(layer.name)
-        numbers = self.by_tag.get(tag, self.usual)
-        if numbers is None or tag in self.skipped or layer.is_plain(MARK):
-            return None
-        count, group, bits = layer.rows * layer.depth, numbers.group or layer.depth, STORED_BITS[numbers.bits]
-        if count % group:
-            layer.refuse(f"HQQ needs a multiple of {group} weights (group_size)")
-        lines, width = (count // group, group) if numbers.axis else (group, count // group)
-        kind = layer.kind(MARK) or ("I32" if bits == 3 else "U8")
-        # The file may view codes as floats.
-        octets, size = width * (4 if bits == 3 else 1), ITEM_BYTES.get(kind, 1)
-        if bits != 3 and lines % IN_WORD[bits]:
-            layer.refuse(f"{lines} lines of {bits} bits do not fill whole bytes")
-        by_group = (lines, 1) if numbers.axis else (1, width)
-        kinds = ("I32" if bits == 3 else "U8", *FLOATS)
-        return Scheme(
-            stored=(
-                Stored("W_q", (-(-lines // IN_WORD[bits]), octets // size), kinds, (0, 255)),
-                Stored("scale", by_group, FLOATS),
-                Stored("zero", by_group, FLOATS),
-            ),
-            codes=Packing(bits),
-            scale_kind=layer.kind("scale"),
-            group=_adjacent_inputs(layer.depth, group, numbers.axis),
-            real_zeros=True,
-            decoder="quintet.executor.checkpoints.quant.decode_formats:hqq",
-        )
+def _scheme(numbers: HqqConfig, layer: StoredLayer) -> Scheme:
+    count, group, bits = layer.rows * layer.depth, numbers.group or layer.depth, STORED_BITS[numbers.bits]
+    if count % group:
+        layer.refuse(f"HQQ needs a multiple of {group} weights (group_size)")
+    lines, width = (count // group, group) if numbers.axis else (group, count // group)
+    kind = layer.kind(MARK) or ("I32" if bits == 3 else "U8")
+    # The file may view codes as floats.
+    octets, size = width * (4 if bits == 3 else 1), ITEM_BYTES.get(kind, 1)
+    if bits != 3 and lines % IN_WORD[bits]:
+        layer.refuse(f"{lines} lines of {bits} bits do not fill whole bytes")
+    by_group = (lines, 1) if numbers.axis else (1, width)
+    kinds = ("I32" if bits == 3 else "U8", *FLOATS)
+    return Scheme(
+        stored=(
+            Stored("W_q", (-(-lines // IN_WORD[bits]), octets // size), kinds, (0, 255)),
+            Stored("scale", by_group, FLOATS),
+            Stored("zero", by_group, FLOATS),
+        ),
+        codes=Packing(bits),
+        scale_kind=layer.kind("scale"),
+        group=_adjacent_inputs(layer.depth, group, numbers.axis),
+        real_zeros=True,
+        decoder="quintet.executor.checkpoints.quant.decode_formats:hqq",
+    )
 
 
 def _adjacent_inputs(depth: int, group: int, axis: int) -> int:
@@ -153,18 +117,29 @@ def tag_of(name: str) -> str:
     return ".".join(each for each in words if each not in ("model", "layers") and not each.isnumeric())
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
+def recognise(section: HfConfig) -> Format:
     skipped = word_list(section, "skip_modules")
     inner = section.section("quant_config")
+    usual, by_tag = None, {}
     if inner.has("weight_quant_params"):
-        return Hqq(_numbers(inner), {}, skipped).as_format()
-    by_tag = {tag: _numbers(inner.section(tag)) for tag in inner.values if inner.has(tag)}
-    if not by_tag:
+        usual = _numbers(inner)
+    else:
+        by_tag = {tag: _numbers(inner.section(tag)) for tag in inner.values if inner.has(tag)}
+    all_numbers = list(by_tag.values()) if usual is None else [usual]
+    if not all_numbers:
         raise section.wrong(
             "quant_config", "an object with weight_quant_params, or one for each kind of layer"
         )
-    return Hqq(None, by_tag, skipped).as_format()
+
+    def scheme(layer: StoredLayer) -> Scheme | None:
+        tag = tag_of(layer.name)
+        numbers = by_tag.get(tag, usual)
+        if numbers is None or tag in skipped or layer.is_plain(MARK):
+            return None
+        return _scheme(numbers, layer)
+
+    words, ignored = in_words("hqq", all_numbers), tuple(f"*.{each}" for each in BESIDE)
+    return Format("hqq", words, MARK, scheme, ignored, partial(_memory_bytes, all_numbers))
 
 
 def _numbers(section: HfConfig) -> HqqConfig:

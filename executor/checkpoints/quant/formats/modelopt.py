@@ -14,20 +14,23 @@ previous layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
-from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
+    MOST_GROUP,
     Format,
     Packing,
     Scheme,
     Stored,
     StoredLayer,
     in_words,
+    with_input_factors,
 )
+from quintet.executor.checkpoints.quant.formats.shared_schemes import fp4_scheme, fp8_scheme, int8_scheme
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
@@ -45,9 +48,6 @@ ALGORITHMS = {
 """Supported algorithms and their descriptions."""
 GROUPS = dict.fromkeys(NVFP4, 16) | {"MXFP8": 32, "W4A8_MXFP4_FP8": 32}
 """Fixed group sizes."""
-MOST_GROUP = 1 << 20
-
-
 MARK = "weight_scale"
 IGNORED = ("*.input_scale", "*.k_scale", "*.v_scale", "*.k_proj.output_scale", "*.v_proj.output_scale")
 
@@ -61,69 +61,45 @@ class ModelOptConfig:
 
     @property
     def words(self) -> str:
-        """Description for messages."""
         return ALGORITHMS[self.algorithm].format(group=self.group)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelOpt:
-    """Layers by their names."""
-
-    usual: ModelOptConfig | None
-    left_out: tuple[str, ...]
-    """Name patterns; ``*`` matches anything."""
-    by_name: Mapping[str, ModelOptConfig]
-
-    def as_format(self) -> Format:
-        """Return the format."""
-        return Format(
-            "modelopt", in_words("modelopt", (self.usual, *self.by_name.values())), MARK, self.scheme, IGNORED
-        )
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        numbers = next((self.by_name[name] for name in layer.names if name in self.by_name), self.usual)
-        is_left_out = any(fnmatchcase(name, each) for name in layer.names for each in self.left_out)
-        if numbers is None or layer.is_plain(MARK, is_left_out=is_left_out):
-            return None
-        scheme = _scheme(layer, numbers, MARK)
-        factors = "pre_quant_scale"
-        if layer.entry(factors) is None:
-            return scheme
-        return replace(
-            scheme,
-            stored=(*scheme.stored, Stored(factors, (layer.depth,), FLOATS)),
-            input_factors=factors,
-            int8_activations=False,
-        )
+def _scheme(
+    usual: ModelOptConfig | None,
+    by_name: Mapping[str, ModelOptConfig],
+    left_out: tuple[str, ...],
+    layer: StoredLayer,
+) -> Scheme | None:
+    """left_out: name patterns; ``*`` matches anything."""
+    numbers = next((by_name[name] for name in layer.names if name in by_name), usual)
+    is_left_out = any(fnmatchcase(name, each) for name in layer.names for each in left_out)
+    if numbers is None or layer.is_plain(MARK, is_left_out=is_left_out):
+        return None
+    return with_input_factors(_scheme_of(numbers, layer), layer, "pre_quant_scale", (layer.depth,))
 
 
-def _scheme(layer: StoredLayer, numbers: ModelOptConfig, scale: str) -> Scheme:
+def _scheme_of(numbers: ModelOptConfig, layer: StoredLayer) -> Scheme:
     algorithm, rows = numbers.algorithm, layer.rows
+    by_row = ((rows,), (rows, 1))
     match algorithm:
         case "FP8":
-            return fp8_scheme(layer, scale, ((), (1,)), row_group=0, group=0)
+            return fp8_scheme(layer, MARK, ((), (1,)), row_group=0, group=0)
         case "FP8_PER_CHANNEL_PER_TOKEN":
-            return fp8_scheme(layer, scale, ((rows,), (rows, 1)), row_group=1, group=0)
+            return fp8_scheme(layer, MARK, by_row, row_group=1, group=0)
         case "MXFP8":
             shape = (rows, -(-layer.depth // numbers.group))
-            return fp8_scheme(layer, scale, (shape,), row_group=1, group=numbers.group, exponents=True)
+            return fp8_scheme(layer, MARK, (shape,), row_group=1, group=numbers.group, exponents=True)
         case "W4A16_AWQ":
-            return _four_bits(layer, numbers.group, scale)
+            return _four_bits(layer, numbers.group)
         case "W8A16" | "W8A8_SQ_PER_CHANNEL":
-            codes = Stored("weight", (rows, layer.depth), ("I8",))
-            return Scheme(
-                stored=(codes, Stored(scale, layer.shaped(scale, (rows,), (rows, 1)), FLOATS)),
-                scale_kind=layer.kind(scale),
-                group=0,
-                int8_activations=algorithm == "W8A8_SQ_PER_CHANNEL",
-            )
+            has_activations = algorithm == "W8A8_SQ_PER_CHANNEL"
+            return int8_scheme(layer, MARK, layer.shaped(MARK, *by_row), int8_activations=has_activations)
         case _:
             one = "weight_scale_2" if algorithm in NVFP4 else None
             return fp4_scheme(layer, "weight", numbers.group, one, divides=False)
 
 
-def _four_bits(layer: StoredLayer, group: int, scale: str) -> Scheme:
+def _four_bits(layer: StoredLayer, group: int) -> Scheme:
     if layer.rows % 2 or layer.depth % group:
         layer.refuse(
             f"ModelOpt's 4-bit integers need an even number of rows and whole groups of {group} inputs"
@@ -131,25 +107,28 @@ def _four_bits(layer: StoredLayer, group: int, scale: str) -> Scheme:
     return Scheme(
         stored=(
             Stored("weight", (layer.rows // 2, layer.depth), ("U8",)),
-            Stored(scale, (layer.rows, layer.depth // group), FLOATS),
+            Stored(MARK, (layer.rows, layer.depth // group), FLOATS),
         ),
         codes=Packing(4, "rows", word_bits=8, is_signed=True),
-        scale_kind=layer.kind(scale),
+        scale_kind=layer.kind(MARK),
         group=group,
     )
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
+def recognise(section: HfConfig) -> Format:
     """Return the format of a config's ``quantization_config``, or of ``quantization`` in ``hf_quant_config.json``."""
     inner = section.section("quantization") if section.has("quantization") else section
     left_out = word_list(inner, "exclude_modules", "ignore")
+    usual, by_name = None, {}
     if inner.values.get("quant_algo") != MIXED:
-        return ModelOpt(_numbers(inner), left_out, {}).as_format()
-    layers = inner.section("quantized_layers")
-    if not layers.values:
-        raise inner.wrong("quantized_layers", "an object with the quantization of each layer")
-    by_name = {name: _numbers(layers.section(name)) for name in layers.values}
-    return ModelOpt(None, left_out, by_name).as_format()
+        usual = _numbers(inner)
+    else:
+        layers = inner.section("quantized_layers")
+        if not layers.values:
+            raise inner.wrong("quantized_layers", "an object with the quantization of each layer")
+        by_name = {name: _numbers(layers.section(name)) for name in layers.values}
+    words = in_words("modelopt", (usual, *by_name.values()))
+    return Format("modelopt", words, MARK, partial(_scheme, usual, by_name, left_out), IGNORED)
 
 
 def _numbers(section: HfConfig) -> ModelOptConfig:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import is_named, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
+    MOST_GROUP,
     Format,
     Packing,
     Scheme,
@@ -25,6 +25,7 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     groups_in_words,
     in_words,
 )
+from quintet.executor.checkpoints.quant.formats.shared_schemes import fp4_scheme, fp8_scheme, int8_scheme
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
@@ -37,11 +38,7 @@ KNOWN = {
 }
 """Supported weight dtypes and their scale granularities."""
 GROUP, IN_WORD = 32, 8
-MOST_GROUP = 1 << 20
-ZEROS = "weight_zero_point"
-
-
-MARK = "weight_scale"
+MARK, ZEROS = "weight_scale", "weight_zero_point"
 IGNORED = ("*.input_*", "*.output_*", "*.k_scale", "*.v_scale", "*.kv_scale")
 
 
@@ -57,70 +54,51 @@ class QuarkConfig:
 
     @property
     def words(self) -> str:
-        """Description for messages."""
         scales = groups_in_words(self.group, f"scales {self.by.replace('_', ' ')}")
         marks = "" if self.symmetric else ", zero points"
         return f"{self.dtype}, {scales}{marks}{', 8-bit activations' * self.int8_activations}"
 
 
-@dataclass(frozen=True, slots=True)
-class Quark:
-    """Layers by their names."""
-
-    usual: QuarkConfig | None
-    others: tuple[tuple[str, QuarkConfig | None], ...]
-    """By name pattern (``*`` matches anything): layers with another configuration, or None for unquantized ones."""
-    reorders: bool
-    left_out: tuple[str, ...]
-    path: str
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        found = [
-            its for pattern, its in self.others if any(fnmatchcase(name, pattern) for name in layer.names)
-        ]
-        numbers = found[0] if found else self.usual
-        if numbers is None or layer.is_plain(MARK) or is_named(layer, self.left_out, self.path, "exclude"):
-            return None
-        if numbers.dtype == "fp4":
-            return fp4_scheme(layer, "weight", GROUP, None, divides=False)
-        if numbers.dtype == "int8":
-            return _eight_bits(layer, numbers, MARK)
-        if numbers.group:
-            return _four_bits(layer, numbers, MARK, self.reorders)
-        if numbers.by == "per_channel":
-            return fp8_scheme(layer, MARK, ((layer.rows,), (layer.rows, 1)), row_group=1, group=0)
-        return fp8_scheme(layer, MARK, ((), (1,)), row_group=0, group=0)
+def _scheme(numbers: QuarkConfig, reorders: bool, layer: StoredLayer) -> Scheme:
+    if numbers.dtype == "fp4":
+        return fp4_scheme(layer, "weight", GROUP, None, divides=False)
+    if numbers.dtype == "int8":
+        return _eight_bits(layer, numbers)
+    if numbers.group:
+        return _four_bits(layer, numbers, reorders)
+    row_group, shapes = _scales(layer, numbers)
+    return fp8_scheme(layer, MARK, shapes, row_group=row_group, group=0)
 
 
-def _eight_bits(layer: StoredLayer, numbers: QuarkConfig, scale: str) -> Scheme:
-    by_row = numbers.by == "per_channel"
-    shapes = ((layer.rows,), (layer.rows, 1)) if by_row else ((), (1,))
-    stored: tuple[Stored, ...] = (
-        Stored("weight", (layer.rows, layer.depth), ("I8",)),
-        Stored(scale, layer.shaped(scale, *shapes), FLOATS),
-    )
-    entry = layer.entry(ZEROS)
-    if not numbers.symmetric and not by_row:
+def _scales(layer: StoredLayer, numbers: QuarkConfig) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """Return the rows that share a scale (see `Scheme.row_group`) and the allowed shapes of scales."""
+    return (1, ((layer.rows,), (layer.rows, 1))) if numbers.by == "per_channel" else (0, ((), (1,)))
+
+
+def _eight_bits(layer: StoredLayer, numbers: QuarkConfig) -> Scheme:
+    row_group, shapes = _scales(layer, numbers)
+    if not numbers.symmetric and not row_group:
         layer.refuse(
             "one zero point for a whole tensor is not supported: use a checkpoint with one for each row"
         )
-    has_zeros = entry is not None or not numbers.symmetric
-    if has_zeros:  # symmetric weights may have zero points, all 0
+    zeros = None
+    if (
+        layer.entry(ZEROS) is not None or not numbers.symmetric
+    ):  # symmetric weights may have zero points, all 0
         kinds = ("I8", "I32", *FLOATS) if numbers.symmetric else ("I8", "I32")
-        stored += (Stored(ZEROS, layer.shaped(ZEROS, *shapes), kinds, (0, 0)),)
-    return Scheme(
-        stored=stored,
-        scale_kind=layer.kind(scale),
-        group=0,
-        row_group=1 if by_row else 0,
-        has_int8_zeros=has_zeros,
+        zeros = Stored(ZEROS, layer.shaped(ZEROS, *shapes), kinds, (0, 0))
+    return int8_scheme(
+        layer,
+        MARK,
+        layer.shaped(MARK, *shapes),
+        row_group=row_group,
+        zeros=zeros,
         all_zeros=0 if numbers.symmetric else None,
         int8_activations=numbers.int8_activations and numbers.symmetric,
     )
 
 
-def _four_bits(layer: StoredLayer, numbers: QuarkConfig, scale: str, reorders: bool) -> Scheme:
+def _four_bits(layer: StoredLayer, numbers: QuarkConfig, reorders: bool) -> Scheme:
     rows, depth, group = layer.rows, layer.depth, numbers.group
     if rows % IN_WORD or depth % group:
         layer.refuse(f"Quark needs whole words of {IN_WORD} codes and whole groups of {group} inputs")
@@ -128,7 +106,7 @@ def _four_bits(layer: StoredLayer, numbers: QuarkConfig, scale: str, reorders: b
     packing = Packing(4, "rows", transposed=True, evens_first=reorders, is_signed=is_signed)
     stored: tuple[Stored, ...] = (
         Stored("weight", (depth, rows // IN_WORD), ("I32",)),
-        Stored(scale, (depth // group, rows), FLOATS),
+        Stored(MARK, (depth // group, rows), FLOATS),
     )
     has_zeros = layer.entry(ZEROS) is not None or not numbers.symmetric
     if has_zeros:
@@ -137,30 +115,36 @@ def _four_bits(layer: StoredLayer, numbers: QuarkConfig, scale: str, reorders: b
         stored=stored,
         codes=packing,
         scale_transposed=True,
-        scale_kind=layer.kind(scale),
+        scale_kind=layer.kind(MARK),
         group=group,
         zeros=packing if has_zeros else None,
         all_zeros=8 if has_zeros and numbers.symmetric and is_signed else None,
     )
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
+def recognise(section: HfConfig) -> Format:
     if any(each is not None for each in section.section("layer_type_quant_config").values.values()):
         raise ConfigError(
-            f"{hf_config.path}: {section.inside}layer_type_quant_config (quantization by layer type) is not"
+            f"{section.path}: {section.inside}layer_type_quant_config (quantization by layer type) is not"
             " supported: use a checkpoint with layer_quant_config"
         )
     layers = section.section("layer_quant_config")
-    others = tuple((name, _numbers(layers.section(name))) for name in layers.values)
+    others = {name: _numbers(layers.section(name)) for name in layers.values}
     usual = _numbers(section.section("global_quant_config"))
-    if usual is None and not any(numbers for _, numbers in others):
+    if usual is None and not any(others.values()):
         raise section.wrong("global_quant_config", "an object with the quantization of weights")
     reorders = section.section("export").word("pack_method", ("reorder", "order"), "reorder") == "reorder"
     left_out = word_list(section, "exclude")
-    words = in_words("quark", (usual, *(numbers for _, numbers in others)))
-    its = Quark(usual, others, reorders, left_out, section.path)
-    return Format("quark", words, MARK, its.scheme, IGNORED)
+    words = in_words("quark", (usual, *others.values()))
+
+    def scheme(layer: StoredLayer) -> Scheme | None:
+        named = (its for name, its in others.items() if any(fnmatchcase(each, name) for each in layer.names))
+        numbers = next(named, usual)
+        if numbers is None or layer.is_plain(MARK) or is_named(layer, left_out, section.path, "exclude"):
+            return None
+        return _scheme(numbers, reorders, layer)
+
+    return Format("quark", words, MARK, scheme, IGNORED)
 
 
 def _numbers(section: HfConfig) -> QuarkConfig | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from quintet.executor.checkpoints.gguf.types import BY_NAME
 from quintet.executor.checkpoints.quant.formats import (
     autoround,
     awq,
@@ -12,28 +13,60 @@ from quintet.executor.checkpoints.quant.formats import (
     bitsandbytes,
     compressed_tensors,
     fp8,
-    gguf,
     gptq,
     hqq,
     modelopt,
-    mxfp4,
     quark,
     squeezellm,
     torchao,
 )
-from quintet.executor.checkpoints.quant.formats.scheme import Format, Recognise
+from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
 
-FORMATS: dict[str, Recognise] = {
+
+def gguf_of(types: Sequence[str]) -> Format:
+    """Return the format of a file with these types; `quintet.executor.checkpoints.quant.gguf` makes the layers."""
+    words = f"gguf: {', '.join(types)}"
+    return Format("gguf", words, "", lambda layer: None, memory_bytes=_gguf_bytes, takes_quantization=True)
+
+
+def _gguf_bytes(contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+    return sum(
+        BY_NAME[entry.dtype].num_packed_bytes(entry.num_bytes, dtype_bytes) for entry in contents.values()
+    )
+
+
+def _gguf(section: HfConfig) -> Format:
+    """Return the format of a config that was made from a GGUF file."""
+    types = section.values.get("types")
+    if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
+        raise section.wrong("types", "the types of the file's tensors: serve the .gguf file itself")
+    return gguf_of(types)
+
+
+def _mxfp4(section: HfConfig) -> Format:
+    """Return the format of gpt-oss's experts: MXFP4 (Open Compute Project, "OCP Microscaling Formats (MX) Specification",
+    2023); all other layers are unquantized.
+
+    The experts' layout locates the tensors (`quintet.executor.models.sublayers.experts`):
+
+        …_blocks  uint8 [experts, rows, depth / 32, 16]   two codes in a byte, the first in the low bits
+        …_scales  uint8 [experts, rows, depth / 32]       exponents of powers of two
+    """
+    words = "mxfp4: experts of 4 bits in groups of 32"
+    return Format("mxfp4", words, "_blocks", lambda layer: None, takes_quantization=True)
+
+
+FORMATS: dict[str, Callable[[HfConfig], Format]] = {
     "gptq": gptq.recognise,
     "awq": awq.recognise,
     "compressed-tensors": compressed_tensors.recognise,
     "fp8": fp8.recognise,
     "fbgemm_fp8": fp8.recognise_fbgemm,
-    "gguf": gguf.recognise,
-    "mxfp4": mxfp4.recognise,
+    "gguf": _gguf,
+    "mxfp4": _mxfp4,
     "bitsandbytes": bitsandbytes.recognise,
     "modelopt": modelopt.recognise,
     "quark": quark.recognise,
@@ -43,7 +76,8 @@ FORMATS: dict[str, Recognise] = {
     "torchao": torchao.recognise,
     "bitnet": bitnet.recognise,
 }
-"""Recognisers by ``quant_method``; each reads the config and its quantization section."""
+"""Readers of the quantization section of a config by its ``quant_method``. They raise `ConfigError` for an unsupported
+variant."""
 
 _SPELLINGS = {
     "compressed_tensors": "compressed-tensors",
@@ -122,8 +156,13 @@ def _of(hf_config: HfConfig, section: HfConfig) -> Format:
     if not isinstance(method, str):
         raise section.wrong("quant_method", "the name of a format")
     method = _SPELLINGS.get(method.lower(), method.lower())
+    if method == "mxfp4" and "GptOssForCausalLM" not in (hf_config.values.get("architectures") or ()):
+        raise ConfigError(
+            f"{hf_config.path}: quant_method 'mxfp4' is supported only for gpt-oss's experts: use the"
+            " original checkpoint"
+        )
     if method in FORMATS:
-        return FORMATS[method](hf_config, section)
+        return FORMATS[method](section)
     near = difflib.get_close_matches(method, FORMATS, n=1)
     instead = REFUSED.get(
         method,

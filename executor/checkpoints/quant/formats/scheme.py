@@ -7,18 +7,19 @@ A weight is ``[rows, depth]`` (rows are outputs) of values ``(code - zero) * sca
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NoReturn, Protocol
 
 from quintet.executor.checkpoints.weights.header import Entry
-from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.names import spellings
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
 FLOATS = ("F16", "BF16", "F32")
 """Number formats of scales."""
+MOST_GROUP = 1 << 20
+"""Largest accepted group size."""
 
 _SMALL = {"F16": (0x10, 0x1F), "F32": (0x3C, 0x3D)}
 """Byte ranges that give values of some thousandths in either format."""
@@ -154,6 +155,11 @@ class StoredLayer:
             None,
         )
 
+    @property
+    def is_dummy_head(self) -> bool:
+        """True for the output layer of dummy weights, which most formats leave unquantized."""
+        return self.contents is None and self.is_output_layer
+
     def kind(self, ending: str) -> str | None:
         """Return the number format of a tensor; None if it is unknown."""
         entry = self.entry(ending)
@@ -176,6 +182,14 @@ class StoredLayer:
     def refuse(self, why: str) -> NoReturn:
         """Raise the error of a layer that does not fit its format."""
         raise ConfigError(f"layer {self.name!r} [{self.rows}, {self.depth}]: {why}")
+
+
+def with_input_factors(scheme: Scheme, layer: StoredLayer, factors: str, *shapes: tuple[int, ...]) -> Scheme:
+    """Return the scheme with the `Scheme.input_factors` of this suffix, of one of ``shapes``, if the layer has some."""
+    if layer.entry(factors) is None:
+        return scheme
+    stored = Stored(factors, layer.shaped(factors, *shapes), FLOATS)
+    return replace(scheme, stored=(*scheme.stored, stored), input_factors=factors, int8_activations=False)
 
 
 def stored_bytes(contents: Mapping[str, Entry], dtype_bytes: int) -> int:
@@ -233,7 +247,3 @@ def total_bytes(
         ending = name.rpartition(".")[2]
         total += 4 * prod(entry.shape) if ending in singles else entry.num_bytes * growth.get(ending, 1.0)
     return int(total)
-
-
-Recognise = Callable[[HfConfig, HfConfig], Format]
-"""Takes a config and its section that describes the format. Raises `ConfigError` for an unsupported variant."""

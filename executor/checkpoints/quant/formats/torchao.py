@@ -11,13 +11,14 @@ point and are added to the products. Older versions wrote ``weight:`` for ``_wei
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from quintet.executor.checkpoints.quant.formats.floats import fp8_scheme
 from quintet.executor.checkpoints.quant.formats.modules import compiled, is_part_of, word_list
 from quintet.executor.checkpoints.quant.formats.scheme import (
     FLOATS,
+    MOST_GROUP,
     Format,
     Packing,
     Scheme,
@@ -26,7 +27,9 @@ from quintet.executor.checkpoints.quant.formats.scheme import (
     groups_in_words,
     in_words,
     total_bytes,
+    with_input_factors,
 )
+from quintet.executor.checkpoints.quant.formats.shared_schemes import fp8_scheme, int8_scheme
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.wire.errors import ConfigError
@@ -52,7 +55,6 @@ MAPPINGS = ("SYMMETRIC", "SYMMETRIC_NO_CLIPPING_ERR", "ASYMMETRIC")
 """Mappings from codes to values: zero in the middle; the same, with both ends of the range used; with a zero point."""
 PLAIN = ("plain", "unpacked_to_int8")
 USUAL_GROUP = 128
-MOST_GROUP = 1 << 20
 _SPELLINGS = ("_weight_", "weight:")
 
 
@@ -68,83 +70,25 @@ class TorchAoConfig:
 
     @property
     def words(self) -> str:
-        """Description for messages."""
         groups = groups_in_words(self.group, "a scale for each row or tensor")
         return f"{self.kind}, {groups}{', 8-bit activations' * self.int8_activations}"
 
 
-@dataclass(frozen=True, slots=True)
-class TorchAo:
-    """Layers by their names."""
-
-    usual: TorchAoConfig | None
-    by_name: tuple[tuple[str | re.Pattern[str], TorchAoConfig | None], ...]
-    left_out: tuple[str, ...]
-
-    @property
-    def _all(self) -> list[TorchAoConfig | None]:
-        return [self.usual, *(numbers for _, numbers in self.by_name)]
-
-    def as_format(self) -> Format:
-        """Return the format."""
-        ignored = ("*act_quant_scale", "*act_quant_zero_point")
-        words = in_words("torchao", self._all)
-        return Format("torchao", words, "qdata", self.scheme, ignored, self.memory_bytes)
-
-    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
-        """See `Format`."""
-        kinds = {numbers.kind for numbers in self._all if numbers is not None}
-        zeros = [f"{start}zero_point" for start in _SPELLINGS]
-        if INT4 in kinds:
-            return total_bytes(contents, {}, [*(f"{start}scale" for start in _SPELLINGS), *zeros])
-        are_kept = any(numbers is not None and not numbers.symmetric for numbers in self._all)
-        in_fp32 = are_kept and any(_is_in_fp32_groups(name, entry) for name, entry in contents.items())
-        return total_bytes(contents, {} if are_kept else dict.fromkeys(zeros, 0.0), zeros if in_fp32 else ())
-
-    def scheme(self, layer: StoredLayer) -> Scheme | None:
-        """See `Format`."""
-        start = next((each for each in _SPELLINGS if layer.entry(f"{each}qdata") is not None), _SPELLINGS[0])
-        numbers = self._numbers_of(layer)
-        if numbers is None or layer.is_plain(f"{start}qdata"):
-            return None
-        scheme = _scheme(layer, numbers, start)
-        factors = f"{start}act_pre_scale"
-        if layer.entry(factors) is None:
-            return scheme
-        return replace(
-            scheme,
-            stored=(
-                *scheme.stored,
-                Stored(factors, layer.shaped(factors, (layer.depth,), (1, layer.depth), ()), FLOATS),
-            ),
-            input_factors=factors,
-            int8_activations=False,
-        )
-
-    def _numbers_of(self, layer: StoredLayer) -> TorchAoConfig | None:
-        if is_part_of(layer, self.left_out) or (layer.contents is None and layer.is_output_layer):
-            return None
-        tried = [*layer.names, *(f"{name}.weight" for name in layer.names)]
-        for pattern, numbers in self.by_name:
-            if pattern in tried or (isinstance(pattern, re.Pattern) and any(map(pattern.fullmatch, tried))):
-                return numbers
-        return self.usual
+def _memory_bytes(
+    all_numbers: Sequence[TorchAoConfig], contents: Mapping[str, Entry], dtype_bytes: int
+) -> int:
+    zeros = [f"{start}zero_point" for start in _SPELLINGS]
+    if any(numbers.kind == INT4 for numbers in all_numbers):
+        return total_bytes(contents, {}, [*(f"{start}scale" for start in _SPELLINGS), *zeros])
+    are_kept = not all(numbers.symmetric for numbers in all_numbers)
+    in_fp32 = are_kept and any(_is_in_fp32_groups(name, entry) for name, entry in contents.items())
+    return total_bytes(contents, {} if are_kept else dict.fromkeys(zeros, 0.0), zeros if in_fp32 else ())
 
 
 def _is_in_fp32_groups(name: str, entry: Entry) -> bool:
     """Return True if a tensor has fp32 scales of groups; kept zero points are then fp32 too."""
     is_scale = name.endswith(tuple(f"{start}scale" for start in _SPELLINGS))
     return is_scale and entry.dtype == "F32" and len(entry.shape) == 2 and entry.shape[1] > 1
-
-
-def _scheme(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
-    match numbers.kind:
-        case "4-bit integers":
-            return _int4(layer, numbers, start)
-        case "8-bit floats":
-            return _float8(layer, start)
-        case _:
-            return _int8(layer, numbers, start)
 
 
 def _int8(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
@@ -158,41 +102,41 @@ def _int8(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
     if depth % groups:
         layer.refuse(f"{groups} groups do not divide a row evenly")
     shape = layer.shaped(scale, (rows, groups), (rows,), (), (1,), (1, 1))
-    stored: tuple[Stored, ...] = (
-        Stored(f"{start}qdata", (rows, depth), ("I8",)),
-        Stored(scale, shape, FLOATS),
-    )
-    has_zeros = layer.entry(zero) is not None or layer.contents is None
-    if has_zeros:
+    zeros = None
+    if layer.entry(zero) is not None or layer.contents is None:
         if by_tensor and not numbers.symmetric:
             layer.refuse(
                 "one zero point for a whole tensor is not supported: use a checkpoint with one for each row or group"
             )
-        its = layer.shaped(zero, shape)
-        stored += (Stored(zero, its, ("I8", "I32", "I64"), (0, 0) if numbers.symmetric else None),)
+        zeros = Stored(zero, shape, ("I8", "I32", "I64"), (0, 0) if numbers.symmetric else None)
     group = 0 if groups == 1 else depth // groups
-    return Scheme(
-        stored=stored,
-        scale_kind=layer.kind(scale),
+    return int8_scheme(
+        layer,
+        scale,
+        shape,
+        weight=f"{start}qdata",
         group=group,
         row_group=0 if by_tensor else 1,
-        has_int8_zeros=has_zeros,
+        zeros=zeros,
         all_zeros=0 if numbers.symmetric else None,
         int8_activations=numbers.int8_activations and numbers.symmetric and not group,
     )
 
 
-def _float8(layer: StoredLayer, start: str) -> Scheme:
+def _float8(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
     rows, scale = layer.rows, f"{start}scale"
     entry = layer.entry(scale)
+    shapes: tuple[tuple[int, ...], ...]
     if entry is None or entry.shape in ((rows, 1), (rows,)):
-        return fp8_scheme(layer, scale, ((rows, 1), (rows,)), row_group=1, group=0, weight=f"{start}qdata")
-    if len(entry.shape) == 2 and entry.shape != (1, 1):
-        height, width = (
+        shapes, row_group, group = ((rows, 1), (rows,)), 1, 0
+    elif len(entry.shape) == 2 and entry.shape != (1, 1):
+        shapes = (entry.shape,)
+        row_group, group = (
             -(-size // max(1, count)) for size, count in zip((rows, layer.depth), entry.shape, strict=True)
         )
-        return fp8_scheme(layer, scale, (entry.shape,), row_group=height, group=width, weight=f"{start}qdata")
-    return fp8_scheme(layer, scale, ((1, 1), (1,), ()), row_group=0, group=0, weight=f"{start}qdata")
+    else:
+        shapes, row_group, group = ((1, 1), (1,), ()), 0, 0
+    return fp8_scheme(layer, scale, shapes, row_group=row_group, group=group, weight=f"{start}qdata")
 
 
 def _int4(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
@@ -214,8 +158,29 @@ def _int4(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
     )
 
 
-def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
-    """Return the format of a config's ``quantization_config``."""
+_SCHEMES = {INT4: _int4, FLOAT8: _float8, INT8: _int8, INTX: _int8}
+ByName = Sequence[tuple[str | re.Pattern[str], TorchAoConfig | None]]
+
+
+def _scheme(
+    usual: TorchAoConfig | None, by_name: ByName, left_out: tuple[str, ...], layer: StoredLayer
+) -> Scheme | None:
+    tried = [*layer.names, *(f"{name}.weight" for name in layer.names)]
+    named = (
+        numbers
+        for name, numbers in by_name
+        if name in tried or (isinstance(name, re.Pattern) and any(map(name.fullmatch, tried)))
+    )
+    numbers = None if is_part_of(layer, left_out) or layer.is_dummy_head else next(named, usual)
+    start = next((each for each in _SPELLINGS if layer.entry(f"{each}qdata") is not None), _SPELLINGS[0])
+    if numbers is None or layer.is_plain(f"{start}qdata"):
+        return None
+    shapes = (layer.depth,), (1, layer.depth), ()
+    scheme = _SCHEMES[numbers.kind](layer, numbers, start)
+    return with_input_factors(scheme, layer, f"{start}act_pre_scale", *shapes)
+
+
+def recognise(section: HfConfig) -> Format:
     if section.flag("include_input_output_embeddings", False):
         raise ConfigError(
             f"{section.path}: {section.inside}include_input_output_embeddings: quantized embeddings are not supported:"
@@ -229,25 +194,32 @@ def recognise(hf_config: HfConfig, section: HfConfig) -> Format:
         )
     left_out = word_list(section, "modules_to_not_convert")
     default = section.section("quant_type").section("default")
-    by_names = BY_NAMES.get(str(default.values.get("_type")))
-    if by_names is None:
-        return TorchAo(_numbers(default), (), left_out).as_format()
-    usual, found = None, []
-    others = default.section("_data").section(by_names)
-    for name in others.values:
-        numbers = _numbers(others.section(name)) if others.has(name) else None
-        if name == "_default":
-            usual = numbers
-        else:
-            pattern = (
-                compiled(name[3:], section.path, others.inside.rstrip("."))
-                if name.startswith("re:")
-                else name
-            )
-            found.append((pattern, numbers))
-    if usual is None and not any(numbers for _, numbers in found):
+    usual, by_name = _by_name(section, default)
+    all_numbers = [each for each in (usual, *(numbers for _, numbers in by_name)) if each is not None]
+    if not all_numbers:
         raise default.wrong("_data", "an object with the quantization of some layers")
-    return TorchAo(usual, tuple(found), left_out).as_format()
+    scheme, ignored = (
+        partial(_scheme, usual, by_name, left_out),
+        ("*act_quant_scale", "*act_quant_zero_point"),
+    )
+    memory_bytes = partial(_memory_bytes, all_numbers)
+    return Format("torchao", in_words("torchao", all_numbers), "qdata", scheme, ignored, memory_bytes)
+
+
+def _by_name(section: HfConfig, default: HfConfig) -> tuple[TorchAoConfig | None, ByName]:
+    """Return the usual configuration, and those of names and patterns of names; None: unquantized."""
+    key = BY_NAMES.get(str(default.values.get("_type")))
+    if key is None:
+        return _numbers(default), ()
+    others = default.section("_data").section(key)
+    found: dict[str, TorchAoConfig | None] = {
+        name: _numbers(others.section(name)) if others.has(name) else None for name in others.values
+    }
+    usual, place = found.pop("_default", None), others.inside.rstrip(".")
+    return usual, [
+        (compiled(name[3:], section.path, place) if name.startswith("re:") else name, numbers)
+        for name, numbers in found.items()
+    ]
 
 
 def _numbers(section: HfConfig) -> TorchAoConfig:

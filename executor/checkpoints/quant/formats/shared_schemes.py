@@ -1,4 +1,4 @@
-"""Schemes of 8-bit and 4-bit float weights with scales, shared by several formats. Imports no torch."""
+"""Schemes of 8-bit and 4-bit weights with scales, shared by several formats. Imports no torch."""
 
 from __future__ import annotations
 
@@ -38,6 +38,31 @@ def fp8_scheme(
         group=group,
         row_group=row_group,
         fp8_activations=fp8_activations,
+    )
+
+
+def int8_scheme(
+    layer: StoredLayer,
+    scale: str,
+    shape: tuple[int, ...],
+    *,
+    weight: str = "weight",
+    group: int = 0,
+    row_group: int = 1,
+    zeros: Stored | None = None,
+    all_zeros: int | None = None,
+    int8_activations: bool = False,
+) -> Scheme:
+    """Return the scheme of int8 weights. scale: suffix of the scales, of this ``shape``; for the rest see `Scheme`."""
+    stored = (Stored(weight, (layer.rows, layer.depth), ("I8",)), Stored(scale, shape, FLOATS))
+    return Scheme(
+        stored=stored if zeros is None else (*stored, zeros),
+        scale_kind=layer.kind(scale),
+        group=group,
+        row_group=row_group,
+        has_int8_zeros=zeros is not None,
+        all_zeros=all_zeros,
+        int8_activations=int8_activations,
     )
 
 
