@@ -20,7 +20,7 @@ from quintet.wire.step import NewRow
 
 
 class Penalties:
-    """One processor for all three penalties, because they read the same tokens."""
+    """One `LogitsProcessor` for all three penalties, because they read the same tokens."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._repetition = np.ones(max_num_seqs, np.float32)
@@ -28,7 +28,6 @@ class Penalties:
         self._frequency = np.zeros(max_num_seqs, np.float32)
 
     def admit(self, row: NewRow) -> bool:
-        """See `LogitsProcessor.admit`."""
         params, slot = row.params, row.slot
         self._repetition[slot] = params.repetition_penalty
         self._presence[slot] = params.presence_penalty
@@ -40,7 +39,6 @@ class Penalties:
         )
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `LogitsProcessor.apply`."""
         repeats = which[self._repetition[rows.slots[which]] != 1.0]
         if len(repeats):
             owners, at = _tokens(logits, rows, repeats, rows.tables.num_embedded[rows.slots[repeats]])

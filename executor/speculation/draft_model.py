@@ -125,7 +125,6 @@ class DraftModel:
 
     @property
     def step_time(self) -> tuple[float, float]:
-        """See `Drafter.step_time`."""
         return self._time.fit()
 
     def end(self, slot: int, num_tokens: int) -> None:
@@ -170,13 +169,11 @@ class DraftModel:
         """See `Drafter.note_computed`."""
 
     def num_missing(self, slots: Int, num_tokens: Int) -> Int:
-        """See `Drafter.num_missing`."""
         known = self._known(slots, num_tokens)
         missing: Int = num_tokens - 1 - known - self._num_matching(slots, known, num_tokens)
         return np.maximum(missing, 0)
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
-        """See `Drafter.propose`."""
         slots, ends = rows.slots, rows.num_tokens
         known = self._known(slots, ends)
         begins = known + self._num_matching(slots, known, ends)

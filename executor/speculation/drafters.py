@@ -91,11 +91,9 @@ class NgramDrafter:
         self._indexes = RequestIndexes(self._token_ids, doubling(shortest, longest), longest)
 
     def end(self, slot: int, num_tokens: int) -> None:
-        """See `Drafter.end`."""
         self._indexes.drop(slot)
 
     def note(self, plan: StepPlan) -> None:
-        """See `Drafter.note`."""
         for new in plan.new_rows:
             self._indexes.drop(new.slot)
 
@@ -110,7 +108,6 @@ class NgramDrafter:
         """See `Drafter.num_missing`."""
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
-        """See `Drafter.propose`."""
         columns = (rows.slots.tolist(), rows.num_tokens.tolist(), rows.counts.tolist())
         return [self._lookup(*row) for row in zip(*columns, strict=True)]
 
@@ -177,7 +174,6 @@ class SuffixDrafter:
             self.output_cache.add(self._token_ids[slot, begin:num_tokens], request.scope)
 
     def note(self, plan: StepPlan) -> None:
-        """See `Drafter.note`."""
         for new in plan.new_rows:
             self._indexes.drop(new.slot)
             self._requests[new.slot] = _Request(new.draft_scope, len(new.token_ids) // 4, new.stop_ids)
@@ -193,7 +189,6 @@ class SuffixDrafter:
         """See `Drafter.num_missing`."""
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
-        """See `Drafter.propose`."""
         columns = (rows.slots.tolist(), rows.num_tokens.tolist(), rows.counts.tolist())
         return [self._continue(*row) for row in zip(*columns, strict=True)]
 

@@ -119,14 +119,12 @@ class HeadDrafter:
 
     @property
     def step_time(self) -> tuple[float, float]:
-        """See `Drafter.step_time`."""
         return self._time.fit()
 
     def end(self, slot: int, num_tokens: int) -> None:
         """See `Drafter.end`."""
 
     def note(self, plan: StepPlan) -> None:
-        """See `Drafter.note`."""
         if plan.new_rows:
             self._num_known[[row.slot for row in plan.new_rows]] = _UNKNOWN
         if plan.swaps_in:
@@ -140,7 +138,6 @@ class HeadDrafter:
                 column[targets] = column[sources]
 
     def observe(self, num_tokens: int) -> Bits:
-        """See `Drafter.observe`."""
         tensors = self._target.aux_hidden
         if tensors is not self._aux_hidden[0]:  # with pipeline stages, in each step
             self._aux_hidden = tensors, [bits_of(each) for each in tensors]
@@ -170,7 +167,6 @@ class HeadDrafter:
         self._num_known[slots] = starts + num_valid
 
     def num_missing(self, slots: Int, num_tokens: Int) -> Int:
-        """See `Drafter.num_missing`."""
         ends, has_drafts = num_tokens - 1, self._gets_drafts(slots, num_tokens)
         for row in np.flatnonzero(has_drafts & self._has_whole_block(slots, ends)).tolist():
             self._num_computed[slots[row]] = self._num_shared(int(slots[row]), int(ends[row]))

@@ -62,19 +62,16 @@ class MedusaDrafter:
 
     @property
     def step_time(self) -> tuple[float, float]:
-        """See `Drafter.step_time`."""
         return self._time.fit()
 
     def end(self, slot: int, num_tokens: int) -> None:
         """See `Drafter.end`."""
 
     def note(self, plan: StepPlan) -> None:
-        """See `Drafter.note`."""
         if plan.new_rows:
             self._num_known[[row.slot for row in plan.new_rows]] = _UNKNOWN
 
     def observe(self, num_tokens: int) -> Bits:
-        """See `Drafter.observe`."""
         (hidden,) = self._target.aux_hidden
         return bits_of(hidden)[:num_tokens]
 
@@ -85,11 +82,9 @@ class MedusaDrafter:
         self._num_known[slots] = starts + num_valid
 
     def num_missing(self, slots: Int, num_tokens: Int) -> Int:
-        """See `Drafter.num_missing`."""
         return np.zeros_like(slots)
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
-        """See `Drafter.propose`."""
         slots, ends = rows.slots, rows.num_tokens
         counts = np.minimum(rows.counts, len(self._heads))
         counts[self._num_known[slots] != ends - 1] = 0

@@ -106,12 +106,10 @@ class Speculation:
 
     @property
     def output_cache(self) -> OutputCache | None:
-        """See `Drafter.output_cache`."""
         return self._drafter.output_cache
 
     @property
     def reads_steps(self) -> bool:
-        """See `Drafter.reads_steps`."""
         return self._drafter.reads_steps
 
     def end_requests(self, plan: StepPlan) -> None:

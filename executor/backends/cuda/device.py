@@ -45,11 +45,9 @@ class Event(Protocol):
 
         expected_end_s: by ``time.perf_counter``; see `quintet.executor.backends.cuda.step_clock`.
         """
-        ...
 
     def elapsed_ms(self, since: Event) -> float:
         """Return the device time between the events. Both have completed and belong to the same device."""
-        ...
 
 
 class Device(Protocol):
@@ -58,17 +56,14 @@ class Device(Protocol):
     @property
     def torch_device(self) -> torch.device:
         """Device of the tensors that `launch` accepts."""
-        ...
 
     @property
     def num_multiprocessors(self) -> int:
         """Number of streaming multiprocessors."""
-        ...
 
     @property
     def max_shared_bytes(self) -> int:
         """Maximum dynamic shared memory of a block."""
-        ...
 
     checks_arguments: bool
     """True if operations check shapes, strides and addresses before a launch. The checks take half of the host time of an eager
@@ -77,29 +72,23 @@ class Device(Protocol):
     @property
     def errors(self) -> tuple[type[Exception], ...]:
         """Exceptions, besides torch's, that mean that this process cannot use the device any more."""
-        ...
 
     def launch(
         self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0
     ) -> None:
         """Launch on torch's current stream; `LaunchError` if the arguments do not fit the kernel or the device."""
-        ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return pinned host memory for asynchronous copies; kernels may access it."""
-        ...
 
     def share_memory(self, num_bytes: int) -> tuple[int, bytes]:
         """Allocate zeroed memory for the life of the process; return its address and a handle for other processes."""
-        ...
 
     def open_memory(self, handle: bytes) -> int:
         """Map memory that another process shares; return its address, or raise `ConfigError` if it is not accessible."""
-        ...
 
     def record(self) -> Event:
         """Record an event on the current stream."""
-        ...
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture the launches of ``run`` and return a function that replays them on the current stream.
@@ -110,26 +99,21 @@ class Device(Protocol):
         - Memory allocated inside comes from one pool per device that all captures share. The next replay overwrites it.
         - The graph lives as long as the device.
         """
-        ...
 
     def capture_timing(self, run: Callable[[], None]) -> Callable[[], None]:
         """Run ``run`` once, then capture it for a measurement; return a function that replays it on the current stream.
 
         The graph shares neither memory pool nor stream with those of `capture`, and is destroyed with the returned function.
         """
-        ...
 
     def free_bytes(self) -> int:
         """Return the free device memory. Torch's cache does not count as free."""
-        ...
 
     def total_bytes(self) -> int:
         """Return the total device memory."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until the device has completed all launches."""
-        ...
 
 
 def check_launch(

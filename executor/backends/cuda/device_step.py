@@ -48,7 +48,6 @@ class DeviceStep:
     gap_ms: float | None = None
 
     def wait(self) -> None:
-        """See `Pending`."""
         self._end.wait(self._expected_end_s)
 
     def drawn(self) -> NDArray[np.int32]:

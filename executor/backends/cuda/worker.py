@@ -76,7 +76,10 @@ EAGER_STEPS_PER_CAPTURE = 8
 
 
 class DeviceWorker:
-    """A loaded model on a device, with slot tables on host and device, the sampler and the graphs."""
+    """A loaded model on a device, with slot tables on host and device, the sampler and the graphs.
+
+    It is also the sampler's `LogitsSource`.
+    """
 
     def __init__(
         self,
@@ -327,7 +330,6 @@ class DeviceWorker:
 
     @property
     def max_outputs(self) -> int:
-        """See `quintet.executor.runner.LogitsSource`."""
         return self.runner.max_outputs
 
     def logits(self, tokens: Int) -> torch.Tensor:

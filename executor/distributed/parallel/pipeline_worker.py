@@ -64,11 +64,9 @@ class PipelinedStep:
     gap_ms = None
 
     def wait(self) -> None:
-        """See `Pending`."""
         self._wait(self.flight)
 
     def result(self) -> StepResult:
-        """See `Pending`."""
         self._finish(self)
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -85,11 +83,9 @@ class StepLogits:
 
     @property
     def max_outputs(self) -> int:
-        """See `LogitsSource`."""
         return self.pipeline.max_outputs
 
     def logits(self, tokens: Int) -> torch.Tensor:
-        """See `LogitsSource`."""
         return self.pipeline.more_logits(self.flight, tokens)
 
 
@@ -207,7 +203,6 @@ class PipelineWorker:
 
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> Pending:
-        """See `StepWorker.begin`."""
         self._num_started += 1
         if self._num_started % STEPS_PER_IDLE_TASK == 0 and self.has_idle_tasks:
             self.run_idle_task()

@@ -91,7 +91,6 @@ class BlocksOfAllRanks:
         """Transfers in flight, oldest first."""
 
     def take_into(self, blocks: Int, memory: Bytes, rows: Int) -> Wait:
-        """See `WholeBlocks`."""
         started = [
             self._take(blocks[at : at + self._num_rows], memory, rows[at : at + self._num_rows])
             for at in range(0, len(blocks), self._num_rows)
@@ -113,7 +112,6 @@ class BlocksOfAllRanks:
         return self._send(OrderKind.CARRY_OUT, blocks, own, complete)
 
     def put(self, blocks: Int, contents: Bytes) -> None:
-        """See `WholeBlocks`."""
         for at in range(0, len(blocks), self._num_rows):
             some = blocks[at : at + self._num_rows]
             own = self._reserve(len(some))

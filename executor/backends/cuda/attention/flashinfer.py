@@ -71,7 +71,6 @@ class FlashInferAttention:
             )
 
     def attend(self, q: torch.Tensor, kv: Planes, rows: StepRows, window: int | None) -> torch.Tensor:
-        """See `AttentionBackend`."""
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         wrapper = self._wrappers[window]
         wrapper.run(q.contiguous(), (kv[0], kv[1]), out=out)

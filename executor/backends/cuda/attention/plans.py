@@ -63,6 +63,5 @@ class AttentionPlans:
         return next(iter(self._plans.values())) if len(self._plans) == 1 else None
 
     def prepare(self, rows: StepRows) -> None:
-        """See `AttentionPlan.prepare`."""
         for plan in self._plans.values():
             plan.prepare(rows)

@@ -43,7 +43,6 @@ class TorchAttention:
         self._padding = (rows.token_rows < 0)[:, None, None]
 
     def attend(self, q: torch.Tensor, kv: Planes, rows: StepRows, window: int | None) -> torch.Tensor:
-        """See `AttentionBackend`."""
         attended = self._attend(
             q,
             kv[0].transpose(1, 2),

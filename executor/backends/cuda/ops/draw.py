@@ -108,7 +108,6 @@ class DeviceDraw:
         rows: Int | None = None,
         masks: Masks | None = None,
     ) -> torch.Tensor:
-        """See `quintet.executor.sampling.draw`."""
         count = len(slots)
         if masks is not None:
             selected = logits[:count] if rows is None else logits[to_device(rows, logits.device)]

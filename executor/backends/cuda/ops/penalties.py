@@ -68,14 +68,13 @@ def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, width: int | Non
 
 
 class DevicePenalties:
-    """Logits processor of all three penalties, with one launch and one small upload per step."""
+    """`LogitsProcessor` of all three penalties, with one launch and one small upload per step."""
 
     def __init__(self, device: Device, max_num_seqs: int) -> None:
         self._device = device
         self._by_slot = np.zeros(max_num_seqs, PENALIZED)
 
     def admit(self, row: NewRow) -> bool:
-        """See `LogitsProcessor.admit`."""
         params, record = row.params, self._by_slot[row.slot]
         record["repetition"] = params.repetition_penalty
         record["presence"] = params.presence_penalty
@@ -87,7 +86,6 @@ class DevicePenalties:
         )
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `LogitsProcessor.apply`."""
         slots = rows.slots[which]
         penalized = self._by_slot[slots]
         penalized["row"] = which

@@ -60,7 +60,6 @@ class DeviceCommunicator:
         return self.share.rank == 0
 
     def check(self) -> None:
-        """See `Peers.check`."""
         self._peers.check()
 
     def limit_waits(self) -> None:

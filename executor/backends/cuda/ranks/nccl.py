@@ -31,7 +31,6 @@ class Nccl:
         self._index = index
 
     def add(self, x: torch.Tensor) -> None:
-        """See `AllReduceLibrary`."""
         address, stream = x.data_ptr(), torch._C._cuda_getCurrentRawStream(self._index)
         self._communicator.allReduce(address, address, x.numel(), DTYPES[x.dtype], SUM, stream)
 

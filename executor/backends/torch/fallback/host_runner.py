@@ -21,7 +21,7 @@ MAX_OUTPUTS = 256
 
 
 class HostRunner:
-    """A model, its KV memory in the kernels' layout, and the hidden states of the last step."""
+    """A `Runner`: a model, its KV memory in the kernels' layout, and the hidden states of the last step."""
 
     max_outputs = MAX_OUTPUTS
 
@@ -53,7 +53,6 @@ class HostRunner:
 
     @torch.inference_mode()
     def forward(self, rows: Rows, tables: SlotTables) -> None:
-        """See `Runner.forward`."""
         self._step.fill(rows, tables)
         count, columns = self._step.c.num_tokens, self._step.columns
         self.token_ids = torch.from_numpy(columns["token_ids"])[:count]
@@ -64,14 +63,12 @@ class HostRunner:
     def attention(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """See `quintet.executor.models.forward.ForwardPass`."""
         self.work_done += 1
         step, kv = self._step.c, self._kv[layer.index]
         return attend(step, layer, write_kv(step, layer, q, k, v, kv), kv)
 
     @torch.inference_mode()
     def logits(self, tokens: Int) -> torch.Tensor:
-        """See `Runner.logits`."""
         return self._model.logits(self, self.normed(tokens))
 
     @torch.inference_mode()
