@@ -40,10 +40,8 @@ from quintet.executor.ragged import Int, ranges
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.sequences import plan_of_rows
 from quintet.executor.slots import Rows, SlotTables
-from quintet.executor.speculation.draft_draws import compute_and_draw
-from quintet.executor.speculation.drafters import DraftRows
+from quintet.executor.speculation.drafters import Drafter, DraftRows, compute_and_draw
 from quintet.executor.speculation.gram_index import Tokens
-from quintet.executor.speculation.step_time import StepTime
 from quintet.wire.config import DraftModelConfig
 from quintet.wire.step import StepPlan
 
@@ -68,8 +66,10 @@ class HeadLayer:
         return self.program.received_hidden
 
 
-class HeadDrafter:
-    """A `quintet.executor.speculation.drafters.Drafter` with a head, its KV memory, and features."""
+class HeadDrafter(Drafter):
+    """A drafter with a head, its KV memory, and features."""
+
+    reads_steps = True
 
     def __init__(
         self,
@@ -82,6 +82,7 @@ class HeadDrafter:
         sampler: Sampler,
     ) -> None:
         """layers: of the head. target: of the served model, as ``tables`` and ``sampler``."""
+        super().__init__()
         self._head, self._layers, self._target = head, layers, target
         self._aux_hidden: tuple[Sequence[torch.Tensor], list[Bits]] = (), []
         """Hidden states of the served model that the head reads."""
@@ -112,17 +113,6 @@ class HeadDrafter:
         self._token_map: Tokens | None = (
             None if head.token_map is None else head.token_map.numpy().astype(np.int32)
         )
-        self._time = StepTime()
-
-    output_cache = None
-    reads_steps = True
-
-    @property
-    def step_time(self) -> tuple[float, float]:
-        return self._time.fit()
-
-    def end(self, slot: int, num_tokens: int) -> None:
-        """See `Drafter.end`."""
 
     def note(self, plan: StepPlan) -> None:
         if plan.new_rows:
