@@ -46,9 +46,9 @@ class RankMemory:
     stages: tuple[int, ...] = ()
     """Of the ranks of each stage; see `quintet.executor.distributed.parallel.ranks`."""
     links: tuple[int, ...] = ()
-    """Between each stage and the next; see `quintet.executor.distributed.parallel.rank_views`."""
+    """Between each stage and the next; see `quintet.executor.distributed.parallel.ranks`."""
     gather: tuple[int, ...] = ()
-    """Of gathered KV blocks; see `quintet.executor.distributed.parallel.kv_gather`."""
+    """Of gathered KV blocks; see `quintet.executor.distributed.parallel.whole_blocks`."""
 
 
 @dataclass(frozen=True, slots=True)

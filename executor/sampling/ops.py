@@ -6,14 +6,14 @@ The defaults are the torch references. To add kernels, add a file and an entry i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from quintet.executor.backends.platforms.platform import import_string
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw import draw
+from quintet.executor.sampling.host_kernels import draw_on_host, entries_on_host
 from quintet.executor.sampling.logprob_entries import LogprobEntries, entries
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import Settings
@@ -49,17 +49,10 @@ class SamplingOps:
     entries: ReportEntries = entries
 
 
-IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "cpu": {
-        "draw": "quintet.executor.sampling.draw_on_host:draw_on_host",
-        "entries": "quintet.executor.sampling.logprob_entries_on_host:entries_on_host",
-    },
-    "cuda": {},
-}
-"""Import strings by platform and operation; they replace the torch references."""
+IMPLEMENTATIONS = {"cpu": SamplingOps(draw_on_host, entries_on_host)}
+"""Operations by platform; others have the torch references."""
 
 
 def sampling_ops_of(platform: str) -> SamplingOps:
     """Return the operations of a platform."""
-    paths = IMPLEMENTATIONS.get(platform, {})
-    return replace(SamplingOps(), **{name: import_string(path) for name, path in paths.items()})
+    return IMPLEMENTATIONS.get(platform, SamplingOps())

@@ -14,7 +14,7 @@ from quintet.executor.backends.registry import Unsupported
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.pipeline import Pipeline
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
-from quintet.executor.distributed.parallel.rank_views import open_links, open_ranks, share_of_rank
+from quintet.executor.distributed.parallel.ranks import open_links, open_ranks, share_of_rank
 from quintet.executor.interface import StepWorker
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.loading import MODEL_DTYPES

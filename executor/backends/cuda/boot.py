@@ -11,11 +11,11 @@ import torch
 
 from quintet.executor.backends.cuda.attention.backend import AttentionBackend, AttentionNeeds
 from quintet.executor.backends.cuda.attention.choice import BackendChoice, choose_attention, choose_for_ranks
-from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
 from quintet.executor.backends.cuda.graphs import graph_sizes
 from quintet.executor.backends.cuda.kv_memory import graph_bytes, num_kv_blocks
+from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlans
 from quintet.executor.backends.cuda.ranks.communicator import (
     DeviceCommunicator,
     communicator_of,

@@ -16,18 +16,18 @@ from quintet.executor.backends.cpu.ops.activation import activate, xielu
 from quintet.executor.backends.cpu.ops.linear import GatedActivation
 from quintet.executor.backends.cpu.ops.rope_kv_write import rope
 from quintet.executor.backends.cuda.attention.backend import AttentionBackend
-from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.experts import GATES, experts
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
 from quintet.executor.backends.cuda.ops.activation import gated
 from quintet.executor.backends.cuda.ops.attention import paged_attention
+from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlans
 from quintet.executor.backends.cuda.ops.formats import PACK_BYTES
 from quintet.executor.backends.cuda.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv
 from quintet.executor.backends.cuda.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 from quintet.executor.backends.cuda.ranks.communicator import DeviceCommunicator
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 from quintet.executor.embeds import StepEmbeds
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.share import KeptRange

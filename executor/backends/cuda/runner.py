@@ -13,18 +13,17 @@ import numpy as np
 import torch
 
 from quintet.executor.backends.cuda.attention.backend import AttentionBackend, HostRows
-from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.forward import DevicePass, Value
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
 from quintet.executor.backends.cuda.graphs import GraphSize
+from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlans
 from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks
 from quintet.executor.backends.cuda.ops.draw import draw
 from quintet.executor.backends.cuda.ops.peers import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import apply_plan, scatter_drafts, scatter_tokens
 from quintet.executor.backends.cuda.ranks.communicator import DeviceCommunicator
-from quintet.executor.backends.cuda.rows import SampledRows, StepRows
-from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
+from quintet.executor.backends.cuda.tables import DeviceTables, SampledRows, StepMemory, StepRows
 from quintet.executor.embeds import StepEmbeds
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.memory import to_device

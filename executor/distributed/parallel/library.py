@@ -31,11 +31,11 @@ class OrderKind(IntEnum):
     IDLE_TASK = 5
     """Run an idle task."""
     MOVE_EXPERT = 6
-    """Copy a chunk of an expert between ranks; see `quintet.executor.distributed.parallel.expert_copies`."""
+    """Copy a chunk of an expert between ranks; see `quintet.executor.distributed.parallel.balancer`."""
     CARRY_OUT = 8
     """Copy parts of blocks to the gather memory: int32 pairs of block and row.
 
-    See `quintet.executor.distributed.parallel.kv_gather`.
+    See `quintet.executor.distributed.parallel.whole_blocks`.
     """
     CARRY_IN = 9
     """Copy parts of blocks back from the gather memory."""

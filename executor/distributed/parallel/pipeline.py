@@ -17,7 +17,7 @@ from quintet.executor.backends.cpu.program.runner import append_draw
 from quintet.executor.backends.cpu.program.step import CStep, Step
 from quintet.executor.distributed.parallel.handover import Handover
 from quintet.executor.distributed.parallel.library import Note, StepPart
-from quintet.executor.distributed.parallel.rank_views import Links
+from quintet.executor.distributed.parallel.ranks import Links
 from quintet.executor.embeds import embeds_of
 from quintet.executor.model_config.share import Share, aux_layers_of
 from quintet.executor.ragged import Int

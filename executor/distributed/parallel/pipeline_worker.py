@@ -26,7 +26,7 @@ from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.library import Note, OrderKind
 from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
-from quintet.executor.distributed.parallel.rank_views import Links
+from quintet.executor.distributed.parallel.ranks import Links
 from quintet.executor.distributed.parallel.whole_blocks import BlocksOfAllRanks, Moves, own_moves
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.kv_transfer.connector import KvConnector

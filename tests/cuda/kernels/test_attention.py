@@ -8,7 +8,7 @@ from tests.cuda.kernels.attention_problem import FP8, Problem, Row, Shape
 
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.attention import AttentionPlan, paged_attention
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 from quintet.executor.models.layers.attention import AttentionWindow
 
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 300]

@@ -15,7 +15,7 @@ from quintet.executor.backends.cuda.attention.backend import (
 )
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 
 ROWS = ((0, 77), (130, 1), (37, 40))
 """Cached and new tokens of a prompt, a decode row and a chunk."""

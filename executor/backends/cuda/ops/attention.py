@@ -14,7 +14,7 @@ from quintet.executor.backends.cuda.ops.attention_plan import (
     MatrixKernels,
 )
 from quintet.executor.backends.cuda.ops.formats import PACK_BYTES, Planes, check_planes, describe
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 from quintet.executor.models.layers.attention import AttentionWindow
 
 __all__ = ["AttentionPlan", "paged_attention"]

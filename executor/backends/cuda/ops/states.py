@@ -11,7 +11,7 @@ import torch
 
 from quintet.executor.backends.cuda.device import Argument, Device, Kernel
 from quintet.executor.backends.cuda.ops.formats import describe, number_format
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 
 THREADS = 128
 TILE = 8
