@@ -14,9 +14,10 @@ import platform
 from collections.abc import Collection
 from pathlib import Path
 
+from quintet.process.control_groups import SYSTEM
+
 log = logging.getLogger(__name__)
 
-SYSTEM = Path("/sys")
 MPOL_INTERLEAVE = 3
 MBIND = {"x86_64": 237, "aarch64": 235}
 """System call number of Linux's mbind(2), for which the C library has no wrapper."""
@@ -29,15 +30,7 @@ def usable_nodes(affinity: set[int] | None = None, system: Path = SYSTEM) -> lis
     Default: the processors of all threads of this process, because each thread may be pinned.
     """
     allowed = _processors_of_threads() if affinity is None else affinity
-    nodes = []
-    for folder in (system / "devices/system/node").glob("node[0-9]*"):
-        try:
-            processors = _listed((folder / "cpulist").read_text())
-        except OSError:
-            continue
-        if processors & allowed:
-            nodes.append(int(folder.name.removeprefix("node")))
-    return sorted(nodes)
+    return sorted(set(nodes_of(allowed, system).values()))
 
 
 def nodes_of(processors: Collection[int], system: Path = SYSTEM) -> dict[int, int]:
