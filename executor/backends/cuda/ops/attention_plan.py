@@ -70,21 +70,51 @@ class Fit:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixKernels:
-    """Kernels for one head dimension and dtype, with their occupancy."""
+@dataclass(slots=True)
+class MatrixKernel:
+    """A kernel for one head dimension and dtype, with its workspace."""
 
-    decode: Kernel
-    chunk: Kernel
-    decode_fit: Fit
-    chunk_fit: Fit
-    chunk_query_tile: int
-    totals_per_block: int
-    """fp32 values that a chunk block keeps of its earlier splits."""
+    kernel: Kernel
+    fit: Fit
+    blocks: int
+    """Resident blocks of the device."""
+    query_tile: int
+    num_query_tiles: int
+    """Query tiles with splits that the workspace holds."""
+    sums: torch.Tensor
+    stats: torch.Tensor
+    tickets: torch.Tensor
+    """0 between launches: the block that stores the last part of a query tile resets its ticket."""
+    totals: torch.Tensor | None = None
+    """fp32 values that a block keeps of its earlier splits; only with fixed splits of chunks."""
 
     @classmethod
-    def of(
-        cls, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, max_shared_bytes: int
+    def allocate(
+        cls, device: Device, kernel: Kernel, fit: Fit, query_tile: int, head_dim: int, tiles_per_block: int
+    ) -> MatrixKernel:
+        """Allocate the workspace. tiles_per_block: query tiles per resident block."""
+        blocks = device.num_multiprocessors * fit.blocks
+        num_tiles = blocks * tiles_per_block
+
+        def floats(width: int) -> torch.Tensor:
+            return torch.empty(
+                (num_tiles, query_tile, width), dtype=torch.float32, device=device.torch_device
+            )
+
+        tickets = torch.zeros(num_tiles, dtype=torch.int32, device=device.torch_device)
+        return cls(kernel, fit, blocks, query_tile, num_tiles, floats(head_dim), floats(2), tickets)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixKernels:
+    """Kernels for one head dimension and dtype."""
+
+    decode: MatrixKernel
+    chunk: MatrixKernel
+
+    @classmethod
+    def allocate(
+        cls, device: Device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, fixed_splits: bool
     ) -> MatrixKernels:
         """Return the kernels. `supports_matrix_kernels` must hold."""
         dim = next(width for width in MATRIX_DIMS if width >= head_dim)
@@ -95,14 +125,24 @@ class MatrixKernels:
         tiles_per_warp = 1 if dim > 128 else 2
         query_tile = 64 * tiles_per_warp
         weights, largest = DECODE_QUERY_TILE * (2 * TILE + 16), 4 * DECODE_QUERY_TILE * 4
-        return cls(
-            Kernel("attention_decode", f"attention_decode_{dim}_{suffix}", _MATRIX_KINDS),
-            Kernel("attention_chunk", f"attention_chunk_{dim}_{suffix}", _MATRIX_KINDS),
-            Fit.of(max_shared_bytes, DECODE_QUERY_TILE * row + weights + largest + wide, unit),
-            Fit.of(max_shared_bytes, query_tile * row + wide, unit),
-            query_tile,
-            tiles_per_warp * 2 * (dim // 4 + 2) * THREADS,
+        decode_bytes, chunk_bytes = (
+            DECODE_QUERY_TILE * row + weights + largest + wide,
+            query_tile * row + wide,
         )
+        decode, chunk = (
+            MatrixKernel.allocate(
+                *(device, Kernel(f"attention_{name}", f"attention_{name}_{dim}_{suffix}", _MATRIX_KINDS)),
+                *(Fit.of(device.max_shared_bytes, fixed_bytes, unit), tile, head_dim, tiles_per_block),
+            )
+            for name, fixed_bytes, tile, tiles_per_block in (
+                ("decode", decode_bytes, DECODE_QUERY_TILE, _DECODE_QUERY_TILES_PER_BLOCK),
+                ("chunk", chunk_bytes, query_tile, _CHUNK_QUERY_TILES_PER_BLOCK),
+            )
+        )
+        if fixed_splits:
+            totals_per_block = tiles_per_warp * 2 * (dim // 4 + 2) * THREADS
+            chunk.totals = chunk.sums.new_empty(chunk.blocks, totals_per_block)
+        return cls(decode, chunk)
 
 
 def supports_matrix_kernels(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> bool:
@@ -160,30 +200,14 @@ class AttentionPlan:
         self.matrix: MatrixKernels | None = None
         self._device = device
         if value_dim == head_dim and supports_matrix_kernels(dtype, kv_dtype, head_dim):
-            self.matrix = MatrixKernels.of(dtype, kv_dtype, head_dim, device.max_shared_bytes)
-            self._allocate(self.matrix, fixed_splits)
+            self.matrix = MatrixKernels.allocate(device, dtype, kv_dtype, head_dim, fixed_splits=fixed_splits)
+            self._allocate_tables(fixed_splits)
 
-    def _allocate(self, kernels: MatrixKernels, fixed_splits: bool) -> None:
+    def _allocate_tables(self, fixed_splits: bool) -> None:
         device = self._device.torch_device
         self.split_size = fixed_split_size(self.max_model_len) if fixed_splits else None
         """Positions; None: the device selects it in every step."""
         self.split_tiles = _UNSPLIT_TILES if self.split_size is None else self.split_size // TILE
-        self.decode_blocks = self._device.num_multiprocessors * kernels.decode_fit.blocks
-        self.chunk_blocks = self._device.num_multiprocessors * kernels.chunk_fit.blocks
-        self._decode_query_tiles = self.decode_blocks * _DECODE_QUERY_TILES_PER_BLOCK
-        self._chunk_query_tiles = self.chunk_blocks * _CHUNK_QUERY_TILES_PER_BLOCK
-
-        def floats(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=device)
-
-        self.decode_sums = floats(self._decode_query_tiles, DECODE_QUERY_TILE, self.head_dim)
-        self.decode_stats = floats(self._decode_query_tiles, DECODE_QUERY_TILE, 2)
-        self.chunk_sums = floats(self._chunk_query_tiles, kernels.chunk_query_tile, self.head_dim)
-        self.chunk_stats = floats(self._chunk_query_tiles, kernels.chunk_query_tile, 2)
-        # 0 between launches: the block that stores the last part of a query tile resets its ticket.
-        self.decode_tickets = torch.zeros(self._decode_query_tiles, dtype=torch.int32, device=device)
-        self.chunk_tickets = torch.zeros(self._chunk_query_tiles, dtype=torch.int32, device=device)
-        self.totals = floats(self.chunk_blocks, kernels.totals_per_block) if fixed_splits else None
         self._stride = 4 + 3 * self.max_rows + 1
         self.tables = torch.zeros(
             (len(self.attention_windows), 2, self._stride), dtype=torch.int32, device=device
@@ -214,26 +238,16 @@ class AttentionPlan:
             )
         if self.matrix is None or rows.num_rows == 0:
             return
+        decode, chunk = self.matrix.decode, self.matrix.chunk
         self._device.launch(
             _PLAN,
             (len(self.attention_windows), 2, 1),
             (_PLAN_THREADS, 1, 1),
             (
-                rows.starts,
-                rows.counts,
-                self._window_limits,
-                self.tables,
-                rows.num_rows,
-                self.max_rows,
-                self._stride,
-                self.group,
-                self.num_kv_heads,
-                self.matrix.chunk_query_tile,
-                self.split_size or 0,
-                self.decode_blocks,
-                self.chunk_blocks,
-                self._decode_query_tiles,
-                self._chunk_query_tiles,
+                *(rows.starts, rows.counts, self._window_limits, self.tables),
+                *(rows.num_rows, self.max_rows, self._stride, self.group, self.num_kv_heads),
+                *(chunk.query_tile, self.split_size or 0, decode.blocks, chunk.blocks),
+                *(decode.num_query_tiles, chunk.num_query_tiles),
             ),
         )
 
