@@ -278,13 +278,13 @@ def test_boot_waits_for_a_compiling_rank(tmp_path: Path) -> None:
         if rank == 1:
             assert not compiled.wait(0.2), "no message is sent: compile time passes"
         total = communicator.add(torch.ones(1, 8))
-        communicator.check()
-        communicator.limit_waits()
+        communicator.peers.check()
+        communicator.peers.limit_waits()
         if rank == 0:
             communicator.add(torch.ones(1, 8))
             waited.set()
             with pytest.raises(RankDesyncError, match=r"rank 0 of 2 timed out after 0\.05 s"):
-                communicator.check()
+                communicator.peers.check()
         assert waited.wait(60.0)
         return total
 

@@ -71,19 +71,11 @@ class PlanBuffer:
 class DeviceSteps:
     """Launches of packed plans, in order."""
 
-    def __init__(
-        self,
-        runner: DeviceRunner,
-        staging: torch.Tensor,
-        config: EngineConfig,
-        ranks: Ranks | None = None,
-    ) -> None:
-        """staging: int32, the runner's; graphs read a plan's words from it. ranks: given if several ranks capture together."""
-        self.runner = runner
-        self._device = runner.device
-        self.staging = staging
+    def __init__(self, runner: DeviceRunner, config: EngineConfig, ranks: Ranks | None = None) -> None:
+        """ranks: given if several ranks capture together."""
+        self.runner, self._device, self.staging = runner, runner.device, runner.staging
         scheduler = config.scheduler
-        self._words = PinnedRing(self._device, scheduler.max_steps_in_flight + 1, len(staging))
+        self._words = PinnedRing(self._device, scheduler.max_steps_in_flight + 1, len(self.staging))
         self.graphs: DecodeGraphs[DecodeGraph] | None = None
         if not config.executor.enforce_eager:
             agree = None if ranks is None else ranks.all_agree

@@ -32,7 +32,6 @@ from quintet.executor.backends.cuda.ops.entries import DeviceReport
 from quintet.executor.backends.cuda.ops.peers import RankDesyncError
 from quintet.executor.backends.cuda.ops.penalties import DevicePenalties
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
-from quintet.executor.backends.cuda.ranks.communicator import DeviceCommunicator
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.runner import DecodeGraph, Drawn
 from quintet.executor.backends.cuda.step_clock import StepClock
@@ -87,16 +86,14 @@ class DeviceWorker:
         config: EngineConfig,
         num_blocks: int,
         span: TraceSpan = no_span,
-        communicator: DeviceCommunicator | None = None,
         broadcaster: RankBroadcaster | None = None,
     ) -> None:
-        """communicator, broadcaster: given for rank 0 of several ranks; the other ranks launch the same steps."""
+        """broadcaster: given for rank 0 of several ranks; the other ranks launch the same steps."""
         self.num_blocks = num_blocks
         self.facts = {"blocks": str(num_blocks)}
         self.runner = runner = steps.runner
         self.steps = steps
         self._device = device = runner.device
-        self._communicator = communicator
         self._broadcaster = broadcaster
         self._span = span
         scheduler, model = config.scheduler, config.model
@@ -354,8 +351,8 @@ class DeviceWorker:
             ) from error
 
     def _on_end(self, step: DeviceStep) -> None:
-        if self._communicator is not None:
-            self._communicator.check()
+        if self.runner.communicator is not None:
+            self.runner.communicator.peers.check()
         self._num_ended += 1
         assert self._unended[0] is step, "steps end in order"
         self._unended.popleft()

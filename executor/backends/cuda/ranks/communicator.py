@@ -48,7 +48,7 @@ class DeviceCommunicator:
         """library: None to use only our kernel."""
         self.share = share
         self._device = device
-        self._peers = peers
+        self.peers = peers
         self._library = library
         self._ids = Columns(device, [1] + [0] * (share.size - 1), ID_BYTES)
         self._columns: dict[tuple[tuple[int, ...], int], Columns] = {}
@@ -59,18 +59,11 @@ class DeviceCommunicator:
         """True if this is rank 0, which draws tokens."""
         return self.share.rank == 0
 
-    def check(self) -> None:
-        self._peers.check()
-
-    def limit_waits(self) -> None:
-        """See `Peers.limit_waits`. Call it after startup, once every rank has loaded the kernels of a step."""
-        self._peers.limit_waits()
-
     def add(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum of all ranks' ``x [rows, width]`` plus the bias ``[width]``. Overwrites ``x``."""
         x = x.contiguous()
         if self._library is None or x.nbytes <= ONE_SHOT_BYTES[self.share.size]:
-            return all_reduce(self._device, self._peers, x, bias, x)
+            return all_reduce(self._device, self.peers, x, bias, x)
         self._library.add(x)
         return x if bias is None else x.add_(bias)
 
@@ -93,14 +86,14 @@ class DeviceCommunicator:
 
     def broadcast_ids(self, ids: torch.Tensor) -> None:
         """Overwrite ``ids``, int32[tokens], with rank 0's: only its token table has the drawn tokens."""
-        gather(self._device, self._peers, self._ids, len(ids), ids if self.is_first else None, ids)
+        gather(self._device, self.peers, self._ids, len(ids), ids if self.is_first else None, ids)
 
     def _gather(self, x: torch.Tensor, whole: torch.Tensor | None, widths: tuple[int, ...]) -> None:
         key = widths, x.element_size()
         if key not in self._columns:
             self._columns[key] = Columns(self._device, *key)
         own = x.contiguous() if widths[self.share.rank] else None
-        gather(self._device, self._peers, self._columns[key], len(x), own, whole)
+        gather(self._device, self.peers, self._columns[key], len(x), own, whole)
 
 
 def open_peers(device: Device, ranks: Ranks) -> Peers:
