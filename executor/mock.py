@@ -124,7 +124,6 @@ class MockWorker:
 
     @property
     def num_active_slots(self) -> int:
-        """Slots in use."""
         return len(self._used_slots)
 
     def reset(self) -> None:

@@ -123,7 +123,6 @@ class Worker:
 
     @property
     def num_active_slots(self) -> int:
-        """Slots in use."""
         return self.tables.num_active_slots
 
     def reset(self) -> None:

@@ -54,5 +54,4 @@ IMPLEMENTATIONS = {"cpu": SamplingOps(draw_on_host, entries_on_host)}
 
 
 def sampling_ops_of(platform: str) -> SamplingOps:
-    """Return the operations of a platform."""
     return IMPLEMENTATIONS.get(platform, SamplingOps())

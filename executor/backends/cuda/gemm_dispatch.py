@@ -65,7 +65,6 @@ class WeightShape:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> WeightShape:
-        """Return the shape of a weight."""
         return cls(weight.shape[0], weight.shape[1], weight.dtype)
 
     def __str__(self) -> str:
@@ -138,7 +137,6 @@ class DeviceLinears:
         return self._run(self.backend_for(weight, x.shape[0]), x, weight, bias, out)
 
     def backend_for(self, weight: torch.Tensor, num_rows: int) -> GemmBackend:
-        """Return the backend for a weight and a number of rows."""
         if self._batch_invariant:
             return GemmBackend.MATMUL
         if num_rows <= MEASURED_ROWS[-1]:

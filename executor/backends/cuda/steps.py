@@ -25,10 +25,16 @@ from quintet.wire.config import EngineConfig
 
 @dataclass(slots=True)
 class PinnedBuffer:
-    """Pinned memory, and the event after the last copy that used it."""
+    """Host memory, normally pinned, and the event after the last copy that used it."""
 
     host: torch.Tensor
     free_after: Event | None = None
+
+    @property
+    def words(self) -> Words:
+        """``host`` as a numpy array."""
+        words: Words = self.host.numpy()
+        return words
 
 
 class PinnedRing:
@@ -52,22 +58,6 @@ class PinnedRing:
         return buffer
 
 
-@dataclass(frozen=True, slots=True)
-class PlanBuffer:
-    """Host buffer for the packed words of a plan."""
-
-    host: torch.Tensor
-    """int32"""
-    _buffer: PinnedBuffer | None
-    """None if the plan exceeds a pinned buffer, which is too rare to reserve memory for."""
-
-    @property
-    def words(self) -> Words:
-        """``host`` as a numpy array."""
-        words: Words = self.host.numpy()
-        return words
-
-
 class DeviceSteps:
     """Launches of packed plans, in order."""
 
@@ -83,19 +73,21 @@ class DeviceSteps:
         num_host_blocks = config.model.kv.num_offloaded_blocks(config.cache.swap_bytes)
         self.host_pool = HostPool(self._device, runner.pool, num_host_blocks) if num_host_blocks else None
 
-    def buffer_for(self, num_words: int) -> PlanBuffer:
-        """Return a buffer for ``num_words``; may wait for the last copy from a pinned buffer."""
-        if num_words > len(self.staging):
-            return PlanBuffer(torch.empty(num_words, dtype=torch.int32), None)
-        buffer = self._words.take()
-        return PlanBuffer(buffer.host, buffer)
+    def buffer_for(self, num_words: int) -> PinnedBuffer:
+        """Return a buffer for ``num_words``; may wait for the last copy from it.
 
-    def send(self, buffer: PlanBuffer, num_words: int) -> torch.Tensor:
+        A plan that exceeds ``staging`` is too rare to reserve pinned memory for.
+        """
+        if num_words > len(self.staging):
+            return PinnedBuffer(torch.empty(num_words, dtype=torch.int32))
+        return self._words.take()
+
+    def send(self, buffer: PinnedBuffer, num_words: int) -> torch.Tensor:
         """Copy the words to the device; return the device tensor, normally ``staging``."""
-        if buffer._buffer is None:
+        if len(buffer.host) > len(self.staging):
             return buffer.host[:num_words].to(self._device.torch_device)
         self.staging[:num_words].copy_(buffer.host[:num_words], non_blocking=True)
-        buffer._buffer.free_after = self._device.record()
+        buffer.free_after = self._device.record()
         return self.staging
 
     def move_blocks(self, packed: PackedPlan, staging: torch.Tensor) -> None:

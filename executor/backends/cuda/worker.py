@@ -154,7 +154,6 @@ class DeviceWorker:
 
     @property
     def num_active_slots(self) -> int:
-        """Number of active slots."""
         return self.tables.num_active_slots
 
     experts = None  # the device does not count expert use

@@ -114,7 +114,6 @@ class Hub:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Close the sockets."""
         self._socket.disable_monitor()
         self._context.destroy(linger=0)
 

@@ -114,7 +114,6 @@ class Member:
         self._try_next_s, self._last_warning_s = 0.0, time.monotonic() - WARNING_INTERVAL_S + TRY_S
 
     def close(self) -> None:
-        """Close the sockets."""
         self._socket.disable_monitor()
         self._context.destroy(linger=0)
 

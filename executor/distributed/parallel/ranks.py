@@ -199,7 +199,6 @@ class Ranks:
         return self._order
 
     def items(self, order: COrder) -> bytes:
-        """Return the items of an order."""
         return ctypes.string_at(self.library.items(self.handle), order.end)
 
     def done_with(self, orders: int) -> None:

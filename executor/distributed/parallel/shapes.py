@@ -130,7 +130,6 @@ def gather_shape(config: EngineConfig) -> CRanksShape:
 
 
 def spec_of(model: ModelConfig) -> DecoderSpec:
-    """Return the spec of a divisible model."""
     spec = FAMILIES[model.architecture].read(hf_config_of(model))
     assert isinstance(spec, DecoderSpec), model.architecture
     return spec

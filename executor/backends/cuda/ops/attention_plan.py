@@ -326,7 +326,6 @@ class AttentionPlans:
             )
 
     def of(self, layer: AttentionLayer) -> AttentionPlan:
-        """Return the plan of a layer."""
         return self._plans[layer.heads]
 
     @property
