@@ -14,9 +14,16 @@ from pathlib import Path
 import cupy
 import torch
 
-from quintet.executor.backends.cuda.device import Argument, Event, Kernel, LaunchError, Size, check_launch
+from quintet.executor.backends.cuda.device import (
+    Argument,
+    ArgumentBuffer,
+    Event,
+    Kernel,
+    LaunchError,
+    Size,
+    check_launch,
+)
 from quintet.executor.backends.cuda.graph_capture import GraphCapture
-from quintet.executor.backends.cuda.kernels.arguments import ArgumentBuffer
 from quintet.executor.backends.cuda.kernels.modules import FLAGS, KINDS, Kind, ModuleStore, RefusedError
 from quintet.executor.backends.cuda.step_clock import wait_until_done
 from quintet.wire.errors import ConfigError
