@@ -35,7 +35,6 @@ def draw(
     positions: torch.Tensor,
     out: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draw a token for each of n rows of ``logits [S, vocab]`` (bf16, fp16 or fp32): int32[n]. The logits are not changed.
 
@@ -43,7 +42,6 @@ def draw(
     - slots: int32[n], slot of each row's settings; -1: the row is skipped and ``out`` is unchanged; None: row i has record i.
     - positions: int32[n], position of the drawn token; input of the random number generator.
     - rows: int32[n], rows of the logits; None: the first n.
-    - scratch: see `tile_scratch`; None: allocated.
 
     A token depends only on its row, settings and position. Two launches; no host sync.
     """
@@ -62,7 +60,7 @@ def draw(
         out = torch.empty(count, dtype=torch.int32, device=logits.device)
     if not count:
         return out
-    maxima, sums = scan_tiles(device, logits, rows, settings, slots, count, 0.0, scratch)
+    maxima, sums = scan_tiles(device, logits, rows, settings, slots, count, 0.0)
     device.launch(
         DRAW[logits.dtype],
         (count, 1, 1),

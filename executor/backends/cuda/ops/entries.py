@@ -82,7 +82,7 @@ def entries(
         )
     result = DeviceEntries.reserve(count, num_top, logits.device)
     normalizers, ids, values, ranks = result.columns()
-    maxima, sums = scan_tiles(device, logits, rows, None, None, count, 1.0, None)
+    maxima, sums = scan_tiles(device, logits, rows, None, None, count, 1.0)
     device.launch(
         REPORT[logits.dtype],
         (count, 1, 1),

@@ -24,11 +24,6 @@ def num_tiles(vocab_size: int) -> int:
     return -(-vocab_size // TILE)
 
 
-def tile_scratch(device: Device, num_rows: int, vocab_size: int) -> torch.Tensor:
-    """Allocate maxima and sums of the tiles: fp32 ``[2, num_rows, tiles]``."""
-    return torch.empty((2, num_rows, num_tiles(vocab_size)), device=device.torch_device)
-
-
 def check_logits(logits: torch.Tensor) -> None:
     """Raise `ValueError` for unsupported logits."""
     if logits.dim() != 2 or logits.stride(1) != 1 or logits.dtype not in SUFFIXES or not logits.shape[1]:
@@ -64,7 +59,6 @@ def scan_tiles(
     slots: torch.Tensor | None,
     count: int,
     temperature: float,
-    scratch: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute maxima and sums, fp32 ``[count, tiles]`` each, for ``count`` rows of checked ``logits``.
 
@@ -72,24 +66,9 @@ def scan_tiles(
     applies to all rows. Rows with temperature 0 get no sums; rows with slot -1 get neither.
     """
     tiles = num_tiles(logits.shape[1])
-    if scratch is None:
-        scratch = tile_scratch(device, count, logits.shape[1])
-    elif (
-        scratch.dtype != torch.float32
-        or scratch.dim() != 3
-        or scratch.shape[0] != 2
-        or scratch.shape[1] < count
-        or scratch.shape[2] != tiles
-        or not scratch.is_contiguous()
-        or scratch.device != logits.device
-    ):
-        raise ValueError(
-            f"scratch is {scratch.dtype}{list(scratch.shape)} on {scratch.device}; expected contiguous"
-            f" float32[2, {count} or more, {tiles}] on {logits.device}"
-        )
     # few rows: a warp per tile, so that many multiprocessors read a row; many rows: enough blocks to fill the device
     num_blocks = max(1, min(-(-tiles // SCAN_WARPS), 4 * device.num_multiprocessors // count))
-    maxima, sums = scratch[0], scratch[1]
+    maxima, sums = torch.empty((2, count, tiles), device=device.torch_device)
     device.launch(
         SCAN_TILES[logits.dtype],
         (num_blocks, count, 1),
