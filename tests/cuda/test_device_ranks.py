@@ -28,7 +28,7 @@ from tests.models.test_engine import CoreAndWorker, changed
 
 from quintet.executor.backends.cuda.device import Kernel, Size
 from quintet.executor.backends.cuda.graphs import GraphSize
-from quintet.executor.backends.cuda.ops.peers import (
+from quintet.executor.backends.cuda.ops.collectives import (
     EXCHANGE,
     NO_TIMEOUT_NS,
     WAIT_TIMEOUT_S,

@@ -19,8 +19,8 @@ from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
 from quintet.executor.backends.cuda.graphs import GraphSize
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlans
 from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks
+from quintet.executor.backends.cuda.ops.collectives import RankDesyncError
 from quintet.executor.backends.cuda.ops.draw import draw
-from quintet.executor.backends.cuda.ops.peers import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import apply_plan, scatter_drafts, scatter_tokens
 from quintet.executor.backends.cuda.ranks.communicator import DeviceCommunicator
 from quintet.executor.backends.cuda.tables import DeviceTables, SampledRows, StepMemory, StepRows

@@ -15,7 +15,7 @@ from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.device import Device, Event
 from quintet.executor.backends.cuda.graphs import DecodeGraphs, GraphSize, graph_sizes
 from quintet.executor.backends.cuda.kv_memory import HostPool
-from quintet.executor.backends.cuda.ops.peers import RankDesyncError
+from quintet.executor.backends.cuda.ops.collectives import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, Words
 from quintet.executor.backends.cuda.runner import DecodeGraph, DeviceRunner, Drawn
 from quintet.executor.distributed.parallel.ranks import Ranks

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -27,9 +26,9 @@ import torch
 from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.device import Device, Event
 from quintet.executor.backends.cuda.device_step import DeviceStep
+from quintet.executor.backends.cuda.ops.collectives import RankDesyncError
 from quintet.executor.backends.cuda.ops.draw import DeviceDraw
 from quintet.executor.backends.cuda.ops.entries import DeviceReport
-from quintet.executor.backends.cuda.ops.peers import RankDesyncError
 from quintet.executor.backends.cuda.ops.penalties import DevicePenalties
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
@@ -56,9 +55,9 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
 
 
-def sampling_ops(device: Device, ops: SamplingOps) -> SamplingOps:
-    """Return ``ops`` with the device's draw and log-probability kernels."""
-    return replace(ops, draw=DeviceDraw(device), entries=DeviceReport(device))
+def sampling_ops(device: Device) -> SamplingOps:
+    """Return the device's draw and log-probability kernels."""
+    return SamplingOps(DeviceDraw(device), DeviceReport(device))
 
 
 def shaping_on(device: Device) -> tuple[Callable[[int, int], LogitsProcessor], ...]:
@@ -117,7 +116,6 @@ class DeviceWorker:
         self._clock = StepClock()
         self._newest_end: Event | None = None
         self._num_ended = 0
-        is_gpu = device.torch_device.type == "cuda"
         pool = steps.host_pool
         self.num_host_blocks = 0 if pool is None else pool.num_blocks
         self.kv = None
@@ -127,7 +125,7 @@ class DeviceWorker:
             self.swap_bytes_per_s = pool.measure()
             self.facts["swap"] = f"{pool.num_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._oom_split = OomSplit(
-            torch.cuda.empty_cache if is_gpu else _no_cache,
+            torch.cuda.empty_cache if device.torch_device.type == "cuda" else lambda: None,
             self.tables.continue_states if model.kv.has_states else None,
         )
 
@@ -137,7 +135,7 @@ class DeviceWorker:
         speculative, max_num_seqs = scheduler.speculative, scheduler.max_num_seqs
         max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
         grammars = Grammars(max_num_seqs, model, max_drafts=max_drafts)
-        ops, shaping = sampling_ops(device, SamplingOps()), shaping_on(device)
+        ops, shaping = sampling_ops(device), shaping_on(device)
         if speculative is None:
             return Sampler(max_num_seqs, model.vocab_size, self.tables, ops, shaping, grammars)
         on_host = self.tables.on_host()
@@ -390,7 +388,3 @@ class DeviceWorker:
         self._num_without_graph += self.steps.is_graph_shape(packed, staging, embeds)
         host = HostRows(np.frombuffer(plan.starts, np.int32), np.frombuffer(plan.counts, np.int32))
         return self.steps.compute(packed, staging, host, embeds)
-
-
-def _no_cache() -> None:
-    """Do nothing: torch caches no memory for this device."""

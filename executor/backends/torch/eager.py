@@ -71,7 +71,7 @@ class EagerPass:
         self._rotations = rotations
         self._embeds = embeds
         self.num_started = 0
-        """Number of started operations; earlier ones are complete or queued on a device."""
+        """Number of started layers; earlier ones are complete or queued on a device."""
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -91,11 +91,9 @@ class EagerPass:
         return embedded
 
     def add_positions(self, x: torch.Tensor, table: torch.Tensor, offset: int) -> torch.Tensor:
-        self.num_started += 1
         return x + table.index_select(0, self._batch.positions + offset)
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        self.num_started += 1
         return norm(x)
 
     def linear(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -104,19 +102,15 @@ class EagerPass:
         return y if layer.lora is None else layer.lora.add(x, y, self._batch.adapters)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        self.num_started += 1
         return x + y
 
     def multiply(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        self.num_started += 1
         return x * y
 
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-        self.num_started += 1
         return x * factor
 
     def clip(self, x: torch.Tensor, bound: float) -> torch.Tensor:
-        self.num_started += 1
         return clipped(x, -bound, bound)
 
     def from_previous_stage(self, width: int) -> torch.Tensor:
@@ -130,15 +124,12 @@ class EagerPass:
         return x
 
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
-        self.num_started += 1
         return torch.tanh(x / cap) * cap
 
     def activation(self, x: torch.Tensor, kind: Activation) -> torch.Tensor:
-        self.num_started += 1
         return activate(x, kind)
 
     def xielu(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        self.num_started += 1
         return xielu(x, numbers)
 
     def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
@@ -149,7 +140,6 @@ class EagerPass:
         return layer(x)
 
     def join(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        self.num_started += 1
         return torch.cat((x, y), dim=1)
 
     def experts(self, layer: Experts, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -251,7 +241,7 @@ class EagerRunner:
 
     @property
     def work_done(self) -> int:
-        """Total number of computed operations."""
+        """Total number of computed layers."""
         current = self._pass
         return self._num_done_before + (0 if current is None else current.num_started)
 

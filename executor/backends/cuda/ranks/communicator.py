@@ -17,8 +17,7 @@ from typing import Protocol
 import torch
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ops.collectives import Columns, all_reduce, gather
-from quintet.executor.backends.cuda.ops.peers import MAILBOX_BYTES, Peers
+from quintet.executor.backends.cuda.ops.collectives import MAILBOX_BYTES, Columns, Peers, all_reduce, gather
 from quintet.executor.backends.cuda.ranks.rank_broadcast import device_ranks_shape
 from quintet.executor.distributed.parallel.ranks import SPINS, Ranks
 from quintet.executor.model_config.share import KeptRange, Share, share_of
