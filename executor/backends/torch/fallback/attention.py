@@ -98,35 +98,6 @@ PREFIX = "quintet-paged"
 NO_INTERFACE = "its attention does not use transformers' attention interface"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionCall:
-    """Attention parameters of a layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    scale: float
-    attention_window: AttentionWindow
-    softcap: float | None
-    sinks: torch.Tensor | None
-
-    def layer(self, index: int) -> AttentionLayer:
-        """Convert to our layer. There is no rope, because transformers has rotated queries and keys."""
-        return AttentionLayer(
-            index=index,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.key_dim,
-            value_dim=self.value_dim,
-            scale=self.scale,
-            window=self.attention_window.window,
-            chunk=self.attention_window.chunk,
-            softcap=self.softcap,
-            sinks=None if self.sinks is None else self.sinks.detach().float().contiguous(),
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Mask:
     """Replacement for a mask tensor of transformers."""
@@ -158,10 +129,9 @@ class PagedAttention:
         """max_model_len: sequence length for detecting windows."""
         self.name = f"{PREFIX}-{id(self)}"
         """Name registered with transformers."""
-        self.calls: list[AttentionCall] = []
-        """Calls of a forward pass in order, recorded by the first pass."""
+        self.layers: list[AttentionLayer] = []
+        """Layers of a forward pass in order of their calls, recorded by the first pass. transformers applies RoPE."""
         self._max_model_len = max_model_len
-        self._layers: Sequence[AttentionLayer] = ()
         self._ops: AttendsTokens | None = None
         self._next = 0
         self._windows: list[tuple[Mask, AttentionWindow]] = []
@@ -170,11 +140,11 @@ class PagedAttention:
 
     def record(self) -> None:
         """Make the next pass record the layers' parameters; it computes no attention."""
-        self.calls, self._ops, self._next, self._windows = [], None, 0, []
+        self.layers, self._ops, self._next, self._windows = [], None, 0, []
 
-    def serve(self, ops: AttendsTokens, layers: Sequence[AttentionLayer]) -> None:
-        """Make the next pass compute a step. layers: one per call."""
-        self._ops, self._layers, self._next = ops, layers, 0
+    def serve(self, ops: AttendsTokens) -> None:
+        """Make the next pass compute a step."""
+        self._ops, self._next = ops, 0
 
     def make_mask(self, *_: Any, mask_function: MaskFunction, **__: Any) -> Mask:
         """Return the placeholder of a mask."""
@@ -198,19 +168,19 @@ class PagedAttention:
         index, self._next = self._next, self._next + 1
         shape = (1, query.shape[2], query.shape[1], value.shape[3])
         if self._ops is None:
-            self.calls.append(self._call_of(module, (query, key, value), attention_mask, scaling, more))
+            self.layers.append(self._layer_of(module, (query, key, value), attention_mask, scaling, more))
             return query.new_zeros(shape), None
         q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
-        return self._ops.attention(self._layers[index], q, k, v).view(shape), None
+        return self._ops.attention(self.layers[index], q, k, v).view(shape), None
 
-    def _call_of(
+    def _layer_of(
         self,
         module: torch.nn.Module,
         qkv: Sequence[torch.Tensor],
         mask: Any,
         scaling: float | None,
         more: dict[str, Any],
-    ) -> AttentionCall:
+    ) -> AttentionLayer:
         query, key, value = qkv
         unknown = (
             {name for name, value in more.items() if value is not None}
@@ -221,15 +191,19 @@ class PagedAttention:
             raise UnsupportedModel(f"its attention has unsupported arguments: {', '.join(sorted(unknown))}")
         if query.shape[2] != key.shape[2]:
             raise UnsupportedModel("it uses cross-attention or a cache of its own")
-        return AttentionCall(
+        attention_window = self._window(module, mask, more.get("sliding_window"), query.device)
+        sinks = more.get("s_aux")
+        return AttentionLayer(
+            index=len(self.layers),
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
-            key_dim=key.shape[3],
+            head_dim=key.shape[3],
             value_dim=value.shape[3],
             scale=key.shape[3] ** -0.5 if scaling is None else float(scaling),
-            attention_window=self._window(module, mask, more.get("sliding_window"), query.device),
+            window=attention_window.window,
+            chunk=attention_window.chunk,
             softcap=more.get("softcap"),
-            sinks=more.get("s_aux"),
+            sinks=None if sinks is None else sinks.detach().float().contiguous(),
         )
 
     def _window(

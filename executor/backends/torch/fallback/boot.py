@@ -49,7 +49,7 @@ def _open_runner(context: WorkerContext) -> Runner:
         else:
             loaded = checkpoint.load(attention.name, device)
         model = TransformersModel(loaded, attention)
-        check_calls(model.calls, needs)
+        check_calls(model.attentions, needs)
         self_check = SelfCheck(model, config.model, device)
         context.add(model.num_bytes)
         logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype

@@ -17,13 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from quintet.executor.backends.torch.fallback.attention import (
     NO_INTERFACE,
-    AttentionCall,
     PagedAttention,
     UnsupportedModel,
 )
 from quintet.executor.backends.torch.fallback.checkpoint import Checkpoint
 from quintet.executor.backends.torch.fallback.model import TransformersModel
 from quintet.executor.model_config.spec import KvNeed
+from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.runner import Runner
 from quintet.executor.sequences import SequencePart, place, plan_of_parts
 from quintet.executor.slots import Rows, SlotTables
@@ -96,7 +96,7 @@ def _rotations(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, str]]:
             yield from ((module, str(kind)) for kind in kinds.values())
 
 
-def check_calls(calls: Sequence[AttentionCall], needs: Sequence[KvNeed]) -> None:
+def check_calls(calls: Sequence[AttentionLayer], needs: Sequence[KvNeed]) -> None:
     """Raise `UnsupportedModel` if the model's keys and values differ from the memory planned for them."""
     if not calls:
         raise UnsupportedModel(NO_INTERFACE)
@@ -105,7 +105,7 @@ def check_calls(calls: Sequence[AttentionCall], needs: Sequence[KvNeed]) -> None
             f"it makes {len(calls)} attention calls, but its config implies {len(needs)} layers"
         )
     for index, (call, need) in enumerate(zip(calls, needs, strict=True)):
-        actual = (call.num_kv_heads, call.key_dim, call.value_dim)
+        actual = (call.num_kv_heads, call.head_dim, call.value_width)
         planned = (need.num_kv_heads, need.key_dim, need.value_dim)
         if actual != planned:
             raise UnsupportedModel(
@@ -114,10 +114,10 @@ def check_calls(calls: Sequence[AttentionCall], needs: Sequence[KvNeed]) -> None
             )
 
 
-def _record_calls(model: PreTrainedModel, attention: PagedAttention) -> Sequence[AttentionCall] | None:
+def _record_calls(model: PreTrainedModel, attention: PagedAttention) -> Sequence[AttentionLayer] | None:
     """Return the attention calls; None if the model reads activations, which do not exist on the meta device."""
     try:
-        return TransformersModel(model, attention).calls
+        return TransformersModel(model, attention).attentions
     except UnsupportedModel as why:
         if isinstance(why.__cause__, RuntimeError) and "meta" in str(why.__cause__):
             return None
