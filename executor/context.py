@@ -196,10 +196,6 @@ class WorkerContext:
             states = speculative.draft.states, STATES_PER_REQUEST * num_requests
         return WorkerContext(config, states=states, _platform=self.platform)
 
-    def add_draft(self, draft: WorkerContext) -> None:
-        """Add the draft model after its weights are loaded."""
-        self.models[DRAFT] = draft.models[TARGET]
-
     def facts(self, num_blocks: int) -> dict[str, str]:
         """Return the facts for the start-up log."""
         model, loaded = self.config.model, self.models[TARGET]

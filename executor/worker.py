@@ -118,8 +118,7 @@ class Worker:
 
     @property
     def output_cache(self) -> OutputCache | None:
-        """Cached outputs of suffix decoding; None if it is not used."""
-        return None if self._speculation is None else self._speculation.output_cache
+        return None if self._speculation is None else self._speculation.drafter.output_cache
 
     @property
     def num_active_slots(self) -> int:

@@ -6,8 +6,8 @@ The defaults are the torch references. To add kernels, add a file and an entry i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -18,27 +18,11 @@ from quintet.executor.sampling.logprob_entries import LogprobEntries, entries
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import Settings
 
+Draw = Callable[[torch.Tensor, Settings, Int, Int, Int | None, Masks | None], torch.Tensor]
+"""See `quintet.executor.sampling.draw`."""
 
-class Draw(Protocol):
-    """See `quintet.executor.sampling.draw`."""
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        settings: Settings,
-        slots: Int,
-        positions: Int,
-        rows: Int | None = None,
-        masks: Masks | None = None,
-    ) -> torch.Tensor: ...
-
-
-class ReportEntries(Protocol):
-    """See `quintet.executor.sampling.logprob_entries`."""
-
-    def __call__(
-        self, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
-    ) -> LogprobEntries: ...
+ReportEntries = Callable[[torch.Tensor, torch.Tensor, int, Int | None], LogprobEntries]
+"""See `quintet.executor.sampling.logprob_entries`."""
 
 
 @dataclass(frozen=True, slots=True)

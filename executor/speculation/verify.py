@@ -31,7 +31,6 @@ from quintet.executor.speculation.drafters import Drafter, DraftRows
 from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.grammar_drafts import GrammarDrafts
 from quintet.executor.speculation.lengths import DraftCosts, DraftCounts, DraftLengths, StepCost
-from quintet.executor.speculation.output_cache import OutputCache
 from quintet.executor.speculation.plain_steps import PlainSteps
 from quintet.executor.speculation.unknown_draws import UnknownDraws
 from quintet.wire.step import StepPlan, StepResult
@@ -92,8 +91,8 @@ class Speculation:
         self._max_rows, self._max_tokens, self._states = max_rows, max_tokens, states
         self._copies_tokens = copies_tokens
         self._unknown = UnknownDraws(len(self._token_ids))
-        self._drafter = drafter
-        self._grammar_drafts = GrammarDrafts(grammars)
+        self.drafter = drafter
+        self._grammars, self._grammar_drafts = grammars, GrammarDrafts(grammars)
         self._num_tokens: Int = np.zeros(len(self._token_ids), np.int64)
         """Known tokens of each slot."""
         self._stop_ids: list[frozenset[int]] = [frozenset()] * len(self._token_ids)
@@ -104,22 +103,14 @@ class Speculation:
         self._plain: PlainSteps | None = None
         """The newest steps, while they have no drafts and the same rows."""
 
-    @property
-    def output_cache(self) -> OutputCache | None:
-        return self._drafter.output_cache
-
-    @property
-    def reads_steps(self) -> bool:
-        return self._drafter.reads_steps
-
     def end_requests(self, plan: StepPlan) -> None:
         """Note the freed slots of a plan, before the slot tables change."""
         if plan.freed or plan.new_rows or plan.copies or plan.swaps_in:
             self._end_plain()
         for slot in np.frombuffer(plan.freed, np.int32).tolist():
-            self._drafter.end(slot, int(self._num_tokens[slot]))
+            self.drafter.end(slot, int(self._num_tokens[slot]))
             self._lengths.end(slot)
-            self._grammar_drafts.end(slot)
+            self._grammars.end(slot)
 
     def note(self, plan: StepPlan) -> None:
         """Note a plan before `begin`, also one without drafts. The slot tables hold its deltas."""
@@ -130,7 +121,7 @@ class Speculation:
             self._unknown.new_request(new.slot)
             if self._copies_tokens:
                 self._token_ids[new.slot, : len(new.token_ids) // 4] = np.frombuffer(new.token_ids, np.int32)
-        self._drafter.note(plan)
+        self.drafter.note(plan)
 
     def reset(self) -> None:
         """Forget the steps in flight: their results are dropped, and all slots are free."""
@@ -150,7 +141,7 @@ class Speculation:
 
     def _is_due(self) -> bool:
         """Return whether to choose drafts in the next step."""
-        return self._lengths.is_due(has_forced=self._grammar_drafts.is_used)
+        return self._lengths.is_due(has_forced=self._grammars.is_used)
 
     def compute(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
         """Return the result of a plan, with drafts where it allows them. ``compute`` computes and draws rows."""
@@ -271,8 +262,8 @@ class Speculation:
     def _end_plain_step(self, plain: PlainSteps, plan: StepPlan, result: StepResult, seconds: float) -> None:
         plain.end(result, seconds)
         if plain is self._plain:
-            if self._drafter.reads_steps:
-                plain.hidden.append(self._drafter.observe(len(plain.slots)).copy())
+            if self.drafter.reads_steps:
+                plain.hidden.append(self.drafter.observe(len(plain.slots)).copy())
             return
         slots = plain.slots[self._unknown.is_current(plain.slots, plain.uses)]  # a later step has closed them
         self._num_tokens[slots] += 1
@@ -296,7 +287,7 @@ class Speculation:
         if plain.hidden:
             counts = np.full(num_rows, num_steps)
             hidden = np.stack(plain.hidden, axis=1).reshape(num_rows * num_steps, -1)
-            self._drafter.note_computed(
+            self.drafter.note_computed(
                 plain.slots.astype(np.int64), plain.starts.astype(np.int64), counts, counts, hidden
             )
 
@@ -308,14 +299,14 @@ class Speculation:
         num_valid: NDArray[np.integer],
     ) -> None:
         """Pass the rows of a step to a drafter that reads them."""
-        if not self._drafter.reads_steps:
+        if not self.drafter.reads_steps:
             return
-        self._drafter.note_computed(
+        self.drafter.note_computed(
             slots.astype(np.int64),
             starts.astype(np.int64),
             counts.astype(np.int64),
             num_valid.astype(np.int64),
-            self._drafter.observe(int(counts.sum())),
+            self.drafter.observe(int(counts.sum())),
         )
 
     def _propose(
@@ -339,7 +330,7 @@ class Speculation:
         asked = asked.of_rows(is_asked)
         rows = rows[is_asked]
         begins = starts[rows].astype(np.int64) + 1
-        proposals = self._grammar_drafts.propose(DraftRows(asked.slots, begins, asked.counts), self._drafter)
+        proposals = self._grammar_drafts.propose(DraftRows(asked.slots, begins, asked.counts), self.drafter)
         drafts: list[tuple[int, Tokens]] = []
         for row, begin, proposed in zip(rows.tolist(), begins.tolist(), proposals, strict=True):
             tokens = until_stop(proposed, self._stop_ids[slots[row]]).copy()
@@ -348,7 +339,7 @@ class Speculation:
                 drafts.append((row, tokens))
         has_drafts, searched = np.array([len(each) > 0 for each in proposals]), asked.slots
         if not has_drafts.all():
-            missing = self._drafter.num_missing(searched, begins)
+            missing = self.drafter.num_missing(searched, begins)
             if missing is not None:  # some need further steps
                 searched, has_drafts = searched[missing == 0], has_drafts[missing == 0]
         self._lengths.note_found(searched, has_drafts)
@@ -361,7 +352,7 @@ class Speculation:
         num_free = min(self._max_tokens - num_planned, self._max_rows - num_draws)
         if self._states is not None:
             num_free = min(num_free, self._states.num_states)
-        costs = DraftCosts(self._drafter.step_time, self._drafter.num_missing(rows.slots, rows.num_tokens))
+        costs = DraftCosts(self.drafter.step_time, self.drafter.num_missing(rows.slots, rows.num_tokens))
         asked = self._lengths.choose(rows.slots, rows.counts, num_draws, costs, num_forced)
         used = np.cumsum(asked.counts)
         asked.counts[:] -= np.clip(used - num_free, 0, asked.counts)  # the last rows get fewer

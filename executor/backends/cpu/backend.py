@@ -11,7 +11,7 @@ from quintet.executor.backends.cpu.program.library import program_library
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import Unsupported
-from quintet.executor.context import WorkerContext
+from quintet.executor.context import DRAFT, TARGET, WorkerContext
 from quintet.executor.distributed.parallel.pipeline import Pipeline
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.distributed.parallel.ranks import open_links, open_ranks, share_of_rank
@@ -71,7 +71,7 @@ def _open_drafter(context: WorkerContext, target: ModelProgram) -> MakeDrafter |
     if draft is None or speculative is None or speculative.draft is None:
         return None
     head = draft.load()
-    context.add_draft(draft)
+    context.models[DRAFT] = draft.models[TARGET]
     if isinstance(head, DraftHead | MedusaHeads):
         head.share(_decoder(context.load()))
     if isinstance(head, MtpHead):

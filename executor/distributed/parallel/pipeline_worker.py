@@ -199,7 +199,7 @@ class PipelineWorker:
         computed = (step.rows.slots.tolist() for step in self._pending)
         if not touched.isdisjoint(chain(*drawing)) or not replaced.isdisjoint(chain(*computed)):
             return True
-        return bool(plan.copies) and self._speculation is not None and self._speculation.reads_steps
+        return bool(plan.copies) and self._speculation is not None and self._speculation.drafter.reads_steps
 
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> Pending:
