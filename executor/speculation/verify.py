@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import Grammars
 from quintet.executor.slots import Rows, SlotTables
-from quintet.executor.speculation.acceptance import accept
 from quintet.executor.speculation.draft_states import DraftStates
 from quintet.executor.speculation.drafters import Drafter, DraftRows
 from quintet.executor.speculation.gram_index import Tokens
@@ -33,9 +32,37 @@ from quintet.executor.speculation.grammar_drafts import GrammarDrafts
 from quintet.executor.speculation.lengths import DraftCosts, DraftCounts, DraftLengths, StepCost
 from quintet.executor.speculation.plain_steps import PlainSteps
 from quintet.executor.speculation.unknown_draws import UnknownDraws
-from quintet.wire.step import StepPlan, StepResult
+from quintet.wire.step import StepPlan, StepResult, TokenLogprobs
 
 NO_STARTS: Int = np.empty(0, np.int64)
+
+
+def accept(
+    result: StepResult, samples: NDArray[np.uint8], drafts: list[tuple[int, Tokens]]
+) -> NDArray[np.uint8]:
+    """Remove rejected tokens from the result. Return the number of tokens of each row, at least 1 where it draws.
+
+    A draft is accepted if it and all before it equal the draws at their positions.
+    """
+    num_tokens = samples.copy()
+    tokens = np.frombuffer(result.token_ids, np.int32)
+    first_draws = np.cumsum(samples.astype(np.int64)) - samples
+    is_kept = np.ones(len(tokens), np.bool_)
+    for row, proposed in drafts:
+        first, end = int(first_draws[row]), int(first_draws[row]) + len(proposed)
+        differs = np.flatnonzero(tokens[first:end] != proposed)
+        num_accepted = int(differs[0]) if len(differs) else len(proposed)
+        is_kept[first + num_accepted + 1 : end + 1] = False
+        num_tokens[row] = 1 + num_accepted
+    result.token_ids = tokens[is_kept].tobytes()
+    num_left = num_tokens.tolist()
+    kept: list[TokenLogprobs] = []
+    for entry in result.logprobs:
+        num_left[entry.row] -= 1
+        if num_left[entry.row] >= 0:
+            kept.append(entry)
+    result.logprobs = kept
+    return num_tokens
 
 
 def until_stop(drafts: Tokens, stop_ids: frozenset[int]) -> Tokens:

@@ -15,8 +15,8 @@ from quintet.executor.backends.cpu.ops.huge_pages import gather_some, has_small_
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.context import WorkerContext
-from quintet.executor.distributed.parallel.handover import Handover
 from quintet.executor.distributed.parallel.library import Note, OrderKind, StepPart
+from quintet.executor.distributed.parallel.pipeline import Handover
 from quintet.executor.distributed.parallel.ranks import Links, Ranks, open_links, open_ranks, share_of_rank
 from quintet.executor.distributed.parallel.whole_blocks import Moves, OwnMoves, PartBlocks, own_moves
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
