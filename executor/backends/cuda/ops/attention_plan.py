@@ -184,16 +184,14 @@ class AttentionPlan:
         With ``fixed_splits`` the bits of a token do not depend on the batch or on the chunking of its prompt.
         """
         value_dim = head_dim if value_dim is None else value_dim
-        _check(
-            num_heads, num_kv_heads, head_dim, value_dim, max_model_len, dtype, kv_dtype, attention_windows
-        )
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.max_model_len = max_model_len
         self.dtype, self.kv_dtype = dtype, kv_dtype
-        self.group = num_heads // num_kv_heads
         self.attention_windows = tuple(attention_windows)
+        self._check()
+        self.group = num_heads // num_kv_heads
         self.plain = Kernel(
             "attention_plain", f"attention_plain_{_suffix(dtype, kv_dtype)}", "p" * 10 + "i" * 10 + "lfff"
         )
@@ -202,6 +200,29 @@ class AttentionPlan:
         if value_dim == head_dim and supports_matrix_kernels(dtype, kv_dtype, head_dim):
             self.matrix = MatrixKernels.allocate(device, dtype, kv_dtype, head_dim, fixed_splits=fixed_splits)
             self._allocate_tables(fixed_splits)
+
+    def _check(self) -> None:
+        """Raise `ValueError` for an unsupported model."""
+        if self.dtype not in SUFFIXES or self.kv_dtype not in (self.dtype, torch.float8_e4m3fn):
+            raise ValueError(
+                f"the model is {self.dtype} and the KV cache {self.kv_dtype}; expected a bf16, fp16 or fp32 model, and a KV"
+                " cache of the same dtype or float8_e4m3fn"
+            )
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads is {self.num_heads}; expected a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if not (1 <= self.head_dim <= PLAIN_MAX_DIM and 1 <= self.value_dim <= PLAIN_MAX_VALUE_DIM):
+            raise ValueError(
+                f"head dimensions are {self.head_dim} (keys) and {self.value_dim} (values); at most {PLAIN_MAX_DIM} and"
+                f" {PLAIN_MAX_VALUE_DIM} are supported"
+            )
+        if self.max_model_len > MAX_POSITIONS:
+            raise ValueError(f"max_model_len is {self.max_model_len}; at most {MAX_POSITIONS} is supported")
+        if not self.attention_windows or len(set(self.attention_windows)) < len(self.attention_windows):
+            raise ValueError(
+                f"attention_windows are {self.attention_windows}; expected at least one, without duplicates"
+            )
 
     def _allocate_tables(self, fixed_splits: bool) -> None:
         device = self._device.torch_device
@@ -254,36 +275,6 @@ class AttentionPlan:
 
 def _suffix(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     return SUFFIXES[dtype] if dtype == kv_dtype else f"{SUFFIXES[dtype]}_fp8kv"
-
-
-def _check(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    value_dim: int,
-    max_model_len: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    attention_windows: Sequence[AttentionWindow],
-) -> None:
-    if dtype not in SUFFIXES or kv_dtype not in (dtype, torch.float8_e4m3fn):
-        raise ValueError(
-            f"the model is {dtype} and the KV cache {kv_dtype}; expected a bf16, fp16 or fp32 model, and a KV cache of the"
-            " same dtype or float8_e4m3fn"
-        )
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"num_heads is {num_heads}; expected a multiple of num_kv_heads {num_kv_heads}")
-    if not (1 <= head_dim <= PLAIN_MAX_DIM and 1 <= value_dim <= PLAIN_MAX_VALUE_DIM):
-        raise ValueError(
-            f"head dimensions are {head_dim} (keys) and {value_dim} (values); at most {PLAIN_MAX_DIM} and"
-            f" {PLAIN_MAX_VALUE_DIM} are supported"
-        )
-    if max_model_len > MAX_POSITIONS:
-        raise ValueError(f"max_model_len is {max_model_len}; at most {MAX_POSITIONS} is supported")
-    if not attention_windows or len(set(attention_windows)) < len(attention_windows):
-        raise ValueError(
-            f"attention_windows are {attention_windows}; expected at least one, without duplicates"
-        )
 
 
 class AttentionPlans:

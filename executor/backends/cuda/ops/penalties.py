@@ -12,6 +12,7 @@ import torch
 from quintet.executor.backends.cuda.device import Device, Kernel
 from quintet.executor.memory import to_device
 from quintet.executor.sampling.logits_processor import DrawRows, Int
+from quintet.executor.sampling.penalties import NO_PENALTIES, penalties_of
 from quintet.wire.step import NewRow
 
 PENALIZE = Kernel("sampling_penalties", "penalize", "plipl" + "p")
@@ -75,15 +76,9 @@ class DevicePenalties:
         self._by_slot = np.zeros(max_num_seqs, PENALIZED)
 
     def admit(self, row: NewRow) -> bool:
-        params, record = row.params, self._by_slot[row.slot]
-        record["repetition"] = params.repetition_penalty
-        record["presence"] = params.presence_penalty
-        record["frequency"] = params.frequency_penalty
-        return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
-            1.0,
-            0.0,
-            0.0,
-        )
+        record, penalties = self._by_slot[row.slot], penalties_of(row.params)
+        record["repetition"], record["presence"], record["frequency"] = penalties
+        return penalties != NO_PENALTIES
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
         slots = rows.slots[which]
