@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ops.linear import MATVEC_ROWS, SUFFIXES, SplitMemory, matmul, matvec
+from quintet.executor.backends.cuda.ops.formats import SUFFIXES
+from quintet.executor.backends.cuda.ops.linear import MATVEC_ROWS, SplitMemory, matmul, matvec
 from quintet.executor.backends.cuda.ops.linear_coded import coded_matmul
 from quintet.executor.backends.cuda.ops.linear_fp8 import fp8_matmul
 from quintet.executor.backends.cuda.ops.linear_groups import head_matmul

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.backends.cuda.ops.formats import SUFFIXES
 from quintet.executor.backends.cuda.ops.logit_tiles import (
-    SUFFIXES,
     check_column,
     check_logits,
     num_tiles,

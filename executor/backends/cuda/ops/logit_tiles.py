@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.backends.cuda.ops.formats import SUFFIXES
 
 TILE = 256
 """Logits per tile, as in csrc/cuda/sampling.cuh."""
@@ -13,7 +14,6 @@ MAX_VOCAB_SIZE = 2560 * TILE
 SCAN_WARPS = 8
 """Tiles that a block of `scan_tiles` processes at a time, one per warp."""
 
-SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SCAN_TILES = {
     dtype: Kernel("sampling", f"scan_tiles_{suffix}", "plipppfpp") for dtype, suffix in SUFFIXES.items()
 }
