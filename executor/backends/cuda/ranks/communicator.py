@@ -12,7 +12,7 @@ implementations:
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -31,18 +31,15 @@ ID_BYTES = 4
 """Size of a token id."""
 
 
-class AllReduceLibrary(Protocol):
-    """All-reduce of large messages."""
-
-    def add(self, x: torch.Tensor) -> None:
-        """Launch an in-place sum over all ranks' contiguous ``x``, rounded to its dtype."""
+LargeAllReduce = Callable[[torch.Tensor], None]
+"""Launches an in-place sum over all ranks' contiguous tensors, rounded to their dtype."""
 
 
 class DeviceCommunicator:
     """Collectives of one rank."""
 
     def __init__(
-        self, device: Device, share: Share, peers: Peers, library: AllReduceLibrary | None = None
+        self, device: Device, share: Share, peers: Peers, library: LargeAllReduce | None = None
     ) -> None:
         """library: None to use only our kernel."""
         self.share = share
@@ -63,7 +60,7 @@ class DeviceCommunicator:
         x = x.contiguous()
         if self._library is None or x.nbytes <= ONE_SHOT_BYTES[self.share.size]:
             return all_reduce(self._device, self.peers, x, bias, x)
-        self._library.add(x)
+        self._library(x)
         return x if bias is None else x.add_(bias)
 
     def all_gather_columns(self, x: torch.Tensor, kept: KeptRange) -> torch.Tensor:
@@ -114,7 +111,7 @@ def open_device_ranks(config: EngineConfig, descriptor: int, rank: int) -> Ranks
 def communicator_of(device: Device, ranks: Ranks, config: EngineConfig) -> DeviceCommunicator:
     """Return a rank's collectives. All ranks call it."""
     peers = open_peers(device, ranks)
-    library: AllReduceLibrary | None = None
+    library: LargeAllReduce | None = None
     if device.torch_device.type == "cuda" and not config.executor.batch_invariant:
         from quintet.executor.backends.cuda.ranks.nccl import open_nccl  # needs CuPy
 

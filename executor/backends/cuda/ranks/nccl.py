@@ -7,6 +7,7 @@ position in the message.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from cupy.cuda import nccl
@@ -22,21 +23,11 @@ SUM = 0
 UNAVAILABLE = b""
 
 
-class Nccl:
-    """One rank of a communicator; implements `quintet.executor.backends.cuda.ranks.communicator.AllReduceLibrary`."""
+def open_nccl(ranks: Ranks, index: int) -> Callable[[torch.Tensor], None] | None:
+    """Return the all-reduce of a rank once all ranks call it; None, with a warning, if some rank has no NCCL.
 
-    def __init__(self, communicator: nccl.NcclCommunicator, index: int) -> None:
-        """index: torch's device index."""
-        self._communicator = communicator
-        self._index = index
-
-    def add(self, x: torch.Tensor) -> None:
-        address, stream = x.data_ptr(), torch._C._cuda_getCurrentRawStream(self._index)
-        self._communicator.allReduce(address, address, x.numel(), DTYPES[x.dtype], SUM, stream)
-
-
-def open_nccl(ranks: Ranks, index: int) -> Nccl | None:
-    """Return the communicator once all ranks call it; None, with a warning, if some rank has no NCCL."""
+    index: torch's device index.
+    """
     share = ranks.share
     own = UNAVAILABLE
     if nccl.available:
@@ -49,7 +40,12 @@ def open_nccl(ranks: Ranks, index: int) -> Nccl | None:
         )
         return None
     communicator = nccl.NcclCommunicator(share.size, _from_bytes(replies[0]), share.rank)
-    return Nccl(communicator, index)
+
+    def all_reduce(x: torch.Tensor) -> None:
+        address, stream = x.data_ptr(), torch._C._cuda_getCurrentRawStream(index)
+        communicator.allReduce(address, address, x.numel(), DTYPES[x.dtype], SUM, stream)
+
+    return all_reduce
 
 
 def _to_bytes(unique_id: tuple[int, ...]) -> bytes:
