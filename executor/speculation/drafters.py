@@ -186,6 +186,9 @@ class SuffixDrafter(Drafter):
         return self._drafts[:num_drafts].copy()
 
 
+MakeDrafter = Callable[[SlotTables, Sampler], Drafter]
+"""Constructor of the drafter of a draft model, with the tables and the sampler of the served model."""
+
 DRAFTERS: dict[str, Callable[[SpeculativeConfig, SlotTables], Drafter]] = {
     "ngram": lambda config, tables: NgramDrafter(tables, config.prompt_lookup_min, config.prompt_lookup_max),
     "suffix": SuffixDrafter,

@@ -22,47 +22,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quintet.executor.kv_memory import KvMemory
+from quintet.executor.model_config.share import most_outputs
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import Grammars
+from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import Rows, SlotTables
+from quintet.executor.speculation.acceptance import accept
 from quintet.executor.speculation.draft_states import DraftStates
-from quintet.executor.speculation.drafters import Drafter, DraftRows
+from quintet.executor.speculation.drafters import DRAFTERS, Drafter, DraftRows, MakeDrafter
 from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.grammar_drafts import GrammarDrafts
 from quintet.executor.speculation.lengths import DraftCosts, DraftCounts, DraftLengths, StepCost
 from quintet.executor.speculation.plain_steps import PlainSteps
 from quintet.executor.speculation.unknown_draws import UnknownDraws
-from quintet.wire.step import StepPlan, StepResult, TokenLogprobs
+from quintet.wire.config import EngineConfig
+from quintet.wire.step import StepPlan, StepResult
 
 NO_STARTS: Int = np.empty(0, np.int64)
-
-
-def accept(
-    result: StepResult, samples: NDArray[np.uint8], drafts: list[tuple[int, Tokens]]
-) -> NDArray[np.uint8]:
-    """Remove rejected tokens from the result. Return the number of tokens of each row, at least 1 where it draws.
-
-    A draft is accepted if it and all before it equal the draws at their positions.
-    """
-    num_tokens = samples.copy()
-    tokens = np.frombuffer(result.token_ids, np.int32)
-    first_draws = np.cumsum(samples.astype(np.int64)) - samples
-    is_kept = np.ones(len(tokens), np.bool_)
-    for row, proposed in drafts:
-        first, end = int(first_draws[row]), int(first_draws[row]) + len(proposed)
-        differs = np.flatnonzero(tokens[first:end] != proposed)
-        num_accepted = int(differs[0]) if len(differs) else len(proposed)
-        is_kept[first + num_accepted + 1 : end + 1] = False
-        num_tokens[row] = 1 + num_accepted
-    result.token_ids = tokens[is_kept].tobytes()
-    num_left = num_tokens.tolist()
-    kept: list[TokenLogprobs] = []
-    for entry in result.logprobs:
-        num_left[entry.row] -= 1
-        if num_left[entry.row] >= 0:
-            kept.append(entry)
-    result.logprobs = kept
-    return num_tokens
 
 
 def until_stop(drafts: Tokens, stop_ids: frozenset[int]) -> Tokens:
@@ -394,3 +371,27 @@ class Speculation:
         stop_ids = [self._stop_ids[slot] for slot in slots[rows].tolist()]
         runs = [token not in stops for token, stops in zip(newest, stop_ids, strict=True)]
         return rows[np.array(runs, np.bool_)]
+
+
+def open_speculation(
+    config: EngineConfig,
+    tables: SlotTables,
+    sampler: Sampler,
+    grammars: Grammars,
+    kv: KvMemory,
+    copy: Callable[[bytes], None],
+    make_drafter: MakeDrafter | None,
+) -> Speculation | None:
+    """Return the drafts of a worker with its tables on the host; None without speculative decoding.
+
+    kv, copy: see `DraftStates`. make_drafter: of the draft model, if there is one.
+    """
+    limits, speculative = config.scheduler, config.scheduler.speculative
+    if speculative is None:
+        return None
+    if make_drafter is not None:
+        drafter = make_drafter(tables, sampler)
+    else:
+        drafter = DRAFTERS[speculative.method](speculative, tables)
+    states = DraftStates(tables, kv, copy) if config.model.kv.has_states else None
+    return Speculation(drafter, tables, grammars, most_outputs(limits), limits.max_num_batched_tokens, states)

@@ -24,9 +24,10 @@ from quintet.executor.models.medusa import MedusaHeads
 from quintet.executor.models.model import CausalModel
 from quintet.executor.models.mtp import MtpHead
 from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
+from quintet.executor.speculation.drafters import MakeDrafter
 from quintet.executor.speculation.head import DraftHead, HeadDrafter, HeadLayer
 from quintet.executor.speculation.medusa import MedusaDrafter
-from quintet.executor.worker import MakeDrafter, Worker
+from quintet.executor.worker import Worker
 from quintet.wire.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from quintet.executor.backends.cpu.program.step import CStep, Step
 from quintet.executor.distributed.parallel.library import Note, StepPart
 from quintet.executor.distributed.parallel.ranks import Links, Ranks
 from quintet.executor.embeds import embeds_of
-from quintet.executor.model_config.share import Share, aux_layers_of
+from quintet.executor.model_config.share import aux_layers_of
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import Settings
@@ -148,11 +148,6 @@ class Pipeline:
     def has_idle_tasks(self) -> bool:
         """True if a stage has idle tasks left."""
         return self._stage.has_idle_tasks or self._links.following.noted(Note.IDLE_TASKS) > 0
-
-    @property
-    def share(self) -> Share:
-        """The share of the first stage's leader."""
-        return self._stage.share
 
     def begin(self, rows: Rows, tables: SlotTables, settings: Settings) -> InFlightStep:
         """Compute the first stage of a step, and send it to the following stages."""

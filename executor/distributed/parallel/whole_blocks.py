@@ -22,15 +22,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
+from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.library import PAIR_BYTES, OrderKind
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.distributed.parallel.shapes import gather_rows, gather_shape, part_bytes
 from quintet.executor.kv_memory import KvMemory
-from quintet.executor.kv_transfer.block_bytes import BlockBytes, Bytes, Int, Wait
+from quintet.executor.kv_transfer.block_bytes import BlockBytes, Bytes, Int, Wait, WholeBlocks
+from quintet.executor.kv_transfer.connector import KvConnector
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
 from quintet.executor.model_config.share import Share
 from quintet.wire.config import EngineConfig
@@ -206,3 +209,22 @@ class BlocksOfAllRanks:
                 transfer.complete()
                 del self._in_flight[transfer]
                 self._free += transfer.rows.tolist()
+
+
+def open_block_moves(
+    context: WorkerContext, runner_name: str, following: Ranks | None
+) -> tuple[Moves, HostBlocks, KvConnector]:
+    """Return the moves of blocks on all ranks, the host memory of swaps, and the KV back ends of a worker.
+
+    following: the link to the next stage, if there are several.
+    """
+    assert context.kv is not None
+    config, ranks, share, layers = context.config, context.ranks, context.share, context.kv.blocks
+    num_host_blocks = config.model.kv.num_offloaded_blocks(config.cache.swap_bytes)
+    host_blocks = HostBlocks(layers, num_host_blocks, share.stripe)
+    moves = Moves(own_moves(context.kv, host_blocks), ranks, following)
+    blocks: Callable[[], WholeBlocks] = partial(BlockBytes, layers)
+    if ranks is not None or following is not None:
+        blocks = partial(BlocksOfAllRanks, config, context.memory.gather, layers, share, moves)
+    swap_in = partial(moves.move, OrderKind.SWAP_IN)
+    return moves, host_blocks, KvConnector(blocks, config, runner_name, num_host_blocks, swap_in)
