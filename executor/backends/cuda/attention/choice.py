@@ -22,6 +22,7 @@ from quintet.executor.backends.cuda.attention.backend import (
     UnsupportedError,
 )
 from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.gemm_dispatch import Stopwatch
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
 from quintet.executor.backends.cuda.tables import StepRows
 from quintet.executor.backends.platforms.platform import entry_point_path, import_string
@@ -46,9 +47,6 @@ MARGIN = 0.95
 
 TIMED_TOKENS = 4096
 """Length of the timed prompt, limited by the plan."""
-
-Stopwatch = Callable[[Callable[[], None]], float]
-"""Runs a function's launches and returns the device time in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
