@@ -12,6 +12,7 @@ implementations:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,14 @@ from quintet.executor.backends.cuda.ranks.rank_broadcast import device_ranks_sha
 from quintet.executor.distributed.parallel.ranks import SPINS, Ranks
 from quintet.executor.model_config.share import KeptRange, Share, share_of
 from quintet.wire.config import EngineConfig
+
+log = logging.getLogger("quintet")
+
+NCCL_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+"""``ncclDataType_t`` of ``nccl.h``."""
+NCCL_SUM = 0
+"""``ncclSum``."""
+UNAVAILABLE = b""
 
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 512 << 10, 8: 256 << 10}
 """Largest message of our one-shot kernel if a library is available, by number of ranks. Every rank reads all messages, so links
@@ -108,12 +117,47 @@ def open_device_ranks(config: EngineConfig, descriptor: int, rank: int) -> Ranks
     return Ranks(descriptor, share_of(config.executor, rank), shape, spins=SPINS)
 
 
+def open_nccl(ranks: Ranks, index: int) -> LargeAllReduce | None:
+    """Return NCCL's all-reduce, through CuPy, once all ranks call it; None, with a warning, if some rank has no NCCL.
+
+    NCCL divides a message into chunks of a ring or tree and rounds each partial sum. So the last bits of a value depend on
+    its position in the message. index: torch's device index.
+    """
+    from cupy.cuda import nccl
+
+    share = ranks.share
+    own = UNAVAILABLE
+    if nccl.available:
+        own = _to_bytes(nccl.get_unique_id()) if share.rank == 0 else b"available"
+    replies = ranks.all_gather(own)
+    if UNAVAILABLE in replies:
+        log.warning(
+            "NCCL is not available to CuPy: our kernel does all-reduces of every size, and large ones are slower; install"
+            " a recent CuPy, which finds the NCCL of torch's CUDA builds"
+        )
+        return None
+    communicator = nccl.NcclCommunicator(share.size, _from_bytes(replies[0]), share.rank)
+
+    def add(x: torch.Tensor) -> None:
+        address, stream = x.data_ptr(), torch._C._cuda_getCurrentRawStream(index)
+        communicator.allReduce(address, address, x.numel(), NCCL_DTYPES[x.dtype], NCCL_SUM, stream)
+
+    return add
+
+
+def _to_bytes(unique_id: tuple[int, ...]) -> bytes:
+    """Convert CuPy's id, a tuple of signed bytes."""
+    return bytes(number & 0xFF for number in unique_id)
+
+
+def _from_bytes(unique_id: bytes) -> tuple[int, ...]:
+    return tuple(number - 256 if number > 127 else number for number in unique_id)
+
+
 def communicator_of(device: Device, ranks: Ranks, config: EngineConfig) -> DeviceCommunicator:
     """Return a rank's collectives. All ranks call it."""
     peers = open_peers(device, ranks)
     library: LargeAllReduce | None = None
     if device.torch_device.type == "cuda" and not config.executor.batch_invariant:
-        from quintet.executor.backends.cuda.ranks.nccl import open_nccl  # needs CuPy
-
         library = open_nccl(ranks, device.torch_device.index)
     return DeviceCommunicator(device, ranks.share, peers, library)

@@ -16,8 +16,7 @@ from quintet.executor.backends.torch.fallback.compat_check import (
     check_compat,
     refusal,
 )
-from quintet.executor.backends.torch.fallback.host_runner import HostRunner
-from quintet.executor.backends.torch.fallback.linears import keep_logit_sums, pack_linears
+from quintet.executor.backends.torch.fallback.host_runner import HostRunner, keep_logit_sums, pack_linears
 from quintet.executor.backends.torch.fallback.model import TransformersModel
 from quintet.executor.context import WorkerContext
 from quintet.executor.interface import StepWorker

@@ -78,7 +78,7 @@ class TransformersModel:
         """Return ``[num_rows, vocab_size]`` of ``hidden [num_rows, hidden]``.
 
         Runs the whole model with its decoder replaced, so that scaling and softcap of the logits are applied. The dtype is that
-        of the output layer (`quintet.executor.backends.torch.fallback.linears`).
+        of the output layer (`quintet.executor.backends.torch.fallback.host_runner`).
         """
         output = _Hidden(last_hidden_state=hidden.unsqueeze(0))
         self._decoder.forward = lambda *_, **__: output
