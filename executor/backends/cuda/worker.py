@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -27,8 +28,8 @@ from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.device import Device, Event
 from quintet.executor.backends.cuda.device_step import DeviceStep
 from quintet.executor.backends.cuda.ops.collectives import RankDesyncError
-from quintet.executor.backends.cuda.ops.draw import DeviceDraw
-from quintet.executor.backends.cuda.ops.entries import DeviceReport
+from quintet.executor.backends.cuda.ops.draw import draw_on_device
+from quintet.executor.backends.cuda.ops.entries import entries_on_device
 from quintet.executor.backends.cuda.ops.penalties import DevicePenalties
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
@@ -57,7 +58,7 @@ from quintet.wire.step import StepPlan, StepResult
 
 def sampling_ops(device: Device) -> SamplingOps:
     """Return the device's draw and log-probability kernels."""
-    return SamplingOps(DeviceDraw(device), DeviceReport(device))
+    return SamplingOps(partial(draw_on_device, device), partial(entries_on_device, device))
 
 
 def shaping_on(device: Device) -> tuple[Callable[[int, int], LogitsProcessor], ...]:

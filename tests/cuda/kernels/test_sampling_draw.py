@@ -11,7 +11,7 @@ import torch
 from tests.executor.sampling.acceptable_draws import FILTERS, acceptable, positions_of, table
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ops.draw import DeviceDraw, draw
+from quintet.executor.backends.cuda.ops.draw import draw, draw_on_device
 from quintet.executor.backends.cuda.ops.logit_tiles import SCAN_TILES, num_tiles
 from quintet.executor.sampling.draw import draw as reference
 from quintet.executor.sampling.philox import uniform
@@ -44,7 +44,9 @@ def drawn(
     """Draw through the sampler's public function, for slot i at position 11 + i."""
     count = len(settings)
     index = None if rows is None else np.array(rows)
-    tokens = DeviceDraw(device)(on(device, logits), settings, np.arange(count), positions_of(count), index)
+    tokens = draw_on_device(
+        device, on(device, logits), settings, np.arange(count), positions_of(count), index
+    )
     assert tokens.dtype == torch.int32
     return [int(token) for token in tokens.cpu()]
 
@@ -141,8 +143,13 @@ def kept(device: Device, logits: torch.Tensor, **settings: float) -> set[int]:
     params = SamplingParams(**settings)  # type: ignore[arg-type]
     mine = np.array([settings_of(params, int(seed)) for seed in seeds], RECORD)
     count = len(mine)
-    tokens = DeviceDraw(device)(
-        on(device, logits[None]), mine, np.arange(count), np.full(count, 11), np.zeros(count, np.int64)
+    tokens = draw_on_device(
+        device,
+        on(device, logits[None]),
+        mine,
+        np.arange(count),
+        np.full(count, 11),
+        np.zeros(count, np.int64),
     )
     return set(tokens.tolist())
 

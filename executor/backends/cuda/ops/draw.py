@@ -1,6 +1,6 @@
 """Sampling of tokens with ``csrc/cuda/sampling.cu``; the reference is `quintet.executor.sampling.draw`.
 
-`draw` takes all inputs from the device, so it can be captured. `DeviceDraw` takes the sampler's host arrays.
+`draw` takes all inputs from the device, so it can be captured. `draw_on_device` takes the sampler's host arrays.
 """
 
 from __future__ import annotations
@@ -91,39 +91,34 @@ def _check_settings(
         )
 
 
-class DeviceDraw:
-    """Implements `quintet.executor.sampling.ops.Draw` with one small upload per call."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        settings: Settings,
-        slots: Int,
-        positions: Int,
-        rows: Int | None = None,
-        masks: Masks | None = None,
-    ) -> torch.Tensor:
-        count = len(slots)
-        if masks is not None:
-            selected = logits[:count] if rows is None else logits[to_device(rows, logits.device)]
-            logits, rows = masks.applied(selected), None
-        row_settings = settings[slots]
-        is_greedy = not row_settings["temperature"].any()
-        words = np.empty(count * (RECORD.itemsize // 4 + 2), np.int32)
-        records, columns = np.split(words, [count * (RECORD.itemsize // 4)])
-        records[:] = row_settings.view(np.int32)
-        columns[:count] = positions
-        columns[count:] = np.arange(count) if rows is None else rows
-        on_device = to_device(words, logits.device)
-        device_columns = on_device[len(records) :].view(2, count)
-        return draw(
-            self._device,
-            logits,
-            None if is_greedy else on_device[: len(records)].view(count, -1),
-            None,
-            device_columns[0],
-            rows=device_columns[1],
-        )
+def draw_on_device(
+    device: Device,
+    logits: torch.Tensor,
+    settings: Settings,
+    slots: Int,
+    positions: Int,
+    rows: Int | None = None,
+    masks: Masks | None = None,
+) -> torch.Tensor:
+    """See `quintet.executor.sampling.draw`. One small upload."""
+    count = len(slots)
+    if masks is not None:
+        selected = logits[:count] if rows is None else logits[to_device(rows, logits.device)]
+        logits, rows = masks.applied(selected), None
+    row_settings = settings[slots]
+    is_greedy = not row_settings["temperature"].any()
+    words = np.empty(count * (RECORD.itemsize // 4 + 2), np.int32)
+    records, columns = np.split(words, [count * (RECORD.itemsize // 4)])
+    records[:] = row_settings.view(np.int32)
+    columns[:count] = positions
+    columns[count:] = np.arange(count) if rows is None else rows
+    on_device = to_device(words, logits.device)
+    device_columns = on_device[len(records) :].view(2, count)
+    return draw(
+        device,
+        logits,
+        None if is_greedy else on_device[: len(records)].view(count, -1),
+        None,
+        device_columns[0],
+        rows=device_columns[1],
+    )

@@ -96,21 +96,15 @@ def entries(
     return result
 
 
-class DeviceReport:
-    """Implements `quintet.executor.sampling.ops.ReportEntries`."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def __call__(
-        self, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
-    ) -> LogprobEntries:
-        """See `quintet.executor.sampling.logprob_entries`. Synchronizes, because the result is on the host."""
-        count = len(own)
-        if not count or num_top > min(MAX_TOP, logits.shape[1]):
-            return entries_with_torch(logits, own, num_top, rows)
-        device_rows = None if rows is None else to_device(rows.astype(np.int32), logits.device)
-        result = entries(self._device, logits, own.to(torch.int32).contiguous(), num_top, device_rows)
-        on_host = DeviceEntries(result.memory.cpu(), count, num_top)
-        normalizers, ids, values, ranks = (column.numpy() for column in on_host.columns())
-        return LogprobEntries(ids, values, ranks, normalizers)
+def entries_on_device(
+    device: Device, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
+) -> LogprobEntries:
+    """See `quintet.executor.sampling.logprob_entries`. Synchronizes, because the result is on the host."""
+    count = len(own)
+    if not count or num_top > min(MAX_TOP, logits.shape[1]):
+        return entries_with_torch(logits, own, num_top, rows)
+    device_rows = None if rows is None else to_device(rows.astype(np.int32), logits.device)
+    result = entries(device, logits, own.to(torch.int32).contiguous(), num_top, device_rows)
+    on_host = DeviceEntries(result.memory.cpu(), count, num_top)
+    normalizers, ids, values, ranks = (column.numpy() for column in on_host.columns())
+    return LogprobEntries(ids, values, ranks, normalizers)
