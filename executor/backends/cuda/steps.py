@@ -7,6 +7,7 @@ Works on packed plans only, so every rank runs the same code with the words of r
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -45,13 +46,13 @@ class PinnedRing:
     """
 
     def __init__(self, device: Device, num_buffers: int, num_words: int) -> None:
-        self._buffers = [PinnedBuffer(device.pinned((num_words,), torch.int32)) for _ in range(num_buffers)]
-        self._next = 0
+        self._buffers = itertools.cycle(
+            [PinnedBuffer(device.pinned((num_words,), torch.int32)) for _ in range(num_buffers)]
+        )
 
     def take(self) -> PinnedBuffer:
         """Return the least recently used buffer; the caller sets ``free_after``."""
-        buffer = self._buffers[self._next]
-        self._next = (self._next + 1) % len(self._buffers)
+        buffer = next(self._buffers)
         if buffer.free_after is not None:
             buffer.free_after.wait()
             buffer.free_after = None
