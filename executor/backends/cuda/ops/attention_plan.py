@@ -125,20 +125,15 @@ class MatrixKernels:
         tiles_per_warp = 1 if dim > 128 else 2
         query_tile = 64 * tiles_per_warp
         weights, largest = DECODE_QUERY_TILE * (2 * TILE + 16), 4 * DECODE_QUERY_TILE * 4
-        decode_bytes, chunk_bytes = (
-            DECODE_QUERY_TILE * row + weights + largest + wide,
-            query_tile * row + wide,
-        )
-        decode, chunk = (
-            MatrixKernel.allocate(
-                *(device, Kernel(f"attention_{name}", f"attention_{name}_{dim}_{suffix}", _MATRIX_KINDS)),
-                *(Fit.of(device.max_shared_bytes, fixed_bytes, unit), tile, head_dim, tiles_per_block),
-            )
-            for name, fixed_bytes, tile, tiles_per_block in (
-                ("decode", decode_bytes, DECODE_QUERY_TILE, _DECODE_QUERY_TILES_PER_BLOCK),
-                ("chunk", chunk_bytes, query_tile, _CHUNK_QUERY_TILES_PER_BLOCK),
-            )
-        )
+        decode_bytes = DECODE_QUERY_TILE * row + weights + largest + wide
+
+        def kernel(name: str, fixed_bytes: int, tile: int, tiles_per_block: int) -> MatrixKernel:
+            fit = Fit.of(device.max_shared_bytes, fixed_bytes, unit)
+            compiled = Kernel(f"attention_{name}", f"attention_{name}_{dim}_{suffix}", _MATRIX_KINDS)
+            return MatrixKernel.allocate(device, compiled, fit, tile, head_dim, tiles_per_block)
+
+        decode = kernel("decode", decode_bytes, DECODE_QUERY_TILE, _DECODE_QUERY_TILES_PER_BLOCK)
+        chunk = kernel("chunk", query_tile * row + wide, query_tile, _CHUNK_QUERY_TILES_PER_BLOCK)
         if fixed_splits:
             totals_per_block = tiles_per_warp * 2 * (dim // 4 + 2) * THREADS
             chunk.totals = chunk.sums.new_empty(chunk.blocks, totals_per_block)
