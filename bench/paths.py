@@ -31,7 +31,7 @@ from tests.processes.test_disaggregation import free_port
 from bench.chaos.streams import StreamResult, differences, random_requests, run_requests, stream_request
 from bench.overhead.run import Machine, _commit, machine
 from quintet.deploy.config.device import default_device, num_gpus
-from quintet.executor.backends.platforms.memory_nodes import nodes_of
+from quintet.executor.backends.platforms.cores import nodes_of
 
 MANIFESTS = Path(__file__).parents[1] / "deploy" / "integrations" / "kubernetes"
 FLAGS = ("--kv-cache-memory", "64MiB", "--log-level", "WARNING")

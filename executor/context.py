@@ -46,9 +46,9 @@ class RankMemory:
     stages: tuple[int, ...] = ()
     """Of the ranks of each stage; see `quintet.executor.distributed.parallel.ranks`."""
     links: tuple[int, ...] = ()
-    """Between each stage and the next; see `quintet.executor.distributed.parallel.rank_views`."""
+    """Between each stage and the next; see `quintet.executor.distributed.parallel.ranks`."""
     gather: tuple[int, ...] = ()
-    """Of gathered KV blocks; see `quintet.executor.distributed.parallel.kv_gather`."""
+    """Of gathered KV blocks; see `quintet.executor.distributed.parallel.whole_blocks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +195,6 @@ class WorkerContext:
             num_requests = num_draft_model_states(scheduler, self.config.model.kv, num_blocks)
             states = speculative.draft.states, STATES_PER_REQUEST * num_requests
         return WorkerContext(config, states=states, _platform=self.platform)
-
-    def add_draft(self, draft: WorkerContext) -> None:
-        """Add the draft model after its weights are loaded."""
-        self.models[DRAFT] = draft.models[TARGET]
 
     def facts(self, num_blocks: int) -> dict[str, str]:
         """Return the facts for the start-up log."""

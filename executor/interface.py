@@ -48,7 +48,6 @@ class Finished:
         """Return immediately."""
 
     def result(self) -> StepResult:
-        """See `Pending`."""
         return self.outcome
 
 

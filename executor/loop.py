@@ -12,7 +12,7 @@ import time
 from quintet.executor.expert_metrics import ExpertMetrics
 from quintet.executor.in_flight import InFlight, StartedStep
 from quintet.executor.interface import Finished, StepWorker
-from quintet.executor.speculation.metrics import OutputCacheMetrics
+from quintet.executor.speculation.output_cache import OutputCacheMetrics
 from quintet.process.runtime import Process
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role

@@ -155,7 +155,6 @@ class SlotTables:
 
     @property
     def num_active_slots(self) -> int:
-        """Slots in use."""
         return int(np.count_nonzero(self.is_used))
 
     def reset(self) -> None:

@@ -5,8 +5,8 @@ Steps run on the device in plan order, so a plan may read everything that earlie
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,12 +15,9 @@ from quintet.executor.backends.cpu.ops.huge_pages import gather_some
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.library import Note, OrderKind
-from quintet.executor.distributed.parallel.whole_blocks import BlocksOfAllRanks, Moves, own_moves
-from quintet.executor.interface import Finished
-from quintet.executor.kv_transfer.block_bytes import BlockBytes, WholeBlocks
-from quintet.executor.kv_transfer.connector import KvConnector
-from quintet.executor.kv_transfer.host_blocks import HostBlocks
-from quintet.executor.model_config.share import most_outputs
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.distributed.parallel.whole_blocks import open_block_moves
+from quintet.executor.interface import Finished, Pending
 from quintet.executor.oom_split import OomSplit
 from quintet.executor.pooling import Pooler
 from quintet.executor.runner import Runner
@@ -28,127 +25,76 @@ from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import Rows, SlotTables
-from quintet.executor.speculation.draft_states import DraftStates
-from quintet.executor.speculation.drafters import DRAFTERS, Drafter
+from quintet.executor.speculation.drafters import MakeDrafter
 from quintet.executor.speculation.output_cache import OutputCache
-from quintet.executor.speculation.verify import Speculation
+from quintet.executor.speculation.verify import open_speculation
 from quintet.executor.table_audit import TablesDiffer, check_tables
-from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
 
-MakeDrafter = Callable[[SlotTables, Sampler], Drafter]
+if TYPE_CHECKING:
+    from quintet.executor.distributed.parallel.pipeline import Pipeline
 
 STEPS_PER_IDLE_TASK = 4
 """Under load, one idle task runs every so many steps. Measured: a step is 10% shorter with the weights on huge pages."""
 
 
-class Worker:
-    """A loaded model with its KV memory, its slot tables and its sampler."""
+class HostWorker(ABC):
+    """A worker with its slot tables, sampler and drafts in this process, also for models on several ranks or stages."""
 
     def __init__(
         self,
         context: WorkerContext,
-        runner: Runner,
-        program: ModelProgram | None = None,
-        make_drafter: MakeDrafter | None = None,
+        program: ModelProgram | Pipeline | None,
+        runner_name: str,
+        make_drafter: MakeDrafter | None,
+        following: Ranks | None = None,
     ) -> None:
-        """Build the worker around a loaded model. program: the recorded program of the model, if there is one.
+        """program: the recorded program of the model, if there is one. make_drafter: of the draft model, if there is one.
 
-        make_drafter: of the draft model, if there is one.
+        following: the link to the next stage, if there are several.
         """
         self.num_blocks = num_blocks = context.num_blocks()
         self.facts = context.facts(num_blocks)
-        self.runner = runner
         self._span = context.span
         self._pages = [each for each in context.pages if each.is_fragmented]
         """Memory with small pages left."""
-        self._ranks = ranks = context.ranks
-        self._program = program
+        self._ranks, self._program = context.ranks, program
         self.experts = None if program is None else program.expert_counts
         self._num_started = 0
-        config, device = context.config, context.platform.device
-        max_num_seqs, model = config.scheduler.max_num_seqs, config.model
+        config, platform, model = context.config, context.platform, context.config.model
+        limits, device = config.scheduler, platform.device
+        max_num_seqs, speculative = limits.max_num_seqs, limits.speculative
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, device, adapters=model.adapters)
-        speculative = config.scheduler.speculative
         max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
         grammars = Grammars(max_num_seqs, model, max_drafts=max_drafts)
-        ops = sampling_ops_of(context.platform.name)
+        ops = sampling_ops_of(platform.name)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
         assert context.kv is not None, "the back end has reserved KV memory"
-        self._kv, share, layers = context.kv, context.share, context.kv.blocks
-        self.num_host_blocks = model.kv.num_offloaded_blocks(config.cache.swap_bytes)
-        host_blocks = HostBlocks(layers, self.num_host_blocks, share.stripe)
-        self._moves = moves = Moves(own_moves(context.kv, host_blocks), ranks)
-        self.swap_bytes_per_s = host_blocks.measure()
-        blocks: Callable[[], WholeBlocks] = partial(BlockBytes, layers)
-        if ranks is not None:
-            blocks = partial(BlocksOfAllRanks, config, context.memory.gather, layers, share, moves)
-        swap_in = partial(moves.move, OrderKind.SWAP_IN)
-        self.kv = KvConnector(blocks, config, type(runner).__name__, self.num_host_blocks, swap_in)
+        self._moves, host_blocks, self.kv = open_block_moves(context, runner_name, following)
+        self.num_host_blocks, self.swap_bytes_per_s = host_blocks.num_blocks, host_blocks.measure()
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
-        self._pooler = Pooler()
-        self._speculation = self._open_speculation(config, grammars, make_drafter)
-        self._oom_split = OomSplit(
-            torch.cuda.empty_cache if device.type == "cuda" else lambda: None,
-            self.tables.continue_states if model.kv.has_states else None,
+        self._speculation = open_speculation(
+            config, self.tables, self._sampler, grammars, context.kv, self.copy_blocks, make_drafter
         )
-
-    def _open_speculation(
-        self, config: EngineConfig, grammars: Grammars, make_drafter: MakeDrafter | None
-    ) -> Speculation | None:
-        limits, speculative = config.scheduler, config.scheduler.speculative
-        if speculative is None:
-            return None
-        if make_drafter is not None:
-            drafter = make_drafter(self.tables, self._sampler)
-        else:
-            drafter = DRAFTERS[speculative.method](speculative, self.tables)
-        states = None
-        if config.model.kv.has_states:
-            states = DraftStates(self.tables, self._kv, self.copy_blocks)
-        return Speculation(
-            drafter, self.tables, grammars, most_outputs(limits), limits.max_num_batched_tokens, states
-        )
-
-    @property
-    def work_done(self) -> int:
-        """The runner's progress counter."""
-        return self.runner.work_done
 
     @property
     def output_cache(self) -> OutputCache | None:
-        """Cached outputs of suffix decoding; None if it is not used."""
-        return None if self._speculation is None else self._speculation.output_cache
+        return None if self._speculation is None else self._speculation.drafter.output_cache
 
     @property
     def num_active_slots(self) -> int:
-        """Slots in use."""
         return self.tables.num_active_slots
-
-    def reset(self) -> None:
-        """Free all slots."""
-        self.tables.reset()
-
-    def is_broken(self, error: Exception) -> bool:
-        """Return whether the process can no longer use the device, or its tables differ from the core's.
-
-        After the first error that a CUDA kernel reports, a process cannot use the device; running out of memory is
-        the exception. Tables that differ are a bug of the engine, not of a request.
-        """
-        if isinstance(error, torch.OutOfMemoryError):
-            return False
-        return isinstance(error, torch.AcceleratorError | TablesDiffer)
 
     @property
     def has_idle_tasks(self) -> bool:
-        """True if weights of any rank remain on small pages, or experts on overloaded ranks."""
+        """True if weights of any process remain on small pages, or experts on overloaded ranks."""
         if self._program is not None and self._program.has_idle_tasks:
             return True
         return bool(self._pages) or (self._ranks is not None and self._ranks.noted(Note.IDLE_TASKS) > 0)
 
     def run_idle_task(self) -> None:
-        """Move some weights to huge pages on every rank, or copy an expert to another rank."""
+        """Move some weights to huge pages in every process, or copy an expert to another rank."""
         if self._program is not None:
             self._program.run_idle_task()
         if self._ranks is not None:
@@ -156,25 +102,19 @@ class Worker:
         gather_some(self._pages)
         self._pages = [each for each in self._pages if each.is_fragmented]
 
-    @property
-    def num_split(self) -> int:
-        """Steps split after running out of memory."""
-        return self._oom_split.num_split
+    @abstractmethod
+    def begin(self, plan: StepPlan) -> Pending:
+        """See `StepWorker.begin`."""
 
-    def waits_for(self, plan: StepPlan) -> bool:
-        """Return False: a step ends inside `begin`."""
-        return False
-
-    def begin(self, plan: StepPlan) -> Finished:
-        """Execute the plan and wait for the device; the worker in `quintet.executor.backends.cuda` does not wait."""
+    def _run_due_idle_task(self, plan: StepPlan) -> None:
+        """Count a plan; run an idle task every `STEPS_PER_IDLE_TASK` plans. A busy server gains most."""
         self._num_started += 1
         if self._num_started % STEPS_PER_IDLE_TASK == 0 and self.has_idle_tasks:
-            self.run_idle_task()  # a busy server gains most
+            self.run_idle_task()
             self._span("idle_tasks", plan.step)
-        return Finished(self.execute(plan))
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's deltas, then its swaps and block copies; then compute its rows and draw tokens."""
+    def _apply(self, plan: StepPlan) -> None:
+        """Apply the plan's deltas, then its swaps and block copies."""
         if self._speculation is not None:
             self._speculation.end_requests(plan)
         self.tables.apply(plan)
@@ -191,6 +131,67 @@ class Worker:
         if self._speculation is not None:
             self._speculation.note(plan)
         self._span("tables", plan.step)
+
+    def copy_blocks(self, pairs: bytes) -> None:
+        """Copy whole blocks on all ranks; see `StepPlan.copies`."""
+        self._moves.move(OrderKind.COPY_BLOCKS, pairs)
+
+
+class Worker(HostWorker):
+    """A loaded model with its KV memory, which computes each step in `begin`."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        runner: Runner,
+        program: ModelProgram | None = None,
+        make_drafter: MakeDrafter | None = None,
+    ) -> None:
+        """See `HostWorker`."""
+        super().__init__(context, program, type(runner).__name__, make_drafter)
+        self.runner = runner
+        self._pooler = Pooler()
+        self._oom_split = OomSplit(
+            torch.cuda.empty_cache if context.platform.device.type == "cuda" else lambda: None,
+            self.tables.continue_states if context.config.model.kv.has_states else None,
+        )
+
+    @property
+    def work_done(self) -> int:
+        """The runner's progress counter."""
+        return self.runner.work_done
+
+    def reset(self) -> None:
+        """Free all slots."""
+        self.tables.reset()
+
+    def is_broken(self, error: Exception) -> bool:
+        """Return whether the process can no longer use the device, or its tables differ from the core's.
+
+        After the first error that a CUDA kernel reports, a process cannot use the device; running out of memory is
+        the exception. Tables that differ are a bug of the engine, not of a request.
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            return False
+        return isinstance(error, torch.AcceleratorError | TablesDiffer)
+
+    @property
+    def num_split(self) -> int:
+        """Steps split after running out of memory."""
+        return self._oom_split.num_split
+
+    def waits_for(self, plan: StepPlan) -> bool:
+        """Return False: a step ends inside `begin`."""
+        return False
+
+    def begin(self, plan: StepPlan) -> Finished:
+        """Execute the plan and wait for the device; the worker in `quintet.executor.backends.cuda` does not wait."""
+        self._run_due_idle_task(plan)
+        return Finished(self.execute(plan))
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Apply the plan; then compute its rows and draw tokens."""
+        self._apply(plan)
         if not plan.slots:
             return StepResult(plan.step, 0, b"")
         if self._oom_split.max_tokens is not None:
@@ -239,7 +240,3 @@ class Worker:
             result.token_ids = drawn.to(torch.int32).cpu().numpy().tobytes()
             self._span("sampling")
         return result
-
-    def copy_blocks(self, pairs: bytes) -> None:
-        """Copy whole blocks on all ranks; see `StepPlan.copies`."""
-        self._moves.move(OrderKind.COPY_BLOCKS, pairs)

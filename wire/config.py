@@ -356,7 +356,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float = 0.0
     """Mock only: duration of a step."""
     mock_script: str | None = None
-    """Mock only: a file of answers (``executor/mock_script.py``)."""
+    """Mock only: a file of answers (``executor/mock.py``)."""
     weight_bytes: int = 0
     """Approximate memory of the weights, per rank; 0 where none are read."""
     shared_bytes: int = 0

@@ -29,8 +29,7 @@ from bench.arguments import command_parser
 from bench.overhead.run import Machine, _commit, machine
 from quintet.executor.backends.cpu.ops.host_experts import NO_EXPERT, CExperts, Homes
 from quintet.executor.backends.cpu.ops.host_library import declare, open_library
-from quintet.executor.distributed.parallel.balancer import Balancer
-from quintet.executor.distributed.parallel.expert_copies import CopyChunk
+from quintet.executor.distributed.parallel.balancer import Balancer, CopyChunk
 from quintet.executor.distributed.parallel.placement import Copy, homes_of
 from quintet.executor.worker import STEPS_PER_IDLE_TASK
 from quintet.wire.config import EplbConfig
@@ -82,7 +81,7 @@ class Layer:
 
 
 class FakeExpertCopies:
-    """`quintet.executor.distributed.parallel.expert_copies.ExpertCopies` without weights."""
+    """`quintet.executor.distributed.parallel.balancer.ExpertCopies` without weights."""
 
     def __init__(self, layer: Layer) -> None:
         self.layers = [layer]

@@ -26,8 +26,7 @@ from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.shapes import BLOCK_SIZE, LLAMA_3_8B, Shape, engine_config
 from bench.gpu.synthetic_plans import Batch, Plans
 from quintet.executor.backends.cuda.boot import make_device_worker
-from quintet.executor.backends.cuda.device import Argument, Event, Kernel, Size
-from quintet.executor.backends.cuda.kernels.arguments import ArgumentBuffer
+from quintet.executor.backends.cuda.device import Argument, ArgumentBuffer, Event, Kernel, Size
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.checkpoints.weights.load import fill_randomly
 from quintet.executor.context import WorkerContext

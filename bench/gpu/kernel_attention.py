@@ -18,7 +18,7 @@ from bench.gpu.shapes import BLOCK_SIZE
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.attention import paged_attention
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 

@@ -8,8 +8,7 @@ import torch
 from bench.gpu.shapes import BLOCK_SIZE
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.tables import StagingLayout, apply_plan, pack_staging
-from quintet.executor.backends.cuda.rows import StepRows
-from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
+from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory, StepRows
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.step import StepPlan

@@ -15,7 +15,7 @@ from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.activation import Gate, gated
 from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks
 from quintet.executor.backends.cuda.ops.draw import draw
-from quintet.executor.backends.cuda.ops.entries import DeviceReport
+from quintet.executor.backends.cuda.ops.entries import entries_on_device
 from quintet.executor.backends.cuda.ops.linear import matmul, matvec
 from quintet.executor.backends.cuda.ops.linear_coded import coded_matmul
 from quintet.executor.backends.cuda.ops.linear_fp8 import fp8_matmul, fp8_quantize, fp8_quantize_reference
@@ -203,7 +203,7 @@ def sampling(device: Device) -> Error:
     best = wide.max(1, keepdim=True).values
     lowest = (wide == best).to(torch.uint8).argmax(1)
     assert out.cpu().tolist() == lowest.tolist(), "greedy draws are not the lowest of the largest logits"
-    found = DeviceReport(device)(logits, out, 5)
+    found = entries_on_device(device, logits, out, 5)
     exact = torch.log_softmax(wide, 1).sort(1, descending=True).values[:, :5]
     return worst(torch.from_numpy(np.ascontiguousarray(found.values[:, 1:])), exact, 1e-4)
 

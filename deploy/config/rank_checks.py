@@ -18,7 +18,7 @@ from quintet.wire.errors import ConfigError
 
 FLAG = "--tensor-parallel-size"
 SIZES = (2, 4, 8)
-"""Equals ``quintet.executor.backends.cuda.ops.peers.SIZES``: all-reduce adds as a binary tree, over at most 8 GPUs with
+"""Equals ``quintet.executor.backends.cuda.ops.collectives.SIZES``: all-reduce adds as a binary tree, over at most 8 GPUs with
 peer access.
 """
 

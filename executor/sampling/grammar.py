@@ -109,7 +109,6 @@ class MaskedRow:
 
     @property
     def matcher(self) -> LLMatcher:
-        """The matcher of its slot."""
         assert self.grammar.matcher is not None
         return self.grammar.matcher
 

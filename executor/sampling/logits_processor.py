@@ -56,14 +56,12 @@ class AllowedIds:
         self._ids = RaggedTable(max_num_seqs, np.int64)
 
     def admit(self, row: NewRow) -> bool:
-        """See `LogitsProcessor.admit`."""
         if row.params.allowed_token_ids is None:
             return False
         self._ids.put(row.slot, valid_ids(row.params.allowed_token_ids, self._vocab_size))
         return True
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `LogitsProcessor.apply`."""
         owners, ids = self._ids.take(rows.slots[which])
         at = (to_device(which[owners], logits.device), to_device(ids, logits.device))
         kept = logits[at]
@@ -86,7 +84,6 @@ class BadWords:
         """Tokens of each word."""
 
     def admit(self, row: NewRow) -> bool:
-        """See `LogitsProcessor.admit`."""
         words = [
             word for word in row.bad_word_ids if word and len(valid_ids(word, self._vocab_size)) == len(word)
         ]
@@ -97,7 +94,6 @@ class BadWords:
         return True
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `LogitsProcessor.apply`."""
         device = logits.device
         chosen = rows.take(which)
         _, flat = self._tokens.take(chosen.slots)
@@ -134,7 +130,6 @@ class LogitBias:
         self._biases = RaggedTable(max_num_seqs, np.float32)
 
     def admit(self, row: NewRow) -> bool:
-        """See `LogitsProcessor.admit`."""
         given = row.params.logit_bias or {}
         biases = {token: bias for token, bias in given.items() if 0 <= token < self._vocab_size}
         if not biases:
@@ -144,7 +139,6 @@ class LogitBias:
         return True
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `LogitsProcessor.apply`."""
         owners, ids = self._ids.take(rows.slots[which])
         _, biases = self._biases.take(rows.slots[which])
         at = (to_device(which[owners], logits.device), to_device(ids, logits.device))
@@ -160,7 +154,6 @@ class MinTokens:
         self._stop_ids = RaggedTable(max_num_seqs, np.int64)
 
     def admit(self, row: NewRow) -> bool:
-        """See `LogitsProcessor.admit`."""
         if row.params.min_tokens == 0 or not row.stop_ids:
             return False
         self._least[row.slot] = row.params.min_tokens
@@ -168,7 +161,6 @@ class MinTokens:
         return True
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `LogitsProcessor.apply`."""
         outputs = (rows.lengths - rows.num_prompt)[which]
         which = which[outputs < self._least[rows.slots[which]]]
         if len(which):

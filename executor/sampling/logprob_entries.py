@@ -30,7 +30,7 @@ def entries(logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | N
     """Return entries of n rows of ``logits [S, vocab]`` of any dtype, computed in fp32.
 
     own: int32[n], the given tokens; rows: int64[n], or None for the first n. Reference of
-    `quintet.executor.sampling.logprob_entries_on_host`.
+    `quintet.executor.sampling.host_kernels`.
     """
     chosen = logits[: len(own)] if rows is None else logits[to_device(rows, logits.device)]
     logprobs = torch.log_softmax(chosen, dim=-1, dtype=torch.float32)

@@ -94,7 +94,7 @@ class Logprobs:
                 to_device(slots[owners[chunk]], tables.device),
                 to_device(positions[chunk].copy(), tables.device),
             ]
-            found = self._ops.entries(runner.logits(at[chunk]), own, width)
+            found = self._ops.entries(runner.logits(at[chunk]), own, width, None)
             chunks.append((found.ids, found.values, found.ranks))
         ids, values, ranks = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
         ends = np.cumsum(counts)

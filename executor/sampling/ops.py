@@ -6,39 +6,23 @@ The defaults are the torch references. To add kernels, add a file and an entry i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from quintet.executor.backends.platforms.platform import import_string
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw import draw
+from quintet.executor.sampling.host_kernels import draw_on_host, entries_on_host
 from quintet.executor.sampling.logprob_entries import LogprobEntries, entries
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import Settings
 
+Draw = Callable[[torch.Tensor, Settings, Int, Int, Int | None, Masks | None], torch.Tensor]
+"""See `quintet.executor.sampling.draw`."""
 
-class Draw(Protocol):
-    """See `quintet.executor.sampling.draw`."""
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        settings: Settings,
-        slots: Int,
-        positions: Int,
-        rows: Int | None = None,
-        masks: Masks | None = None,
-    ) -> torch.Tensor: ...
-
-
-class ReportEntries(Protocol):
-    """See `quintet.executor.sampling.logprob_entries`."""
-
-    def __call__(
-        self, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
-    ) -> LogprobEntries: ...
+ReportEntries = Callable[[torch.Tensor, torch.Tensor, int, Int | None], LogprobEntries]
+"""See `quintet.executor.sampling.logprob_entries`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +33,9 @@ class SamplingOps:
     entries: ReportEntries = entries
 
 
-IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "cpu": {
-        "draw": "quintet.executor.sampling.draw_on_host:draw_on_host",
-        "entries": "quintet.executor.sampling.logprob_entries_on_host:entries_on_host",
-    },
-    "cuda": {},
-}
-"""Import strings by platform and operation; they replace the torch references."""
+IMPLEMENTATIONS = {"cpu": SamplingOps(draw_on_host, entries_on_host)}
+"""Operations by platform; others have the torch references."""
 
 
 def sampling_ops_of(platform: str) -> SamplingOps:
-    """Return the operations of a platform."""
-    paths = IMPLEMENTATIONS.get(platform, {})
-    return replace(SamplingOps(), **{name: import_string(path) for name, path in paths.items()})
+    return IMPLEMENTATIONS.get(platform, SamplingOps())

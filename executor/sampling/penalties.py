@@ -16,11 +16,19 @@ import torch
 from quintet.executor.memory import to_device
 from quintet.executor.ragged import ranges
 from quintet.executor.sampling.logits_processor import DrawRows, Int
+from quintet.wire.params import SamplingParams
 from quintet.wire.step import NewRow
+
+NO_PENALTIES = 1.0, 0.0, 0.0
+
+
+def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
+    """Return the repetition, presence and frequency penalty."""
+    return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 
 
 class Penalties:
-    """One processor for all three penalties, because they read the same tokens."""
+    """One `LogitsProcessor` for all three penalties, because they read the same tokens."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._repetition = np.ones(max_num_seqs, np.float32)
@@ -28,19 +36,11 @@ class Penalties:
         self._frequency = np.zeros(max_num_seqs, np.float32)
 
     def admit(self, row: NewRow) -> bool:
-        """See `LogitsProcessor.admit`."""
-        params, slot = row.params, row.slot
-        self._repetition[slot] = params.repetition_penalty
-        self._presence[slot] = params.presence_penalty
-        self._frequency[slot] = params.frequency_penalty
-        return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
-            1.0,
-            0.0,
-            0.0,
-        )
+        slot, penalties = row.slot, penalties_of(row.params)
+        self._repetition[slot], self._presence[slot], self._frequency[slot] = penalties
+        return penalties != NO_PENALTIES
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `LogitsProcessor.apply`."""
         repeats = which[self._repetition[rows.slots[which]] != 1.0]
         if len(repeats):
             owners, at = _tokens(logits, rows, repeats, rows.tables.num_embedded[rows.slots[repeats]])

@@ -1,7 +1,7 @@
 """Drafts of a smaller model, which computes one token of all rows at a time.
 
 The model reads the tokens, blocks and sampling settings of the slots. Its draw at a position uses the random number of
-the served model's draw there (`quintet.executor.speculation.draft_draws`). So the two draws are likely to be equal, at every
+the served model's draw there (`quintet.executor.speculation.drafters`). So the two draws are likely to be equal, at every
 temperature.
 
 A block id names the same tokens in the KV memories of both models. Prefix hits and forks need no work here: a number per
@@ -33,17 +33,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.kv_memory import KvMemory
-from quintet.executor.memory import Bits
 from quintet.executor.model_config.state_specs import STATES_PER_REQUEST
 from quintet.executor.ragged import Int, ranges
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.sequences import plan_of_rows
 from quintet.executor.slots import Rows, SlotTables
-from quintet.executor.speculation.draft_draws import compute_and_draw
-from quintet.executor.speculation.drafters import DraftRows
+from quintet.executor.speculation.drafters import Drafter, DraftRows, compute_and_draw
 from quintet.executor.speculation.gram_index import Tokens
-from quintet.executor.speculation.step_time import StepTime
 from quintet.wire.config import MAX_DRAFTS, DraftModelConfig, SchedulerConfig
 from quintet.wire.step import StepPlan
 
@@ -86,11 +83,8 @@ class RequestStates:
         self._table[slots, 1] = firsts + writes_drafts
 
 
-class DraftModel:
-    """A `quintet.executor.speculation.drafters.Drafter` with weights and KV memory."""
-
-    output_cache = None
-    reads_steps = False
+class DraftModel(Drafter):
+    """A drafter with weights and KV memory."""
 
     def __init__(
         self,
@@ -103,6 +97,7 @@ class DraftModel:
         sampler: Sampler,
     ) -> None:
         """kv, max_tokens: of ``runner``. vocab_size, tables, sampler: of the served model."""
+        super().__init__()
         self._runner, self._kv, self._sampler = runner, kv, sampler
         self._tables = tables.of_group(config.group, config.model.kv)
         self._states: RequestStates | None = None
@@ -121,15 +116,6 @@ class DraftModel:
         """Drafts with keys and values after those tokens; -1 after the last one."""
         self._block_tokens: Int = np.zeros(len(kv.places[0]), np.int64)
         """Leading tokens of each block with keys and values, without drafts."""
-        self._time = StepTime()
-
-    @property
-    def step_time(self) -> tuple[float, float]:
-        """See `Drafter.step_time`."""
-        return self._time.fit()
-
-    def end(self, slot: int, num_tokens: int) -> None:
-        """See `Drafter.end`."""
 
     def note(self, plan: StepPlan) -> None:
         """See `Drafter.note`. Blocks that the served model fills, copies or restores have no keys and values here."""
@@ -162,21 +148,12 @@ class DraftModel:
         if plan.copies:
             self._kv.copy(plan.copies)
 
-    def observe(self, num_tokens: int) -> Bits:
-        """See `Drafter.observe`. There are none."""
-        return np.empty(0, np.int16)
-
-    def note_computed(self, *_: object) -> None:
-        """See `Drafter.note_computed`."""
-
     def num_missing(self, slots: Int, num_tokens: Int) -> Int:
-        """See `Drafter.num_missing`."""
         known = self._known(slots, num_tokens)
         missing: Int = num_tokens - 1 - known - self._num_matching(slots, known, num_tokens)
         return np.maximum(missing, 0)
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
-        """See `Drafter.propose`."""
         slots, ends = rows.slots, rows.num_tokens
         known = self._known(slots, ends)
         begins = known + self._num_matching(slots, known, ends)

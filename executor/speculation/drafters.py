@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
+import torch
 
 from quintet.executor.memory import Bits
 from quintet.executor.ragged import Int
-from quintet.executor.slots import SlotTables
-from quintet.executor.speculation.gram_index import Tokens, compiled_functions, doubling
+from quintet.executor.runner import Runner
+from quintet.executor.sampling.sampler import Sampler
+from quintet.executor.slots import Rows, SlotTables
+from quintet.executor.speculation.gram_index import RequestIndexes, Tokens, compiled_functions, doubling
 from quintet.executor.speculation.output_cache import OutputCache
-from quintet.executor.speculation.request_index import RequestIndexes
+from quintet.executor.speculation.step_time import StepTime
 from quintet.wire.config import SpeculativeConfig
 from quintet.wire.step import StepPlan
 
@@ -35,20 +38,21 @@ class DraftRows:
     """Maximum number of drafts of each row, at least 1."""
 
 
-class Drafter(Protocol):
-    """Source of draft tokens."""
+class Drafter(ABC):
+    """Source of draft tokens. Without a model, it needs only `propose`, and `end` and `note` for a state of its own."""
+
+    output_cache: OutputCache | None = None
+    """Outputs of earlier requests, if the drafter uses them."""
+    reads_steps = False
+    """True if the drafter needs `observe` and `note_computed`."""
+
+    def __init__(self) -> None:
+        self._time = StepTime()
 
     @property
     def step_time(self) -> tuple[float, float]:
         """Measured seconds of proposing one more token for all rows: a fixed part, and one per row. Zeros if negligible."""
-
-    @property
-    def output_cache(self) -> OutputCache | None:
-        """Outputs of earlier requests, if the drafter uses them."""
-
-    @property
-    def reads_steps(self) -> bool:
-        """True if the drafter needs `observe` and `note_computed`."""
+        return self._time.fit()
 
     def end(self, slot: int, num_tokens: int) -> None:
         """Note that the request of a slot ended or was preempted, with so many known tokens. The tables still hold them."""
@@ -58,6 +62,7 @@ class Drafter(Protocol):
 
     def observe(self, num_tokens: int) -> Bits:
         """Return the hidden states ``[num_tokens, width]`` of the served model's last step. Its next one changes them."""
+        return np.empty(0, np.int16)
 
     def note_computed(self, slots: Int, starts: Int, counts: Int, num_valid: Int, hidden: Bits) -> None:
         """Note rows that the served model has computed in a step, or in several in a row. Columns are int64[R].
@@ -70,47 +75,33 @@ class Drafter(Protocol):
 
         num_tokens: known tokens of each slot, as in `DraftRows`.
         """
+        return None
 
+    @abstractmethod
     def propose(self, rows: DraftRows) -> list[Tokens]:
         """Return, for each row, up to ``counts`` tokens that may follow the known ones."""
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Prompt lookup: the tokens that followed the last earlier occurrence of the newest tokens.
 
     The longest suffix of ``longest`` to ``shortest`` tokens that occurs earlier is used (see `GramIndex.find`).
     """
 
-    step_time = 0.0, 0.0
-    output_cache = None
-    reads_steps = False
-
     def __init__(self, tables: SlotTables, shortest: int, longest: int) -> None:
+        super().__init__()
         self._token_ids: Tokens = tables.token_ids.numpy()
         self._longest = longest
         self._indexes = RequestIndexes(self._token_ids, doubling(shortest, longest), longest)
 
     def end(self, slot: int, num_tokens: int) -> None:
-        """See `Drafter.end`."""
         self._indexes.drop(slot)
 
     def note(self, plan: StepPlan) -> None:
-        """See `Drafter.note`."""
         for new in plan.new_rows:
             self._indexes.drop(new.slot)
 
-    def observe(self, num_tokens: int) -> Bits:
-        """See `Drafter.observe`. There are none."""
-        return np.empty(0, np.int16)
-
-    def note_computed(self, *_: object) -> None:
-        """See `Drafter.note_computed`."""
-
-    def num_missing(self, slots: Int, num_tokens: Int) -> None:
-        """See `Drafter.num_missing`."""
-
     def propose(self, rows: DraftRows) -> list[Tokens]:
-        """See `Drafter.propose`."""
         columns = (rows.slots.tolist(), rows.num_tokens.tolist(), rows.counts.tolist())
         return [self._lookup(*row) for row in zip(*columns, strict=True)]
 
@@ -132,17 +123,17 @@ class _Request:
     stop_ids: list[int]
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Suffix decoding (Oliaro et al., 2024): the most frequent continuation of the longest match.
 
     Matches come from the request's own tokens, and from outputs of earlier requests of the same scope. The choice is
     compiled: ``csrc/cpu/ops/suffix_drafts.cpp``.
     """
 
-    step_time = 0.0, 0.0
-    reads_steps = False
+    output_cache: OutputCache
 
     def __init__(self, config: SpeculativeConfig, tables: SlotTables) -> None:
+        super().__init__()
         self._token_ids: Tokens = tables.token_ids.numpy()
         depth, factor = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor
         grams = doubling(1, min(MAX_GRAM, depth - 1))
@@ -177,23 +168,11 @@ class SuffixDrafter:
             self.output_cache.add(self._token_ids[slot, begin:num_tokens], request.scope)
 
     def note(self, plan: StepPlan) -> None:
-        """See `Drafter.note`."""
         for new in plan.new_rows:
             self._indexes.drop(new.slot)
             self._requests[new.slot] = _Request(new.draft_scope, len(new.token_ids) // 4, new.stop_ids)
 
-    def observe(self, num_tokens: int) -> Bits:
-        """See `Drafter.observe`. There are none."""
-        return np.empty(0, np.int16)
-
-    def note_computed(self, *_: object) -> None:
-        """See `Drafter.note_computed`."""
-
-    def num_missing(self, slots: Int, num_tokens: Int) -> None:
-        """See `Drafter.num_missing`."""
-
     def propose(self, rows: DraftRows) -> list[Tokens]:
-        """See `Drafter.propose`."""
         columns = (rows.slots.tolist(), rows.num_tokens.tolist(), rows.counts.tolist())
         return [self._continue(*row) for row in zip(*columns, strict=True)]
 
@@ -207,8 +186,32 @@ class SuffixDrafter:
         return self._drafts[:num_drafts].copy()
 
 
+MakeDrafter = Callable[[SlotTables, Sampler], Drafter]
+"""Constructor of the drafter of a draft model, with the tables and the sampler of the served model."""
+
 DRAFTERS: dict[str, Callable[[SpeculativeConfig, SlotTables], Drafter]] = {
     "ngram": lambda config, tables: NgramDrafter(tables, config.prompt_lookup_min, config.prompt_lookup_max),
     "suffix": SuffixDrafter,
 }
 """Drafters without a model, by `SpeculativeConfig.method`."""
+
+
+def compute_and_draw(
+    runner: Runner, rows: Rows, tables: SlotTables, sampler: Sampler, *, has_same_ids: bool
+) -> bytes:
+    """Compute the rows and draw a token where a row draws; return the tokens, int32. The token table holds them too.
+
+    A draft is likely to be accepted if it is drawn as the served model draws: with the same random number, temperature and
+    filters, and with the logits processors of the request. Penalties and bad words read the drafts before it in the token table.
+
+    runner, tables: of the draft model. sampler: of the served model. has_same_ids: the logits are those of the served model's
+    tokens; otherwise its logits processors do not apply.
+    """
+    if has_same_ids and sampler.shapes(rows):
+        runner.forward(rows, tables)
+        with torch.inference_mode():  # as the served model's draws: both use one buffer
+            drawn, _ = sampler.draw(rows, runner.logits(rows.draw_tokens), is_draft=True)
+            return drawn.numpy().tobytes()
+    tokens = runner.forward_and_draw(rows, tables, sampler.settings, None)
+    assert tokens is not None, "the runner of a draft model draws"
+    return tokens

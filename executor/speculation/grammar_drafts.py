@@ -25,15 +25,6 @@ class GrammarDrafts:
         self._forced: dict[int, list[int]] = {}
         """Forced tokens of this step, of each slot with a grammar that can verify drafts."""
 
-    def end(self, slot: int) -> None:
-        """Note that the request of a slot ended."""
-        self._grammars.end(slot)
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether a slot has a grammar, which may force tokens."""
-        return self._grammars.is_used
-
     def begin(self, slots: Int, most: Int) -> Int:
         """Return the number of forced tokens of each slot, at most ``most``: int64[N]. Call it once a step."""
         forced = self._forced = {}

@@ -39,10 +39,8 @@ from quintet.executor.ragged import Int, ranges
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.sequences import plan_of_rows
 from quintet.executor.slots import Rows, SlotTables
-from quintet.executor.speculation.draft_draws import compute_and_draw
-from quintet.executor.speculation.drafters import DraftRows
+from quintet.executor.speculation.drafters import Drafter, DraftRows, compute_and_draw
 from quintet.executor.speculation.gram_index import Tokens
-from quintet.executor.speculation.step_time import StepTime
 from quintet.wire.config import DraftModelConfig
 from quintet.wire.step import StepPlan
 
@@ -67,8 +65,10 @@ class HeadLayer:
         return self.program.received_hidden
 
 
-class HeadDrafter:
-    """A `quintet.executor.speculation.drafters.Drafter` with a head, its KV memory, and features."""
+class HeadDrafter(Drafter):
+    """A drafter with a head, its KV memory, and features."""
+
+    reads_steps = True
 
     def __init__(
         self,
@@ -81,6 +81,7 @@ class HeadDrafter:
         sampler: Sampler,
     ) -> None:
         """layers: of the head. target: of the served model, as ``tables`` and ``sampler``."""
+        super().__init__()
         self._head, self._layers, self._target = head, layers, target
         self._aux_hidden: tuple[Sequence[torch.Tensor], list[Bits]] = (), []
         """Hidden states of the served model that the head reads."""
@@ -111,21 +112,8 @@ class HeadDrafter:
         self._token_map: Tokens | None = (
             None if head.token_map is None else head.token_map.numpy().astype(np.int32)
         )
-        self._time = StepTime()
-
-    output_cache = None
-    reads_steps = True
-
-    @property
-    def step_time(self) -> tuple[float, float]:
-        """See `Drafter.step_time`."""
-        return self._time.fit()
-
-    def end(self, slot: int, num_tokens: int) -> None:
-        """See `Drafter.end`."""
 
     def note(self, plan: StepPlan) -> None:
-        """See `Drafter.note`."""
         if plan.new_rows:
             self._num_known[[row.slot for row in plan.new_rows]] = _UNKNOWN
         if plan.swaps_in:
@@ -139,7 +127,6 @@ class HeadDrafter:
                 column[targets] = column[sources]
 
     def observe(self, num_tokens: int) -> Bits:
-        """See `Drafter.observe`."""
         tensors = self._target.aux_hidden
         if tensors is not self._aux_hidden[0]:  # with pipeline stages, in each step
             self._aux_hidden = tensors, [bits_of(each) for each in tensors]
@@ -169,7 +156,6 @@ class HeadDrafter:
         self._num_known[slots] = starts + num_valid
 
     def num_missing(self, slots: Int, num_tokens: Int) -> Int:
-        """See `Drafter.num_missing`."""
         ends, has_drafts = num_tokens - 1, self._gets_drafts(slots, num_tokens)
         for row in np.flatnonzero(has_drafts & self._has_whole_block(slots, ends)).tolist():
             self._num_computed[slots[row]] = self._num_shared(int(slots[row]), int(ends[row]))

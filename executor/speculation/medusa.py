@@ -24,20 +24,17 @@ from quintet.executor.ragged import Int
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.sequences import plan_of_rows
 from quintet.executor.slots import Rows, SlotTables
-from quintet.executor.speculation.draft_draws import compute_and_draw
-from quintet.executor.speculation.drafters import DraftRows
+from quintet.executor.speculation.drafters import Drafter, DraftRows, compute_and_draw
 from quintet.executor.speculation.gram_index import Tokens
-from quintet.executor.speculation.step_time import StepTime
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan
 
 _UNKNOWN = -1
 
 
-class MedusaDrafter:
-    """A `quintet.executor.speculation.drafters.Drafter` with a program for each head."""
+class MedusaDrafter(Drafter):
+    """A drafter with a program for each head."""
 
-    output_cache = None
     reads_steps = True
 
     def __init__(
@@ -50,6 +47,7 @@ class MedusaDrafter:
         sampler: Sampler,
     ) -> None:
         """programs: of the heads, with this configuration. target: of the served model, as ``tables`` and ``sampler``."""
+        super().__init__()
         self._model, self._target, self._tables, self._sampler = model, target, tables, sampler
         self._heads = [(_input_of(program), ProgramRunner(program, config)) for program in programs]
         self._token_ids: Tokens = tables.token_ids.numpy()
@@ -58,23 +56,12 @@ class MedusaDrafter:
         """Features of the newest computed token of each slot."""
         self._num_known: Int = np.full(len(self._token_ids), _UNKNOWN, np.int64)
         """Leading tokens of each slot up to that token."""
-        self._time = StepTime()
-
-    @property
-    def step_time(self) -> tuple[float, float]:
-        """See `Drafter.step_time`."""
-        return self._time.fit()
-
-    def end(self, slot: int, num_tokens: int) -> None:
-        """See `Drafter.end`."""
 
     def note(self, plan: StepPlan) -> None:
-        """See `Drafter.note`."""
         if plan.new_rows:
             self._num_known[[row.slot for row in plan.new_rows]] = _UNKNOWN
 
     def observe(self, num_tokens: int) -> Bits:
-        """See `Drafter.observe`."""
         (hidden,) = self._target.aux_hidden
         return bits_of(hidden)[:num_tokens]
 
@@ -85,11 +72,9 @@ class MedusaDrafter:
         self._num_known[slots] = starts + num_valid
 
     def num_missing(self, slots: Int, num_tokens: Int) -> Int:
-        """See `Drafter.num_missing`."""
         return np.zeros_like(slots)
 
     def propose(self, rows: DraftRows) -> list[Tokens]:
-        """See `Drafter.propose`."""
         slots, ends = rows.slots, rows.num_tokens
         counts = np.minimum(rows.counts, len(self._heads))
         counts[self._num_known[slots] != ends - 1] = 0

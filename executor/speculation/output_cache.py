@@ -14,6 +14,7 @@ from collections import deque
 import numpy as np
 
 from quintet.executor.speculation.gram_index import GramIndex, Tokens
+from quintet.wire.metrics import Metrics
 
 END = -1
 """Marks the end of each output; it equals no token. ``csrc/cpu/ops/suffix_drafts.cpp`` has it too."""
@@ -72,3 +73,25 @@ class OutputCache:
         self._tokens[at + len(tokens)] = END
         self._scopes[at : at + len(tokens)] = scope
         self.index.add(start + 1, start + len(tokens), start, scope, self._starts[0])
+
+
+class OutputCacheMetrics:
+    """Size and evictions of the cache."""
+
+    def __init__(self, metrics: Metrics, cache: OutputCache) -> None:
+        self._cache = cache
+        self._requests = metrics.gauge(
+            "spec_decode_cached_requests", "Outputs of earlier requests that suffix decoding caches."
+        )
+        self._bytes = metrics.gauge(
+            "spec_decode_cache_bytes", "Memory of the cached outputs and their index."
+        )
+        self._evictions = metrics.counter(
+            "spec_decode_cache_evictions", "Outputs evicted from the cache of suffix decoding."
+        )
+
+    def note_step(self) -> None:
+        """Read the cache."""
+        self._requests.value = float(self._cache.num_requests)
+        self._bytes.value = float(self._cache.num_bytes)
+        self._evictions.value = float(self._cache.num_evicted)

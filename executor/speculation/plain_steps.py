@@ -21,21 +21,6 @@ MAX_STEPS = 64
 class PlainSteps:
     """Steps without drafts after one with the same rows."""
 
-    __slots__ = (
-        "_counts",
-        "_max_steps",
-        "_no_drafts",
-        "_samples",
-        "_slot_column",
-        "hidden",
-        "num_begun",
-        "num_steps",
-        "seconds",
-        "slots",
-        "starts",
-        "uses",
-    )
-
     def __init__(
         self, plan: StepPlan, slots: NDArray[np.int32], starts: NDArray[np.int32], uses: Int, max_tokens: int
     ) -> None:

@@ -22,18 +22,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quintet.executor.kv_memory import KvMemory
+from quintet.executor.model_config.share import most_outputs
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import Grammars
+from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import Rows, SlotTables
 from quintet.executor.speculation.acceptance import accept
 from quintet.executor.speculation.draft_states import DraftStates
-from quintet.executor.speculation.drafters import Drafter, DraftRows
+from quintet.executor.speculation.drafters import DRAFTERS, Drafter, DraftRows, MakeDrafter
 from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.grammar_drafts import GrammarDrafts
 from quintet.executor.speculation.lengths import DraftCosts, DraftCounts, DraftLengths, StepCost
-from quintet.executor.speculation.output_cache import OutputCache
 from quintet.executor.speculation.plain_steps import PlainSteps
 from quintet.executor.speculation.unknown_draws import UnknownDraws
+from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
 
 NO_STARTS: Int = np.empty(0, np.int64)
@@ -92,8 +95,8 @@ class Speculation:
         self._max_rows, self._max_tokens, self._states = max_rows, max_tokens, states
         self._copies_tokens = copies_tokens
         self._unknown = UnknownDraws(len(self._token_ids))
-        self._drafter = drafter
-        self._grammar_drafts = GrammarDrafts(grammars)
+        self.drafter = drafter
+        self._grammars, self._grammar_drafts = grammars, GrammarDrafts(grammars)
         self._num_tokens: Int = np.zeros(len(self._token_ids), np.int64)
         """Known tokens of each slot."""
         self._stop_ids: list[frozenset[int]] = [frozenset()] * len(self._token_ids)
@@ -104,24 +107,14 @@ class Speculation:
         self._plain: PlainSteps | None = None
         """The newest steps, while they have no drafts and the same rows."""
 
-    @property
-    def output_cache(self) -> OutputCache | None:
-        """See `Drafter.output_cache`."""
-        return self._drafter.output_cache
-
-    @property
-    def reads_steps(self) -> bool:
-        """See `Drafter.reads_steps`."""
-        return self._drafter.reads_steps
-
     def end_requests(self, plan: StepPlan) -> None:
         """Note the freed slots of a plan, before the slot tables change."""
         if plan.freed or plan.new_rows or plan.copies or plan.swaps_in:
             self._end_plain()
         for slot in np.frombuffer(plan.freed, np.int32).tolist():
-            self._drafter.end(slot, int(self._num_tokens[slot]))
+            self.drafter.end(slot, int(self._num_tokens[slot]))
             self._lengths.end(slot)
-            self._grammar_drafts.end(slot)
+            self._grammars.end(slot)
 
     def note(self, plan: StepPlan) -> None:
         """Note a plan before `begin`, also one without drafts. The slot tables hold its deltas."""
@@ -132,7 +125,7 @@ class Speculation:
             self._unknown.new_request(new.slot)
             if self._copies_tokens:
                 self._token_ids[new.slot, : len(new.token_ids) // 4] = np.frombuffer(new.token_ids, np.int32)
-        self._drafter.note(plan)
+        self.drafter.note(plan)
 
     def reset(self) -> None:
         """Forget the steps in flight: their results are dropped, and all slots are free."""
@@ -152,7 +145,7 @@ class Speculation:
 
     def _is_due(self) -> bool:
         """Return whether to choose drafts in the next step."""
-        return self._lengths.is_due(has_forced=self._grammar_drafts.is_used)
+        return self._lengths.is_due(has_forced=self._grammars.is_used)
 
     def compute(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
         """Return the result of a plan, with drafts where it allows them. ``compute`` computes and draws rows."""
@@ -273,8 +266,8 @@ class Speculation:
     def _end_plain_step(self, plain: PlainSteps, plan: StepPlan, result: StepResult, seconds: float) -> None:
         plain.end(result, seconds)
         if plain is self._plain:
-            if self._drafter.reads_steps:
-                plain.hidden.append(self._drafter.observe(len(plain.slots)).copy())
+            if self.drafter.reads_steps:
+                plain.hidden.append(self.drafter.observe(len(plain.slots)).copy())
             return
         slots = plain.slots[self._unknown.is_current(plain.slots, plain.uses)]  # a later step has closed them
         self._num_tokens[slots] += 1
@@ -298,7 +291,7 @@ class Speculation:
         if plain.hidden:
             counts = np.full(num_rows, num_steps)
             hidden = np.stack(plain.hidden, axis=1).reshape(num_rows * num_steps, -1)
-            self._drafter.note_computed(
+            self.drafter.note_computed(
                 plain.slots.astype(np.int64), plain.starts.astype(np.int64), counts, counts, hidden
             )
 
@@ -310,14 +303,14 @@ class Speculation:
         num_valid: NDArray[np.integer],
     ) -> None:
         """Pass the rows of a step to a drafter that reads them."""
-        if not self._drafter.reads_steps:
+        if not self.drafter.reads_steps:
             return
-        self._drafter.note_computed(
+        self.drafter.note_computed(
             slots.astype(np.int64),
             starts.astype(np.int64),
             counts.astype(np.int64),
             num_valid.astype(np.int64),
-            self._drafter.observe(int(counts.sum())),
+            self.drafter.observe(int(counts.sum())),
         )
 
     def _propose(
@@ -341,7 +334,7 @@ class Speculation:
         asked = asked.of_rows(is_asked)
         rows = rows[is_asked]
         begins = starts[rows].astype(np.int64) + 1
-        proposals = self._grammar_drafts.propose(DraftRows(asked.slots, begins, asked.counts), self._drafter)
+        proposals = self._grammar_drafts.propose(DraftRows(asked.slots, begins, asked.counts), self.drafter)
         drafts: list[tuple[int, Tokens]] = []
         for row, begin, proposed in zip(rows.tolist(), begins.tolist(), proposals, strict=True):
             tokens = until_stop(proposed, self._stop_ids[slots[row]]).copy()
@@ -350,7 +343,7 @@ class Speculation:
                 drafts.append((row, tokens))
         has_drafts, searched = np.array([len(each) > 0 for each in proposals]), asked.slots
         if not has_drafts.all():
-            missing = self._drafter.num_missing(searched, begins)
+            missing = self.drafter.num_missing(searched, begins)
             if missing is not None:  # some need further steps
                 searched, has_drafts = searched[missing == 0], has_drafts[missing == 0]
         self._lengths.note_found(searched, has_drafts)
@@ -363,7 +356,7 @@ class Speculation:
         num_free = min(self._max_tokens - num_planned, self._max_rows - num_draws)
         if self._states is not None:
             num_free = min(num_free, self._states.num_states)
-        costs = DraftCosts(self._drafter.step_time, self._drafter.num_missing(rows.slots, rows.num_tokens))
+        costs = DraftCosts(self.drafter.step_time, self.drafter.num_missing(rows.slots, rows.num_tokens))
         asked = self._lengths.choose(rows.slots, rows.counts, num_draws, costs, num_forced)
         used = np.cumsum(asked.counts)
         asked.counts[:] -= np.clip(used - num_free, 0, asked.counts)  # the last rows get fewer
@@ -378,3 +371,27 @@ class Speculation:
         stop_ids = [self._stop_ids[slot] for slot in slots[rows].tolist()]
         runs = [token not in stops for token, stops in zip(newest, stop_ids, strict=True)]
         return rows[np.array(runs, np.bool_)]
+
+
+def open_speculation(
+    config: EngineConfig,
+    tables: SlotTables,
+    sampler: Sampler,
+    grammars: Grammars,
+    kv: KvMemory,
+    copy: Callable[[bytes], None],
+    make_drafter: MakeDrafter | None,
+) -> Speculation | None:
+    """Return the drafts of a worker with its tables on the host; None without speculative decoding.
+
+    kv, copy: see `DraftStates`. make_drafter: of the draft model, if there is one.
+    """
+    limits, speculative = config.scheduler, config.scheduler.speculative
+    if speculative is None:
+        return None
+    if make_drafter is not None:
+        drafter = make_drafter(tables, sampler)
+    else:
+        drafter = DRAFTERS[speculative.method](speculative, tables)
+    states = DraftStates(tables, kv, copy) if config.model.kv.has_states else None
+    return Speculation(drafter, tables, grammars, most_outputs(limits), limits.max_num_batched_tokens, states)

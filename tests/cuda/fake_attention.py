@@ -9,7 +9,7 @@ from quintet.executor.backends.cuda.attention.backend import AttentionNeeds, Hos
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
 from quintet.executor.backends.cuda.ops.formats import Planes
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 
 
 class Correct:

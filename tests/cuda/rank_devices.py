@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from tests.cuda.emulated import EmulatedDevice
 
-from quintet.executor.backends.cuda.ops.peers import MAILBOX_BYTES, Peers
+from quintet.executor.backends.cuda.ops.collectives import MAILBOX_BYTES, Peers
 
 ResultT = TypeVar("ResultT")
 

@@ -18,9 +18,10 @@ from quintet.executor.backends.cuda.attention.choice import (
     BackendChoice,
     choose_attention,
     choose_for_ranks,
+    probe_rows,
+    random_step,
 )
 from quintet.executor.backends.cuda.attention.flashinfer import FlashInferAttention
-from quintet.executor.backends.cuda.attention.probe import probe_rows, random_step
 from quintet.executor.backends.cuda.attention.torch_varlen import TorchAttention
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.attention import AttentionPlan, paged_attention

@@ -95,7 +95,7 @@ def test_coded_weights_give_the_tokens_of_the_dequantized_model(
     written, of = (MODELS | MORE_MODELS)[name]
     ours, plain = write(tmp_path, written, of)
     worker = agree(ours, load(plain), device)
-    assert any(isinstance(layer.method, CodedLinear) for layer in worker.runner.linears) != (
+    assert any(isinstance(layer.method, CodedLinear) for layer in worker.runner.last_pass.linears) != (
         "rounded" in name
     )
 

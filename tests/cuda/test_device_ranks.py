@@ -28,7 +28,7 @@ from tests.models.test_engine import CoreAndWorker, changed
 
 from quintet.executor.backends.cuda.device import Kernel, Size
 from quintet.executor.backends.cuda.graphs import GraphSize
-from quintet.executor.backends.cuda.ops.peers import (
+from quintet.executor.backends.cuda.ops.collectives import (
     EXCHANGE,
     NO_TIMEOUT_NS,
     WAIT_TIMEOUT_S,
@@ -278,13 +278,13 @@ def test_boot_waits_for_a_compiling_rank(tmp_path: Path) -> None:
         if rank == 1:
             assert not compiled.wait(0.2), "no message is sent: compile time passes"
         total = communicator.add(torch.ones(1, 8))
-        communicator.check()
-        communicator.limit_waits()
+        communicator.peers.check()
+        communicator.peers.limit_waits()
         if rank == 0:
             communicator.add(torch.ones(1, 8))
             waited.set()
             with pytest.raises(RankDesyncError, match=r"rank 0 of 2 timed out after 0\.05 s"):
-                communicator.check()
+                communicator.peers.check()
         assert waited.wait(60.0)
         return total
 

@@ -71,7 +71,7 @@ def oracle(worker: DeviceWorker, plain: Recorder) -> DeviceWorker:
         for index, prompt in enumerate(prompts_of(LENGTHS))
         if index in plain.outputs
     ]
-    worker._speculation._drafter = Oracle(worker, sequences)
+    worker._speculation.drafter = Oracle(worker, sequences)
     return worker
 
 
@@ -205,10 +205,10 @@ def test_ended_grammar_forces_no_tokens(config: EngineConfig, device: Device) ->
     driver = Recorder(drafted, worker)
     driver.admit(1, prompts_of((3,))[0], msgspec.structs.replace(REQUESTS[4], max_tokens=2, seed=0))
     driver.run()
-    assert worker._speculation._grammar_drafts.is_used
+    assert worker._speculation._grammars.is_used
     driver.admit(2, prompts_of((8,))[0], SamplingParams(max_tokens=2, seed=0))
     driver.run()
-    assert not worker._speculation._grammar_drafts.is_used
+    assert not worker._speculation._grammars.is_used
 
 
 @pytest.mark.whole

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quintet.executor.backends.cuda.device import Argument, Kernel, LaunchError
-from quintet.executor.backends.cuda.kernels.arguments import ArgumentBuffer
+from quintet.executor.backends.cuda.device import Argument, ArgumentBuffer, Kernel, LaunchError
 from quintet.executor.backends.cuda.kernels.modules import (
     KINDS,
     Kind,

@@ -18,8 +18,7 @@ from quintet.executor.backends.cuda.ops.tables import (
     pack_staging,
     scatter_tokens,
 )
-from quintet.executor.backends.cuda.rows import SampledRows, StepRows
-from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
+from quintet.executor.backends.cuda.tables import DeviceTables, SampledRows, StepMemory, StepRows
 from quintet.executor.batch import BatchBuilder
 from quintet.executor.models.layers.attention import AttentionWindow, Heads
 from quintet.executor.sampling.settings import settings_of, settings_table

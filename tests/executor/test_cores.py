@@ -15,8 +15,7 @@ from tests.executor.test_executor_process import config_of
 
 from quintet.executor.backends.cpu.ops.host_library import declare, open_library
 from quintet.executor.backends.platforms import shares
-from quintet.executor.backends.platforms.cores import default_threads, usable_cores
-from quintet.executor.backends.platforms.memory_nodes import usable_nodes
+from quintet.executor.backends.platforms.cores import default_threads, usable_cores, usable_nodes
 from quintet.executor.backends.platforms.shares import devices_of, share_of
 
 
@@ -189,7 +188,7 @@ SHARING = """
 import os, sys, threading
 from pathlib import Path
 import msgspec
-from quintet.executor.backends.platforms.memory_nodes import usable_nodes
+from quintet.executor.backends.platforms.cores import usable_nodes
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.wire.config import EngineConfig
 threading.Thread(target=threading.Event().wait, daemon=True).start()

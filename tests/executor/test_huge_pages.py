@@ -20,7 +20,7 @@ from quintet.executor.backends.cpu.ops.huge_memory import (
     HugeMemory,
 )
 from quintet.executor.backends.cpu.ops.huge_pages import HugePages
-from quintet.executor.backends.platforms.memory_nodes import usable_nodes
+from quintet.executor.backends.platforms.cores import usable_nodes
 
 SIZE = 3 * CHUNK_BYTES - 12345
 ALLOWED = "always [madvise] never\n"

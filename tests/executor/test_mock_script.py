@@ -10,8 +10,7 @@ from tests.executor.conftest import Drawer, plan_of
 from tokenizers import Tokenizer
 
 from quintet.deploy.embedded import default_model_path
-from quintet.executor.mock import MockWorker
-from quintet.executor.mock_script import NO_ANSWER, read_mock_script
+from quintet.executor.mock import NO_ANSWER, MockWorker, read_mock_script
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams

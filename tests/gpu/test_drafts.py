@@ -55,7 +55,7 @@ def test_drafts_change_no_bit(tmp_path: Path, device_name: str) -> None:
         "preempted": with_blocks(drafted, 40),
     }
     for variant, each in variants.items():
-        worker._speculation._drafter = Oracle(worker, sequences)
+        worker._speculation.drafter = Oracle(worker, sequences)
         found = run_all(each, worker, requested())
         assert found.outputs == plain.outputs, variant
         assert bits_of(found) == bits_of(plain), variant

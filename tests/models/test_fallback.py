@@ -16,7 +16,7 @@ from tests.models.rows import fallback
 from tests.models.test_equal import check_once, check_tokens
 
 from quintet.deploy.cli.main import main
-from quintet.executor.backends.torch.fallback.masks import UnsupportedMask, window_of
+from quintet.executor.backends.torch.fallback.attention import UnsupportedModel, window_of
 from quintet.executor.models.layers.attention import AttentionWindow
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
@@ -273,5 +273,5 @@ def test_unknown_mask_is_rejected(sees: Any, words: str) -> None:
         seen: Index = sees(q, k)
         return seen
 
-    with pytest.raises(UnsupportedMask, match=words):
+    with pytest.raises(UnsupportedModel, match=words):
         window_of(function, 100, torch.device("cpu"))

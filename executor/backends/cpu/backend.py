@@ -12,11 +12,10 @@ from quintet.executor.backends.cpu.program.library import ProgramLibrary, progra
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.registry import Unsupported
-from quintet.executor.context import WorkerContext
+from quintet.executor.context import DRAFT, TARGET, WorkerContext
 from quintet.executor.distributed.parallel.pipeline import Pipeline
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
-from quintet.executor.distributed.parallel.rank_views import open_links, open_ranks, share_of_rank
-from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.distributed.parallel.ranks import Ranks, open_links, open_ranks, share_of_rank
 from quintet.executor.interface import StepWorker
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.loading import MODEL_DTYPES
@@ -26,9 +25,10 @@ from quintet.executor.models.draft_heads import MedusaHeads, MtpHead
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.model import CausalModel
 from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
+from quintet.executor.speculation.drafters import MakeDrafter
 from quintet.executor.speculation.head import DraftHead, HeadDrafter, HeadLayer
 from quintet.executor.speculation.medusa import MedusaDrafter
-from quintet.executor.worker import MakeDrafter, Worker
+from quintet.executor.worker import Worker
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
 
@@ -74,7 +74,7 @@ def _open_drafter(context: WorkerContext, target: ModelProgram) -> MakeDrafter |
     if draft is None or speculative is None or speculative.draft is None:
         return None
     head = draft.load()
-    context.add_draft(draft)
+    context.models[DRAFT] = draft.models[TARGET]
     if isinstance(head, DraftHead | MedusaHeads):
         head.share(_decoder(context.load()))
     if isinstance(head, MtpHead):

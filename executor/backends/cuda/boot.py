@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from quintet.executor.backends.cuda.attention.backend import AttentionBackend, AttentionNeeds
 from quintet.executor.backends.cuda.attention.choice import BackendChoice, choose_attention, choose_for_ranks
-from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
 from quintet.executor.backends.cuda.graphs import graph_sizes
 from quintet.executor.backends.cuda.kv_memory import graph_bytes, num_kv_blocks
+from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlans
 from quintet.executor.backends.cuda.ranks.communicator import (
-    DeviceCommunicator,
     communicator_of,
     open_device_ranks,
 )
@@ -41,16 +39,6 @@ STAGING_WORDS = 1 << 20
 """Size of the staging buffer, enough for the prompts of a busy second; a larger plan gets temporary memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedRunner:
-    """A model with its KV memory, ready for steps."""
-
-    runner: DeviceRunner
-    staging: torch.Tensor
-    """int32: receives a plan's words."""
-    num_blocks: int
-
-
 def make_worker(context: WorkerContext) -> DeviceWorker:
     """See `quintet.executor.backends.registry.Backend`. Several ranks load their shares concurrently."""
     config, _ = context.config, context.platform  # the platform is opened first
@@ -69,11 +57,9 @@ def make_device_worker(device: Device, model: CausalModel, context: WorkerContex
     With several ranks, return when all are ready; the others run `quintet.executor.backends.cuda.ranks.follower.follow`.
     """
     config, ranks = context.config, context.ranks
-    communicator = None if ranks is None else communicator_of(device, ranks, config)
-    opened = open_runner(device, model, config, communicator, ranks)
-    steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
+    steps, num_blocks = open_steps(device, model, context)
     broadcaster = None if ranks is None else RankBroadcaster(ranks)
-    worker = DeviceWorker(steps, config, opened.num_blocks, context.span, communicator, broadcaster)
+    worker = DeviceWorker(steps, config, num_blocks, context.span, broadcaster)
     if ranks is not None:
         ranks.wait_for_all()
         worker.facts["ranks"] = str(ranks.share.size)
@@ -81,40 +67,30 @@ def make_device_worker(device: Device, model: CausalModel, context: WorkerContex
 
 
 @torch.inference_mode()
-def open_runner(
-    device: Device,
-    model: CausalModel,
-    config: EngineConfig,
-    communicator: DeviceCommunicator | None = None,
-    ranks: Ranks | None = None,
-) -> OpenedRunner:
-    """Return the runner with its KV memory. Several ranks call it concurrently; all get the smallest block count of any rank."""
+def open_steps(device: Device, model: CausalModel, context: WorkerContext) -> tuple[DeviceSteps, int]:
+    """Return the model with its KV memory, ready for steps, and the number of KV blocks.
+
+    Several ranks call it concurrently; all get the smallest block count of any rank.
+    """
+    config, ranks = context.config, context.ranks
     spec, scheduler, torch_device = config.model.kv, config.scheduler, device.torch_device
     dtype = MODEL_DTYPES[config.model.dtype]
-    device.checks_arguments = True
     kv_dtype = torch.float8_e4m3fn if config.cache.dtype == "fp8" else dtype
-    is_invariant = config.executor.batch_invariant
+    communicator = None if ranks is None else communicator_of(device, ranks, config)
+    device.checks_arguments = True
     tables = DeviceTables.reserve(scheduler.max_num_seqs, config.model.max_model_len, spec, torch_device)
     memory = StepMemory.reserve(tables, scheduler)
     attention = AttentionPlans(device, model.attentions, config, memory.max_tokens, dtype, kv_dtype)
     staging = torch.zeros(STAGING_WORDS, dtype=torch.int32, device=torch_device)
-    linears = DeviceLinears(device, batch_invariant=is_invariant)
-    runner = DeviceRunner(
-        device,
-        model,
-        linears,
-        attention,
-        memory,
-        staging,
-        KvMemory.reserve(spec, 1, kv_dtype, torch_device),
-        dtype,
-        communicator,
-    )
+    linears = DeviceLinears(device, batch_invariant=config.executor.batch_invariant)
+    kv = KvMemory.reserve(spec, 1, kv_dtype, torch_device)
+    runner = DeviceRunner(device, model, linears, attention, memory, staging, kv, dtype, communicator)
     started = time.monotonic()
     runner.run_largest_step()
     if is_gpu(device):  # times of the emulator are meaningless
-        linears.measure(runner.linears, ranks=ranks)
-        runner.prompt_attention = _prompt_attention(device, attention, runner.attentions, config, ranks)
+        linears.measure(runner.last_pass.linears, ranks=ranks)
+        layers = runner.last_pass.attentions
+        runner.prompt_attention = _prompt_attention(device, attention, layers, config, ranks)
     # Captures emptied the allocator's cache: allocate the largest step's memory again before the KV cache takes the rest.
     runner.run_largest_step()
     device.checks_arguments = not is_gpu(device)
@@ -124,23 +100,20 @@ def open_runner(
     if not config.executor.enforce_eager:
         sizes = (dtype.itemsize, config.logits_item_bytes)
         largest = graph_sizes(scheduler, memory.max_draws)[-1].num_tokens
-        reserved = graph_bytes(largest, model.vocab_size, runner.widest, *sizes)
+        reserved = graph_bytes(largest, model.vocab_size, runner.last_pass.widest, *sizes)
     num_blocks = num_kv_blocks(config, device, reserved)
     if ranks is not None:
         counts = ranks.all_gather(num_blocks.to_bytes(8, "little"))
         num_blocks = min(int.from_bytes(count, "little") for count in counts)
     if communicator is not None:
-        communicator.limit_waits()
+        communicator.peers.limit_waits()  # every rank has loaded the kernels of a step
     runner.use_kv(KvMemory.reserve(spec, num_blocks, kv_dtype, torch_device))
     log.info(
         "largest step (%d tokens) and kernel selection took %.1f s; KV cache: %d blocks of %d tokens, %.1f GiB",
-        memory.max_tokens,
-        time.monotonic() - started,
-        num_blocks,
-        spec.block_size,
-        num_blocks * spec.bytes_per_block / 2**30,
+        *(memory.max_tokens, time.monotonic() - started),
+        *(num_blocks, spec.block_size, num_blocks * spec.bytes_per_block / 2**30),
     )
-    return OpenedRunner(runner, staging, num_blocks)
+    return DeviceSteps(runner, config, ranks), num_blocks
 
 
 def is_gpu(device: Device) -> bool:

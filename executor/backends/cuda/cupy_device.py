@@ -14,9 +14,16 @@ from pathlib import Path
 import cupy
 import torch
 
-from quintet.executor.backends.cuda.device import Argument, Event, Kernel, LaunchError, Size, check_launch
+from quintet.executor.backends.cuda.device import (
+    Argument,
+    ArgumentBuffer,
+    Event,
+    Kernel,
+    LaunchError,
+    Size,
+    check_launch,
+)
 from quintet.executor.backends.cuda.graph_capture import GraphCapture
-from quintet.executor.backends.cuda.kernels.arguments import ArgumentBuffer
 from quintet.executor.backends.cuda.kernels.modules import FLAGS, KINDS, Kind, ModuleStore, RefusedError
 from quintet.executor.backends.cuda.step_clock import wait_until_done
 from quintet.wire.errors import ConfigError
@@ -33,7 +40,7 @@ ERRORS = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
 
 
 class CupyDevice:
-    """One CUDA device. Only the thread that created it may launch, because its context is current there."""
+    """A CUDA `Device`. Only the thread that created it may launch, because its context is current there."""
 
     def __init__(self, index: int, kinds: tuple[Kind, ...] = KINDS) -> None:
         """Make the device current in this thread. kinds: see `ModuleStore`."""
@@ -106,7 +113,6 @@ class CupyDevice:
         return address, bytes(cupy.cuda.runtime.ipcGetMemHandle(address))
 
     def open_memory(self, handle: bytes) -> int:
-        """See `Device`."""
         try:
             return int(cupy.cuda.runtime.ipcOpenMemHandle(handle))
         except ERRORS as error:
@@ -116,30 +122,24 @@ class CupyDevice:
             ) from error
 
     def record(self) -> Event:
-        """See `Device`."""
         # blocking: a waiting thread sleeps; by default it would poll and occupy a core.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return CudaEvent(event)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Device`."""
         return self._graphs.step_graph(run)
 
     def capture_timing(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Device`."""
         return self._graphs.timing_graph(run)
 
     def free_bytes(self) -> int:
-        """See `Device`."""
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def total_bytes(self) -> int:
-        """See `Device`."""
         return int(torch.cuda.mem_get_info(self.torch_device)[1])
 
     def synchronize(self) -> None:
-        """See `Device`."""
         torch.cuda.synchronize(self.torch_device)
 
     def _launcher(self, kernel: Kernel, first_shared_bytes: int) -> _Launcher:
@@ -162,11 +162,9 @@ class CudaEvent:
         self._event = event
 
     def wait(self, expected_end_s: float | None = None) -> None:
-        """See `Event`."""
         wait_until_done(self._event.query, self._event.synchronize, expected_end_s)
 
     def elapsed_ms(self, since: Event) -> float:
-        """See `Event`."""
         if not isinstance(since, CudaEvent):
             raise LaunchError(f"elapsed_ms needs an event of a CUDA device, not {since!r}")
         return float(since._event.elapsed_time(self._event))
@@ -204,7 +202,6 @@ class _CupyLoader:
     """See `Loader`."""
 
     def load(self, path: Path, kernel: str | None) -> cupy.RawModule:
-        """See `Loader`."""
         module = cupy.RawModule(path=str(path))
         try:
             module.compile()
@@ -215,7 +212,6 @@ class _CupyLoader:
         return module
 
     def compile(self, text: str) -> cupy.RawModule:
-        """See `Loader`."""
         options = tuple(flag for flag in FLAGS if not flag.startswith("-ftz"))  # CuPy adds it
         module = cupy.RawModule(code=text, options=options)
         try:

@@ -6,6 +6,8 @@ in order with torch's work. Only `Event.wait` and `Device.synchronize` wait for 
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,11 +47,9 @@ class Event(Protocol):
 
         expected_end_s: by ``time.perf_counter``; see `quintet.executor.backends.cuda.step_clock`.
         """
-        ...
 
     def elapsed_ms(self, since: Event) -> float:
         """Return the device time between the events. Both have completed and belong to the same device."""
-        ...
 
 
 class Device(Protocol):
@@ -58,17 +58,14 @@ class Device(Protocol):
     @property
     def torch_device(self) -> torch.device:
         """Device of the tensors that `launch` accepts."""
-        ...
 
     @property
     def num_multiprocessors(self) -> int:
         """Number of streaming multiprocessors."""
-        ...
 
     @property
     def max_shared_bytes(self) -> int:
         """Maximum dynamic shared memory of a block."""
-        ...
 
     checks_arguments: bool
     """True if operations check shapes, strides and addresses before a launch. The checks take half of the host time of an eager
@@ -77,29 +74,23 @@ class Device(Protocol):
     @property
     def errors(self) -> tuple[type[Exception], ...]:
         """Exceptions, besides torch's, that mean that this process cannot use the device any more."""
-        ...
 
     def launch(
         self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0
     ) -> None:
         """Launch on torch's current stream; `LaunchError` if the arguments do not fit the kernel or the device."""
-        ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return pinned host memory for asynchronous copies; kernels may access it."""
-        ...
 
     def share_memory(self, num_bytes: int) -> tuple[int, bytes]:
         """Allocate zeroed memory for the life of the process; return its address and a handle for other processes."""
-        ...
 
     def open_memory(self, handle: bytes) -> int:
         """Map memory that another process shares; return its address, or raise `ConfigError` if it is not accessible."""
-        ...
 
     def record(self) -> Event:
         """Record an event on the current stream."""
-        ...
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture the launches of ``run`` and return a function that replays them on the current stream.
@@ -110,26 +101,21 @@ class Device(Protocol):
         - Memory allocated inside comes from one pool per device that all captures share. The next replay overwrites it.
         - The graph lives as long as the device.
         """
-        ...
 
     def capture_timing(self, run: Callable[[], None]) -> Callable[[], None]:
         """Run ``run`` once, then capture it for a measurement; return a function that replays it on the current stream.
 
         The graph shares neither memory pool nor stream with those of `capture`, and is destroyed with the returned function.
         """
-        ...
 
     def free_bytes(self) -> int:
         """Return the free device memory. Torch's cache does not count as free."""
-        ...
 
     def total_bytes(self) -> int:
         """Return the total device memory."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until the device has completed all launches."""
-        ...
 
 
 def check_launch(
@@ -184,3 +170,50 @@ def _mismatch(device: Device, kind: str, value: Argument) -> str | None:
     if not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
         return f"is {value}, which exceeds {bits} bits"
     return None
+
+
+_SLOT_BYTES = 8
+_SLOTS = {"p": "Q", "i": "i4x", "l": "q", "f": "f4x"}
+"""Struct format of a parameter in eight bytes, by kind; little-endian, as on every machine with CUDA."""
+
+
+class ArgumentBuffer:
+    """Parameters of one kernel in the driver's form: an array of addresses of the parameters' bytes.
+
+    Refilled per launch: an eager step launches hundreds of kernels, so host time per launch may leave the device idle. The driver
+    copies them at launch, so they may be overwritten afterwards.
+    """
+
+    __slots__ = ("_addresses", "_are_pointers", "_layout", "_slots", "address")
+
+    def __init__(self, kernel: Kernel) -> None:
+        unknown = set(kernel.kinds) - set(_SLOTS)
+        if unknown:
+            raise LaunchError(
+                f"{kernel.module}.cu: {kernel.name}: kinds {kernel.kinds!r}; only p, i, l and f are allowed"
+            )
+        num = len(kernel.kinds)
+        self._are_pointers = [kind == "p" for kind in kernel.kinds]
+        self._layout = struct.Struct("<" + "".join(_SLOTS[kind] for kind in kernel.kinds))
+        self._slots = ctypes.create_string_buffer(max(1, num) * _SLOT_BYTES)
+        first = ctypes.addressof(self._slots)
+        self._addresses = (ctypes.c_void_p * max(1, num))(
+            *range(first, first + num * _SLOT_BYTES, _SLOT_BYTES)
+        )
+        self.address = ctypes.addressof(self._addresses)
+        """Address of the array of addresses, the argument of ``cuLaunchKernel``."""
+
+    def fill(self, args: Sequence[Argument]) -> None:
+        """Write a launch's arguments.
+
+        Raises `struct.error` for a number out of range, `TypeError` for a tensor instead of a number, and `ValueError` for a
+        wrong count.
+        """
+        self._layout.pack_into(
+            self._slots,
+            0,
+            *[
+                (0 if value is None else value.data_ptr()) if is_pointer else value  # type: ignore[union-attr]
+                for is_pointer, value in zip(self._are_pointers, args, strict=True)
+            ],
+        )

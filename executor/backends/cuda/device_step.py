@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from quintet.executor.backends.cuda.device import Event
 from quintet.executor.backends.cuda.graphs import GraphSize
@@ -48,20 +46,14 @@ class DeviceStep:
     gap_ms: float | None = None
 
     def wait(self) -> None:
-        """See `Pending`."""
         self._end.wait(self._expected_end_s)
-
-    def drawn(self) -> NDArray[np.int32]:
-        """Wait for the step and return its tokens, int32[num_sampled]. Later steps overwrite them."""
-        self._end.wait()
-        tokens: NDArray[np.int32] = self._tokens.numpy()
-        return tokens
 
     def advance_matchers(self) -> None:
         """Wait for the step and give its tokens to the grammar matchers."""
         if self.masks is not None and not self._is_noted:
             self._is_noted = True
-            self.masks.note(self.drawn().tolist())
+            self._end.wait()
+            self.masks.note(self._tokens.tolist())
 
     def result(self) -> StepResult:
         """See `Pending`. Later calls return the same result: a step may end before the loop asks for its result."""

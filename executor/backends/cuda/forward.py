@@ -16,18 +16,18 @@ from quintet.executor.backends.cpu.ops.activation import activate, xielu
 from quintet.executor.backends.cpu.ops.linear import GatedActivation
 from quintet.executor.backends.cpu.ops.rope_kv_write import rope
 from quintet.executor.backends.cuda.attention.backend import AttentionBackend
-from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.experts import GATES, experts
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
 from quintet.executor.backends.cuda.ops.activation import gated
 from quintet.executor.backends.cuda.ops.attention import paged_attention
+from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlans
 from quintet.executor.backends.cuda.ops.formats import PACK_BYTES
 from quintet.executor.backends.cuda.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv
 from quintet.executor.backends.cuda.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 from quintet.executor.backends.cuda.ranks.communicator import DeviceCommunicator
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 from quintet.executor.embeds import StepEmbeds
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.model_config.share import KeptRange
@@ -63,7 +63,7 @@ class Value:
 
 
 class DevicePass:
-    """Pass of one step, or of one captured graph."""
+    """`ForwardPass` of one step, or of one captured graph."""
 
     def __init__(
         self,
@@ -102,7 +102,6 @@ class DevicePass:
         """Largest width of a value, without logits."""
 
     def embedding(self, layer: Embedding) -> Value:
-        """See `ForwardPass`."""
         embedded = layer(self._rows.token_ids)
         if self._embeds is not None:
             self._embeds.put(embedded)
@@ -155,7 +154,6 @@ class DevicePass:
         return wide.to(x.dtype)
 
     def linear(self, layer: Linear, x: Value) -> Value:
-        """See `ForwardPass`."""
         self.linears[layer] = None
         if not layer.shape.is_output_layer:
             self._note_width(layer.columns)
@@ -183,35 +181,28 @@ class DevicePass:
         return Value(x.materialized, y.materialized)
 
     def multiply(self, x: Value, y: Value) -> Value:
-        """See `ForwardPass`."""
         return Value(x.materialized * y.materialized)
 
     def scale(self, x: Value, factor: float) -> Value:
-        """See `ForwardPass`."""
         return Value(x.materialized * factor)
 
     def clip(self, x: Value, bound: float) -> Value:
-        """See `ForwardPass`."""
         return Value(x.materialized.clamp(-bound, bound))
 
     def from_previous_stage(self, width: int) -> Value:
-        """See `ForwardPass`."""
         raise AssertionError(
             f"input of width {width} from a previous stage: CUDA does not support pipeline stages"
         )
 
     def of_all_ranks(self, x: Value, kept: KeptRange) -> Value:
-        """See `ForwardPass`."""
         assert self._communicator is not None, kept
         self._note_width(kept.whole)
         return Value(self._communicator.all_gather_columns(x.materialized, kept))
 
     def softcap(self, x: Value, cap: float) -> Value:
-        """See `ForwardPass`."""
         return Value(torch.tanh(x.materialized / cap) * cap)
 
     def activation(self, x: Value, kind: Activation) -> Value:
-        """See `ForwardPass`."""
         return Value(activate(x.materialized, kind))
 
     def xielu(self, x: Value, numbers: torch.Tensor) -> Value:
@@ -219,16 +210,13 @@ class DevicePass:
         return Value(xielu(x.materialized, numbers))
 
     def columns(self, x: Value, begin: int, width: int) -> Value:
-        """See `ForwardPass`."""
         return Value(x.materialized.narrow(1, begin, width))
 
     def head_linear(self, layer: HeadLinear, x: Value) -> Value:
-        """See `ForwardPass`."""
         self._note_width(layer.width)
         return Value(self._multiply.head_linear(layer, x.materialized))
 
     def join(self, x: Value, y: Value) -> Value:
-        """See `ForwardPass`."""
         return Value(torch.cat((x.materialized, y.materialized), dim=1))
 
     def experts(self, layer: Experts, x: Value, scores: Value) -> Value:
@@ -243,7 +231,6 @@ class DevicePass:
         return Value(self._communicator.add(y))
 
     def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
-        """See `ForwardPass`."""
         group, kv = self._kv.of_layer(layer)
         rows, fused_norms = self._rows_of[group], layer.norms_with_rotation
         cos, sin = (None, None) if layer.rope is None else self._rotations[layer.rope]
@@ -305,7 +292,6 @@ class DevicePass:
         return self.norm(Value(heads.flatten(1)), norm)
 
     def causal_conv(self, layer: CausalConv, x: Value) -> Value:
-        """See `ForwardPass`."""
         values = x.materialized
         rows, states = self._states(layer.state, values.dtype)
         return Value(causal_conv(self._device, rows, states, values, layer.weight, layer.bias, layer.silu))
@@ -313,7 +299,6 @@ class DevicePass:
     def selective_scan(
         self, layer: SelectiveScan, x: Value, dt: Value, b: Value, c: Value, gate: Value
     ) -> Value:
-        """See `ForwardPass`."""
         rows, states = self._states(layer.state)
         values = (x.materialized, dt.materialized, b.materialized, c.materialized, gate.materialized)
         return Value(selective_scan(self._device, rows, states, *values, layer.a, layer.dt_bias, layer.skip))
@@ -321,7 +306,6 @@ class DevicePass:
     def head_scan(
         self, layer: HeadScan, x: Value, dt: Value, b: Value, c: Value, gate: Value | None
     ) -> Value:
-        """See `ForwardPass`."""
         rows, states = self._states(layer.state)
         values = (
             x.materialized,
@@ -334,7 +318,6 @@ class DevicePass:
         return Value(head_scan(self._device, rows, states, *values, *parameters))
 
     def delta_rule(self, layer: DeltaRule, q: Value, k: Value, v: Value, alpha: Value, beta: Value) -> Value:
-        """See `ForwardPass`."""
         rows, states = self._states(layer.state)
         values = (q.materialized, k.materialized, v.materialized, alpha.materialized, beta.materialized)
         return Value(delta_rule(self._device, rows, states, *values, layer.a, layer.dt_bias))

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ops.linear import MATVEC_ROWS, SUFFIXES, SplitMemory, matmul, matvec
+from quintet.executor.backends.cuda.ops.formats import SUFFIXES
+from quintet.executor.backends.cuda.ops.linear import MATVEC_ROWS, SplitMemory, matmul, matvec
 from quintet.executor.backends.cuda.ops.linear_coded import coded_matmul
 from quintet.executor.backends.cuda.ops.linear_fp8 import fp8_matmul
 from quintet.executor.backends.cuda.ops.linear_groups import head_matmul
@@ -65,7 +66,6 @@ class WeightShape:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> WeightShape:
-        """Return the shape of a weight."""
         return cls(weight.shape[0], weight.shape[1], weight.dtype)
 
     def __str__(self) -> str:
@@ -138,7 +138,6 @@ class DeviceLinears:
         return self._run(self.backend_for(weight, x.shape[0]), x, weight, bias, out)
 
     def backend_for(self, weight: torch.Tensor, num_rows: int) -> GemmBackend:
-        """Return the backend for a weight and a number of rows."""
         if self._batch_invariant:
             return GemmBackend.MATMUL
         if num_rows <= MEASURED_ROWS[-1]:

@@ -13,23 +13,20 @@ import numpy as np
 import torch
 
 from quintet.executor.backends.cuda.attention.backend import AttentionBackend, HostRows
-from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.forward import DevicePass, Value
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
 from quintet.executor.backends.cuda.graphs import GraphSize
+from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlans
 from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks
+from quintet.executor.backends.cuda.ops.collectives import RankDesyncError
 from quintet.executor.backends.cuda.ops.draw import draw
-from quintet.executor.backends.cuda.ops.peers import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import apply_plan, scatter_drafts, scatter_tokens
 from quintet.executor.backends.cuda.ranks.communicator import DeviceCommunicator
-from quintet.executor.backends.cuda.rows import SampledRows, StepRows
-from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
+from quintet.executor.backends.cuda.tables import DeviceTables, SampledRows, StepMemory, StepRows
 from quintet.executor.embeds import StepEmbeds
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.memory import to_device
-from quintet.executor.models.layers.attention import AttentionLayer
-from quintet.executor.models.layers.linear import Linear
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import CausalModel, PooledModel
 from quintet.executor.ragged import Int
@@ -81,14 +78,16 @@ class DeviceRunner:
         communicator: DeviceCommunicator | None = None,
     ) -> None:
         """staging: int32 on the device, receives a plan's words before its step. communicator: of several ranks, if any."""
-        self._device = device
-        self._communicator = communicator
+        self.device = device
+        self.communicator = communicator
         self._model = model
         self._linears = linears
         self._attention = attention
         self._memory = memory
-        self._staging = staging
-        self._dtype = dtype
+        self.tables, self.max_draws = memory.tables, memory.max_draws
+        """Slot tables on the device, and the maximum draws of a step."""
+        self.staging = staging
+        self.dtype = dtype
         self.prompt_attention: AttentionBackend | None = None
         """Backend for steps with more than one token in a row; None: our kernels."""
         self.use_kv(kv)
@@ -100,67 +99,35 @@ class DeviceRunner:
     def use_kv(self, kv: KvMemory) -> None:
         """Replace the KV memory. Not allowed after a graph was captured."""
         self.kv = kv
-        self.pool = BlockPool.of(self._device, kv.places)
+        self.pool = BlockPool.of(self.device, kv.places)
 
     @property
-    def device(self) -> Device:
-        """Device that it launches on."""
-        return self._device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the model."""
-        return self._dtype
-
-    @property
-    def tables(self) -> DeviceTables:
-        """Slot tables on the device."""
-        return self._memory.tables
-
-    @property
-    def max_draws(self) -> int:
-        """Maximum draws of a step."""
-        return self._memory.max_draws
-
-    @property
-    def linears(self) -> list[Linear]:
-        """Linear layers of the model; known once a step has run."""
+    def last_pass(self) -> DevicePass:
+        """The pass of the last step."""
         assert self._pass is not None, "no step has run"
-        return list(self._pass.linears)
-
-    @property
-    def widest(self) -> int:
-        """See `DevicePass.widest`; known once a step has run."""
-        assert self._pass is not None, "no step has run"
-        return self._pass.widest
-
-    @property
-    def attentions(self) -> list[AttentionLayer]:
-        """Attention layers of the model; known once a step has run."""
-        assert self._pass is not None, "no step has run"
-        return self._pass.attentions
+        return self._pass
 
     def run_largest_step(self) -> None:
         """Run a step of padding tokens, so that everything that a step needs is loaded, selected and allocated."""
-        self._clear_staging()
+        self.staging.zero_()  # an empty plan, with padding rows only
         memory = self._memory
-        self.compute(self._staging, memory.max_rows, memory.max_tokens, memory.max_tokens, memory.max_draws)
-        self._device.synchronize()
+        self.compute(self.staging, memory.max_rows, memory.max_tokens, memory.max_tokens, memory.max_draws)
+        self.device.synchronize()
 
     def run_smallest_steps(self) -> None:
         """Load the kernels of decode steps and of block copies. All ranks call it, so that none waits for a load in a step."""
-        self._clear_staging()
-        self.compute(self._staging, 1, 1, 1, 1)
-        self.copy_blocks(self._staging[:2])
-        self._device.synchronize()
+        self.staging.zero_()  # an empty plan, with padding rows only
+        self.compute(self.staging, 1, 1, 1, 1)
+        self.copy_blocks(self.staging[:2])
+        self.device.synchronize()
 
     def put_drafts(self, drafts: torch.Tensor) -> None:
         """Write draft tokens to the token table; drafts: the words of `PackedPlan.drafts` on the device."""
-        scatter_drafts(self._device, drafts, self.tables)
+        scatter_drafts(self.device, drafts, self.tables)
 
     def apply_deltas(self, staging: torch.Tensor) -> None:
         """Apply a plan's deltas to the device's tables without computing its rows."""
-        apply_plan(self._device, staging, self.tables, self._memory.rows(0, 0, 0), self._memory.sampled(0))
+        apply_plan(self.device, staging, self.tables, self._memory.rows(0, 0, 0), self._memory.sampled(0))
 
     def compute(
         self,
@@ -175,9 +142,9 @@ class DeviceRunner:
         """Launch a whole step eagerly. The sizes may be padded, unless ``host`` is given."""
         rows = self._memory.rows(num_rows, num_tokens, max_count)
         sampled = self._memory.sampled(num_sampled)
-        apply_plan(self._device, staging, self.tables, rows, sampled)
-        if self._communicator is not None:
-            self._communicator.broadcast_ids(rows.token_ids)
+        apply_plan(self.device, staging, self.tables, rows, sampled)
+        if self.communicator is not None:
+            self.communicator.broadcast_ids(rows.token_ids)
         self._forward(rows, host, embeds)
         return self._draw(rows, sampled)
 
@@ -185,25 +152,25 @@ class DeviceRunner:
         """Capture a decode step, in which a draw follows each token. The graph reads ``staging``."""
         num_tokens, max_count = size
         sizes = min(num_tokens, self._memory.max_rows), num_tokens, max_count, num_tokens
-        self._clear_staging()
+        self.staging.zero_()  # an empty plan, with padding rows only
         # Loads, selections and allocations of the first use must not happen during capture.
         try:
-            drawn = self.compute(self._staging, *sizes)
+            drawn = self.compute(self.staging, *sizes)
         except torch.OutOfMemoryError as error:
-            if self._communicator is None:
+            if self.communicator is None:
                 raise
             raise RankDesyncError(
                 f"this rank launched a step only in part, and the other ranks wait: {error}"
             ) from error
         output = self._output(drawn)
-        self._device.synchronize()
+        self.device.synchronize()
 
         def step() -> None:
-            drawn = self.compute(self._staging, *sizes)
+            drawn = self.compute(self.staging, *sizes)
             output.logits.copy_(drawn.logits)
             output.tokens.copy_(drawn.tokens)
 
-        return DecodeGraph(size, self._device.capture(step), output)
+        return DecodeGraph(size, self.device.capture(step), output)
 
     def _output(self, drawn: Drawn) -> Drawn:
         """Return output memory shaped like ``drawn``, shared by all graphs.
@@ -217,11 +184,7 @@ class DeviceRunner:
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy blocks of every layer's KV; pairs: int32[2 * n] on the device, ``from block, to block``."""
-        copy_blocks(self._device, self.pool, self.pool, pairs.view(-1, 2))
-
-    def _clear_staging(self) -> None:
-        """Write an empty plan, with padding rows only."""
-        self._staging.zero_()
+        copy_blocks(self.device, self.pool, self.pool, pairs.view(-1, 2))
 
     def _forward(self, rows: StepRows, host: HostRows | None, embeds: StepEmbeds | None) -> None:
         self._attention.prepare(rows)
@@ -230,13 +193,13 @@ class DeviceRunner:
             backend.prepare(rows.of_group(0), host)
         rotations = self._rotations.of(rows)
         self._pass = DevicePass(
-            *(self._device, self._linears, self._attention, rows, self.kv, rotations, backend, embeds),
-            self._communicator,
+            *(self.device, self._linears, self._attention, rows, self.kv, rotations, backend, embeds),
+            self.communicator,
         )
         self._hidden = self._model.forward(self._pass)
 
     def _draw(self, rows: StepRows, sampled: SampledRows) -> Drawn:
-        empty = torch.empty(0, device=self._device.torch_device)
+        empty = torch.empty(0, device=self.device.torch_device)
         if not sampled.num_rows:
             return Drawn(empty, empty)
         hidden = self._hidden
@@ -245,30 +208,27 @@ class DeviceRunner:
         logits = self._logits(hidden)
         if logits is None:
             return Drawn(empty, empty)
-        tokens = draw(self._device, logits, self.tables.settings, sampled.slots, sampled.positions)
-        scatter_tokens(self._device, tokens, sampled, self.tables)
+        tokens = draw(self.device, logits, self.tables.settings, sampled.slots, sampled.positions)
+        scatter_tokens(self.device, tokens, sampled, self.tables)
         return Drawn(logits, tokens)
 
     def logits(self, tokens: Int) -> torch.Tensor:
         """See `LogitsSource`; of the last step that `compute` launched. Empty at ranks other than 0."""
-        index = to_device(np.ascontiguousarray(tokens), self._device.torch_device)
+        index = to_device(np.ascontiguousarray(tokens), self.device.torch_device)
         logits = self._logits(self._hidden.take(index))
-        return torch.empty(0, device=self._device.torch_device) if logits is None else logits
+        return torch.empty(0, device=self.device.torch_device) if logits is None else logits
 
     def normed(self, tokens: Int) -> torch.Tensor:
         """See `quintet.executor.pooling.HiddenSource`; of the last step. Each rank has whole hidden states."""
-        assert self._pass is not None and isinstance(self._model, PooledModel), self._model
-        index = to_device(np.ascontiguousarray(tokens), self._device.torch_device)
-        return self._model.normed(self._pass, self._hidden.take(index)).materialized
+        assert isinstance(self._model, PooledModel), self._model
+        index = to_device(np.ascontiguousarray(tokens), self.device.torch_device)
+        return self._model.normed(self.last_pass, self._hidden.take(index)).materialized
 
     def _logits(self, hidden: Value) -> torch.Tensor | None:
         """Return logits of the rows, gathered over the ranks' vocabulary shards; None at ranks other than 0."""
-        assert self._pass is not None, "no step has run"
-        logits = self._model.logits(self._pass, hidden).materialized
+        logits = self._model.logits(self.last_pass, hidden).materialized
         return (
-            logits
-            if self._communicator is None
-            else self._communicator.logits(logits, self._model.vocab_size)
+            logits if self.communicator is None else self.communicator.logits(logits, self._model.vocab_size)
         )
 
 

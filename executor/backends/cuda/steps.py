@@ -7,6 +7,7 @@ Works on packed plans only, so every rank runs the same code with the words of r
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.device import Device, Event
 from quintet.executor.backends.cuda.graphs import DecodeGraphs, GraphSize, graph_sizes
 from quintet.executor.backends.cuda.kv_memory import HostPool
-from quintet.executor.backends.cuda.ops.peers import RankDesyncError
+from quintet.executor.backends.cuda.ops.collectives import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, Words
 from quintet.executor.backends.cuda.runner import DecodeGraph, DeviceRunner, Drawn
 from quintet.executor.distributed.parallel.ranks import Ranks
@@ -25,10 +26,16 @@ from quintet.wire.config import EngineConfig
 
 @dataclass(slots=True)
 class PinnedBuffer:
-    """Pinned memory, and the event after the last copy that used it."""
+    """Host memory, normally pinned, and the event after the last copy that used it."""
 
     host: torch.Tensor
     free_after: Event | None = None
+
+    @property
+    def words(self) -> Words:
+        """``host`` as a numpy array."""
+        words: Words = self.host.numpy()
+        return words
 
 
 class PinnedRing:
@@ -39,51 +46,27 @@ class PinnedRing:
     """
 
     def __init__(self, device: Device, num_buffers: int, num_words: int) -> None:
-        self._buffers = [PinnedBuffer(device.pinned((num_words,), torch.int32)) for _ in range(num_buffers)]
-        self._next = 0
+        self._buffers = itertools.cycle(
+            [PinnedBuffer(device.pinned((num_words,), torch.int32)) for _ in range(num_buffers)]
+        )
 
     def take(self) -> PinnedBuffer:
         """Return the least recently used buffer; the caller sets ``free_after``."""
-        buffer = self._buffers[self._next]
-        self._next = (self._next + 1) % len(self._buffers)
+        buffer = next(self._buffers)
         if buffer.free_after is not None:
             buffer.free_after.wait()
             buffer.free_after = None
         return buffer
 
 
-@dataclass(frozen=True, slots=True)
-class PlanBuffer:
-    """Host buffer for the packed words of a plan."""
-
-    host: torch.Tensor
-    """int32"""
-    _buffer: PinnedBuffer | None
-    """None if the plan exceeds a pinned buffer, which is too rare to reserve memory for."""
-
-    @property
-    def words(self) -> Words:
-        """``host`` as a numpy array."""
-        words: Words = self.host.numpy()
-        return words
-
-
 class DeviceSteps:
     """Launches of packed plans, in order."""
 
-    def __init__(
-        self,
-        runner: DeviceRunner,
-        staging: torch.Tensor,
-        config: EngineConfig,
-        ranks: Ranks | None = None,
-    ) -> None:
-        """staging: int32, the runner's; graphs read a plan's words from it. ranks: given if several ranks capture together."""
-        self.runner = runner
-        self._device = runner.device
-        self.staging = staging
+    def __init__(self, runner: DeviceRunner, config: EngineConfig, ranks: Ranks | None = None) -> None:
+        """ranks: given if several ranks capture together."""
+        self.runner, self._device, self.staging = runner, runner.device, runner.staging
         scheduler = config.scheduler
-        self._words = PinnedRing(self._device, scheduler.max_steps_in_flight + 1, len(staging))
+        self._words = PinnedRing(self._device, scheduler.max_steps_in_flight + 1, len(self.staging))
         self.graphs: DecodeGraphs[DecodeGraph] | None = None
         if not config.executor.enforce_eager:
             agree = None if ranks is None else ranks.all_agree
@@ -91,19 +74,21 @@ class DeviceSteps:
         num_host_blocks = config.model.kv.num_offloaded_blocks(config.cache.swap_bytes)
         self.host_pool = HostPool(self._device, runner.pool, num_host_blocks) if num_host_blocks else None
 
-    def buffer_for(self, num_words: int) -> PlanBuffer:
-        """Return a buffer for ``num_words``; may wait for the last copy from a pinned buffer."""
-        if num_words > len(self.staging):
-            return PlanBuffer(torch.empty(num_words, dtype=torch.int32), None)
-        buffer = self._words.take()
-        return PlanBuffer(buffer.host, buffer)
+    def buffer_for(self, num_words: int) -> PinnedBuffer:
+        """Return a buffer for ``num_words``; may wait for the last copy from it.
 
-    def send(self, buffer: PlanBuffer, num_words: int) -> torch.Tensor:
+        A plan that exceeds ``staging`` is too rare to reserve pinned memory for.
+        """
+        if num_words > len(self.staging):
+            return PinnedBuffer(torch.empty(num_words, dtype=torch.int32))
+        return self._words.take()
+
+    def send(self, buffer: PinnedBuffer, num_words: int) -> torch.Tensor:
         """Copy the words to the device; return the device tensor, normally ``staging``."""
-        if buffer._buffer is None:
+        if len(buffer.host) > len(self.staging):
             return buffer.host[:num_words].to(self._device.torch_device)
         self.staging[:num_words].copy_(buffer.host[:num_words], non_blocking=True)
-        buffer._buffer.free_after = self._device.record()
+        buffer.free_after = self._device.record()
         return self.staging
 
     def move_blocks(self, packed: PackedPlan, staging: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -27,12 +27,11 @@ import torch
 from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.device import Device, Event
 from quintet.executor.backends.cuda.device_step import DeviceStep
-from quintet.executor.backends.cuda.ops.draw import DeviceDraw
-from quintet.executor.backends.cuda.ops.entries import DeviceReport
-from quintet.executor.backends.cuda.ops.peers import RankDesyncError
+from quintet.executor.backends.cuda.ops.collectives import RankDesyncError
+from quintet.executor.backends.cuda.ops.draw import draw_on_device
+from quintet.executor.backends.cuda.ops.entries import entries_on_device
 from quintet.executor.backends.cuda.ops.penalties import DevicePenalties
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
-from quintet.executor.backends.cuda.ranks.communicator import DeviceCommunicator
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.runner import DecodeGraph, Drawn
 from quintet.executor.backends.cuda.step_clock import StepClock
@@ -57,9 +56,9 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
 
 
-def sampling_ops(device: Device, ops: SamplingOps) -> SamplingOps:
-    """Return ``ops`` with the device's draw and log-probability kernels."""
-    return replace(ops, draw=DeviceDraw(device), entries=DeviceReport(device))
+def sampling_ops(device: Device) -> SamplingOps:
+    """Return the device's draw and log-probability kernels."""
+    return SamplingOps(partial(draw_on_device, device), partial(entries_on_device, device))
 
 
 def shaping_on(device: Device) -> tuple[Callable[[int, int], LogitsProcessor], ...]:
@@ -76,7 +75,10 @@ EAGER_STEPS_PER_CAPTURE = 8
 
 
 class DeviceWorker:
-    """A loaded model on a device, with slot tables on host and device, the sampler and the graphs."""
+    """A loaded model on a device, with slot tables on host and device, the sampler and the graphs.
+
+    It is also the sampler's `LogitsSource`.
+    """
 
     def __init__(
         self,
@@ -84,16 +86,14 @@ class DeviceWorker:
         config: EngineConfig,
         num_blocks: int,
         span: TraceSpan = no_span,
-        communicator: DeviceCommunicator | None = None,
         broadcaster: RankBroadcaster | None = None,
     ) -> None:
-        """communicator, broadcaster: given for rank 0 of several ranks; the other ranks launch the same steps."""
+        """broadcaster: given for rank 0 of several ranks; the other ranks launch the same steps."""
         self.num_blocks = num_blocks
         self.facts = {"blocks": str(num_blocks)}
         self.runner = runner = steps.runner
         self.steps = steps
         self._device = device = runner.device
-        self._communicator = communicator
         self._broadcaster = broadcaster
         self._span = span
         scheduler, model = config.scheduler, config.model
@@ -117,7 +117,6 @@ class DeviceWorker:
         self._clock = StepClock()
         self._newest_end: Event | None = None
         self._num_ended = 0
-        is_gpu = device.torch_device.type == "cuda"
         pool = steps.host_pool
         self.num_host_blocks = 0 if pool is None else pool.num_blocks
         self.kv = None
@@ -127,7 +126,7 @@ class DeviceWorker:
             self.swap_bytes_per_s = pool.measure()
             self.facts["swap"] = f"{pool.num_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._oom_split = OomSplit(
-            torch.cuda.empty_cache if is_gpu else _no_cache,
+            torch.cuda.empty_cache if device.torch_device.type == "cuda" else lambda: None,
             self.tables.continue_states if model.kv.has_states else None,
         )
 
@@ -137,7 +136,7 @@ class DeviceWorker:
         speculative, max_num_seqs = scheduler.speculative, scheduler.max_num_seqs
         max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
         grammars = Grammars(max_num_seqs, model, max_drafts=max_drafts)
-        ops, shaping = sampling_ops(device, SamplingOps()), shaping_on(device)
+        ops, shaping = sampling_ops(device), shaping_on(device)
         if speculative is None:
             return Sampler(max_num_seqs, model.vocab_size, self.tables, ops, shaping, grammars)
         on_host = self.tables.on_host()
@@ -154,15 +153,13 @@ class DeviceWorker:
 
     @property
     def num_active_slots(self) -> int:
-        """Number of active slots."""
         return self.tables.num_active_slots
 
     experts = None  # the device does not count expert use
 
     @property
     def output_cache(self) -> OutputCache | None:
-        """Cached outputs of suffix decoding; None if it is not used."""
-        return None if self._speculation is None else self._speculation.output_cache
+        return None if self._speculation is None else self._speculation.drafter.output_cache
 
     @property
     def num_split(self) -> int:
@@ -327,7 +324,6 @@ class DeviceWorker:
 
     @property
     def max_outputs(self) -> int:
-        """See `quintet.executor.runner.LogitsSource`."""
         return self.runner.max_outputs
 
     def logits(self, tokens: Int) -> torch.Tensor:
@@ -352,8 +348,8 @@ class DeviceWorker:
             ) from error
 
     def _on_end(self, step: DeviceStep) -> None:
-        if self._communicator is not None:
-            self._communicator.check()
+        if self.runner.communicator is not None:
+            self.runner.communicator.peers.check()
         self._num_ended += 1
         assert self._unended[0] is step, "steps end in order"
         self._unended.popleft()
@@ -392,7 +388,3 @@ class DeviceWorker:
         self._num_without_graph += self.steps.is_graph_shape(packed, staging, embeds)
         host = HostRows(np.frombuffer(plan.starts, np.int32), np.frombuffer(plan.counts, np.int32))
         return self.steps.compute(packed, staging, host, embeds)
-
-
-def _no_cache() -> None:
-    """Do nothing: torch caches no memory for this device."""

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from quintet.executor.backends.platforms.cores import default_threads, siblings, usable_cores
-from quintet.executor.backends.platforms.memory_nodes import nodes_of
+from quintet.executor.backends.platforms.cores import default_threads, nodes_of, siblings, usable_cores
 from quintet.process.control_groups import SYSTEM
 from quintet.wire.config import EngineConfig
 
@@ -43,7 +42,7 @@ def keep_to(processors: Collection[int]) -> None:
     """Pin every existing thread of this process to the processors; new threads inherit the affinity.
 
     An unpinned thread would compute on other processors, and weights would be interleaved over their nodes too
-    (`quintet.executor.backends.platforms.memory_nodes.usable_nodes` reads the affinity of all threads).
+    (`quintet.executor.backends.platforms.cores.usable_nodes` reads the affinity of all threads).
     """
     pinned: set[str] = set()
     while left := set(os.listdir(TASKS)) - pinned:  # repeat: an unpinned thread may have started another

@@ -76,7 +76,7 @@ class EagerPass:
         self._rotations = rotations
         self._embeds = embeds
         self.num_started = 0
-        """Number of started operations; earlier ones are complete or queued on a device."""
+        """Number of started layers; earlier ones are complete or queued on a device."""
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -89,7 +89,6 @@ class EagerPass:
         return self._batch.positions
 
     def embedding(self, layer: Embedding) -> torch.Tensor:
-        """See `ForwardPass`."""
         self.num_started += 1
         embedded = layer(self._batch.token_ids)
         if self._embeds is not None:
@@ -97,43 +96,29 @@ class EagerPass:
         return embedded
 
     def add_positions(self, x: torch.Tensor, table: torch.Tensor, offset: int) -> torch.Tensor:
-        """See `ForwardPass`."""
-        self.num_started += 1
         return x + table.index_select(0, self._batch.positions + offset)
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """See `ForwardPass`."""
-        self.num_started += 1
         return norm(x)
 
     def linear(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        """See `ForwardPass`."""
         self.num_started += 1
         y = layer(x)
         return y if layer.lora is None else layer.lora.add(x, y, self._batch.adapters)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `ForwardPass`."""
-        self.num_started += 1
         return x + y
 
     def multiply(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `ForwardPass`."""
-        self.num_started += 1
         return x * y
 
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-        """See `ForwardPass`."""
-        self.num_started += 1
         return x * factor
 
     def clip(self, x: torch.Tensor, bound: float) -> torch.Tensor:
-        """See `ForwardPass`."""
-        self.num_started += 1
         return clipped(x, -bound, bound)
 
     def from_previous_stage(self, width: int) -> torch.Tensor:
-        """See `ForwardPass`."""
         raise AssertionError(
             f"input of width {width} from a previous stage: eager execution does not support pipeline stages"
         )
@@ -144,43 +129,31 @@ class EagerPass:
         return x
 
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
-        """See `ForwardPass`."""
-        self.num_started += 1
         return torch.tanh(x / cap) * cap
 
     def activation(self, x: torch.Tensor, kind: Activation) -> torch.Tensor:
-        """See `ForwardPass`."""
-        self.num_started += 1
         return activate(x, kind)
 
     def xielu(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """See `ForwardPass`."""
-        self.num_started += 1
         return xielu(x, numbers)
 
     def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
-        """See `ForwardPass`."""
         return x.narrow(1, begin, width)
 
     def head_linear(self, layer: HeadLinear, x: torch.Tensor) -> torch.Tensor:
-        """See `ForwardPass`."""
         self.num_started += 1
         return layer(x)
 
     def join(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `ForwardPass`."""
-        self.num_started += 1
         return torch.cat((x, y), dim=1)
 
     def experts(self, layer: Experts, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """See `ForwardPass`."""
         self.num_started += 1
         return layer(x, scores)
 
     def attention(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """See `ForwardPass`."""
         self.num_started += 1
         batch, (group, (keys, values)) = self._batch, self._kv.of_layer(layer)
         if not layer.norms_after_rope:
@@ -197,7 +170,6 @@ class EagerPass:
         return attended.reshape(batch.num_tokens, -1).contiguous()  # otherwise a view if head_dim is 1
 
     def causal_conv(self, layer: CausalConv, x: torch.Tensor) -> torch.Tensor:
-        """See `ForwardPass`."""
         rows, states = self._states(layer.state, x.dtype)
         return causal_conv(rows, states, x, layer.weight, layer.bias, layer.silu)
 
@@ -210,7 +182,6 @@ class EagerPass:
         c: torch.Tensor,
         gate: torch.Tensor,
     ) -> torch.Tensor:
-        """See `ForwardPass`."""
         rows, states = self._states(layer.state)
         return selective_scan(rows, states, x, dt, b, c, gate, layer.a, layer.dt_bias, layer.skip)
 
@@ -223,7 +194,6 @@ class EagerPass:
         c: torch.Tensor,
         gate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `ForwardPass`."""
         rows, states = self._states(layer.state)
         parameters = (layer.a, layer.dt_bias, layer.skip, layer.dt_limits)
         return head_scan(rows, states, x, dt, b, c, gate, *parameters)
@@ -237,7 +207,6 @@ class EagerPass:
         alpha: torch.Tensor,
         beta: torch.Tensor,
     ) -> torch.Tensor:
-        """See `ForwardPass`."""
         rows, states = self._states(layer.state)
         return delta_rule(rows, states, q, k, v, alpha, beta, layer.a, layer.dt_bias)
 
@@ -248,7 +217,7 @@ class EagerPass:
 
 
 class EagerRunner:
-    """A model, its KV memory as tensors, and the hidden states of the last step."""
+    """A `Runner`: a model, its KV memory as tensors, and the hidden states of the last step."""
 
     max_outputs = MAX_OUTPUTS
 
@@ -277,12 +246,11 @@ class EagerRunner:
 
     @property
     def work_done(self) -> int:
-        """Total number of computed operations."""
+        """Total number of computed layers."""
         current = self._pass
         return self._num_done_before + (0 if current is None else current.num_started)
 
     def forward(self, rows: Rows, tables: SlotTables) -> None:
-        """See `Runner.forward`."""
         batch = self._builder.build(rows, tables)
         rotations = [rope.cos_sin(batch.positions, batch.prompts, self._dtype) for rope in self._model.ropes]
         self._span("arrays")
@@ -292,13 +260,11 @@ class EagerRunner:
         self._hidden = self._model.forward(self._pass)
 
     def logits(self, tokens: Int) -> torch.Tensor:
-        """See `Runner.logits`."""
         assert self._pass is not None, "no step has run"
         return self._model.logits(self._pass, self._hidden_of(tokens))
 
     @torch.inference_mode()
     def normed(self, tokens: Int) -> torch.Tensor:
-        """See `quintet.executor.pooling.HiddenSource`."""
         assert self._pass is not None and isinstance(self._model, PooledModel), self._model
         return self._model.normed(self._pass, self._hidden_of(tokens))
 

@@ -64,24 +64,20 @@ class Carrier:
             shape = _shape_of(config, link)
             is_last = not is_within and link == executor.pipeline_parallel_size - 1
             sending_host, receiving_host = sender_host(executor, link), receiver_host(executor, link)
-            remote_ranks = ranks_of(executor, receiving_host) if is_within else range(1, 2)
-            others = [rank for rank in range(1, shape.ranks) if rank not in remote_ranks]
-            memory = descriptors[0 if is_within else link]
+            if host not in (sending_host, receiving_host):
+                continue
+            ranks: Sequence[int] = ranks_of(executor, receiving_host) if is_within else range(1, 2)
+            if host == receiving_host:  # acts for the leader and for the ranks of further hosts
+                ranks = [0, *(rank for rank in range(1, shape.ranks) if rank not in ranks)]
+            end = LinkEnd(
+                *(library, descriptors[0 if is_within else link], shape, link, ranks),
+                is_last=is_last,
+                is_within=is_within,
+                observed_bytes=observed_bytes,
+            )
             if host == sending_host:
-                end = LinkEnd(
-                    *(library, memory, shape, link, remote_ranks),
-                    is_last=is_last,
-                    is_within=is_within,
-                    observed_bytes=observed_bytes,
-                )
                 self._receivers[link] = LinkReceiver(end, self._ring), receiving_host
-            elif host == receiving_host:
-                end = LinkEnd(
-                    *(library, memory, shape, link, [0, *others]),
-                    is_last=is_last,
-                    is_within=is_within,
-                    observed_bytes=observed_bytes,
-                )
+            else:
                 self._senders[link] = LinkSender(end, self._ring), sending_host
 
     def fileno(self) -> int:

@@ -84,22 +84,18 @@ class HostCollectives:
 
     def _rows(self, contribution: CLeft, other: int) -> Iterator[list[bytes | memoryview]]:
         """Yield messages with a rank's contribution, in chunks of whole rows."""
-        if contribution.row_bytes == 0:
+        row_bytes, stride = contribution.row_bytes, contribution.stride
+        if row_bytes == 0:
             return
-        most = max(1, CHUNK_BYTES // contribution.row_bytes)
+        most = max(1, CHUNK_BYTES // row_bytes)
         for first in range(0, contribution.rows, most):
-            offset = contribution.offset + first * contribution.stride
+            offset = contribution.offset + first * stride
             count = min(most, contribution.rows - first)
-            head = encode(
-                CollectiveRows(self._host, other, offset, contribution.row_bytes, contribution.stride)
-            )
-            if contribution.row_bytes == contribution.stride:
-                yield [head, memoryview(self._memory.mapped)[offset : offset + count * contribution.stride]]
+            head = encode(CollectiveRows(self._host, other, offset, row_bytes, stride))
+            if row_bytes == stride:
+                yield [head, memoryview(self._memory.mapped)[offset : offset + count * stride]]
             else:
-                yield [
-                    head,
-                    self._place(offset, count, contribution.row_bytes, contribution.stride).tobytes(),
-                ]
+                yield [head, self._place(offset, count, row_bytes, stride).tobytes()]
 
     def _place(self, offset: int, rows: int, row_bytes: int, stride: int) -> np.ndarray:
         return np.ndarray((rows, row_bytes), np.uint8, self._memory.mapped, offset, (stride, 1))

@@ -45,7 +45,7 @@ from quintet.executor.distributed.hosts.topology import (
     receiver_host,
     sender_host,
 )
-from quintet.executor.distributed.parallel.child import ChildIdentity, run_child
+from quintet.executor.distributed.parallel.follower_processes import ChildIdentity, run_child
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, read_key
 from quintet.process.log import LogLimit
@@ -114,7 +114,6 @@ class Hub:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Close the sockets."""
         self._socket.disable_monitor()
         self._context.destroy(linger=0)
 

@@ -185,12 +185,8 @@ class LinkSender:
         end.at(end.library.payload(end.handle) + self._num_bytes, len(chunk))[:] = chunk
 
     def _check_depth(self) -> None:
-        max_sent = (
-            self._end.shape.depth - 1
-            if self._num_reported is None
-            else self._num_reported + self._end.shape.depth
-        )
-        if self._num_sent >= max_sent:
+        num_reported = -1 if self._num_reported is None else self._num_reported
+        if self._num_sent >= num_reported + self._end.shape.depth:
             raise InvalidMessage(f"sent more orders on link {self._end.link} than its depth")
 
     def send_order(self, message: LinkOrder, content: memoryview, payload: memoryview) -> None:

@@ -40,8 +40,12 @@ from quintet.executor.distributed.hosts.messages import (
     Welcome,
 )
 from quintet.executor.distributed.hosts.topology import endpoints_of, is_ipv6
-from quintet.executor.distributed.parallel.child import ExpectedEnd, begin_child, end_child
-from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
+from quintet.executor.distributed.parallel.follower_processes import (
+    ExpectedEnd,
+    FollowerProcesses,
+    begin_child,
+    end_child,
+)
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.kv_transfer.peers.keys import Context, read_key
 from quintet.process.child import error_file
@@ -114,7 +118,6 @@ class Member:
         self._try_next_s, self._last_warning_s = 0.0, time.monotonic() - WARNING_INTERVAL_S + TRY_S
 
     def close(self) -> None:
-        """Close the sockets."""
         self._socket.disable_monitor()
         self._context.destroy(linger=0)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import msgspec
 import zmq
 
-from quintet.executor.distributed.parallel.child import ExpectedEnd
+from quintet.executor.distributed.parallel.follower_processes import ExpectedEnd
 from quintet.executor.distributed.parallel.library import CRanksShape, RanksLibrary
 from quintet.executor.model_config.fitting import MOST_RANKS
 

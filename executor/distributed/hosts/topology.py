@@ -17,7 +17,6 @@ from quintet.wire.config import ExecutorConfig
 
 
 def ranks_of(executor: ExecutorConfig, host: int) -> range:
-    """Return the ranks that run on a host."""
     return range(host * executor.ranks_per_host, (host + 1) * executor.ranks_per_host)
 
 
@@ -27,14 +26,12 @@ def spans_hosts(executor: ExecutorConfig) -> bool:
 
 
 def sender_host(executor: ExecutorConfig, link: int) -> int:
-    """Return the host of a link's sender."""
     if spans_hosts(executor):
         return 0
     return link * executor.num_hosts // executor.pipeline_parallel_size
 
 
 def receiver_host(executor: ExecutorConfig, link: int) -> int:
-    """Return the host of a link's receiver."""
     if spans_hosts(executor):
         return link
     return sender_host(executor, (link + 1) % executor.pipeline_parallel_size)

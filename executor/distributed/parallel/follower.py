@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.backends.registry import run_follower
-from quintet.executor.distributed.parallel.child import ChildIdentity, run_child
+from quintet.executor.distributed.parallel.follower_processes import ChildIdentity, run_child
 from quintet.process.spans import TraceSpan, no_span
 from quintet.process.trace import Tracer
 from quintet.wire.config import EngineConfig

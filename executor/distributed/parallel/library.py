@@ -31,11 +31,11 @@ class OrderKind(IntEnum):
     IDLE_TASK = 5
     """Run an idle task."""
     MOVE_EXPERT = 6
-    """Copy a chunk of an expert between ranks; see `quintet.executor.distributed.parallel.expert_copies`."""
+    """Copy a chunk of an expert between ranks; see `quintet.executor.distributed.parallel.balancer`."""
     CARRY_OUT = 8
     """Copy parts of blocks to the gather memory: int32 pairs of block and row.
 
-    See `quintet.executor.distributed.parallel.kv_gather`.
+    See `quintet.executor.distributed.parallel.whole_blocks`.
     """
     CARRY_IN = 9
     """Copy parts of blocks back from the gather memory."""
@@ -60,58 +60,31 @@ class Note(IntEnum):
     """Number of idle tasks left."""
 
 
+def _sizes(names: str) -> list[tuple[str, type[ctypes.c_int64]]]:
+    """Return the fields of a structure of int64 fields only."""
+    return [(name, _SIZE) for name in names.split()]
+
+
 class CRanksShape(ctypes.Structure):
     """The layout of ``qt::RanksShape``, which documents the fields."""
 
-    _fields_ = (
-        ("ranks", _SIZE),
-        ("max_tokens", _SIZE),
-        ("max_rows", _SIZE),
-        ("max_outputs", _SIZE),
-        ("tables", _SIZE),
-        ("slots", _SIZE),
-        ("table_stride", _SIZE),
-        ("block_size", _SIZE),
-        ("sums_width", _SIZE),
-        ("logits_row_bytes", _SIZE),
-        ("rotated_row_bytes", _SIZE),
-        ("gathered_row_bytes", _SIZE),
-        ("experts_row_bytes", _SIZE),
-        ("staging_bytes", _SIZE),
-        ("depth", _SIZE),
-        ("payload_bytes", _SIZE),
-        ("kv_bytes", _SIZE),
-        ("kv_copies", _SIZE),
-        ("query_row_bytes", _SIZE),
-        ("partial_floats", _SIZE),
-        ("adapters", _SIZE),
+    _fields_ = _sizes(
+        "ranks max_tokens max_rows max_outputs tables slots table_stride block_size sums_width "
+        "logits_row_bytes rotated_row_bytes gathered_row_bytes experts_row_bytes staging_bytes depth "
+        "payload_bytes kv_bytes kv_copies query_row_bytes partial_floats adapters"
     )
 
 
 class COrder(ctypes.Structure):
     """The layout of ``qt::Order``, which documents the fields."""
 
-    _fields_ = (
-        ("kind", _SIZE),
-        ("begin", _SIZE),
-        ("end", _SIZE),
-        ("length", _SIZE),
-        ("num_tokens", _SIZE),
-        ("num_rows", _SIZE),
-        ("num_outputs", _SIZE),
-    )
+    _fields_ = _sizes("kind begin end length num_tokens num_rows num_outputs")
 
 
 class CLeft(ctypes.Structure):
     """The layout of ``qt::Left``, which documents the fields."""
 
-    _fields_ = (
-        ("offset", _SIZE),
-        ("row_bytes", _SIZE),
-        ("stride", _SIZE),
-        ("rows", _SIZE),
-        ("for_first", _SIZE),
-    )
+    _fields_ = _sizes("offset row_bytes stride rows for_first")
 
 
 class RanksLibrary:

@@ -1,8 +1,4 @@
-"""The first stage's side of a pipeline: sends steps and receives logits in the same order, several steps later.
-
-It owns the arrays of every step in flight, and draws tokens, because it has the tables. It does not handle requests
-or a plan's deltas.
-"""
+"""Pipeline stages: the payloads of their links, and the first stage's side of a pipeline."""
 
 from __future__ import annotations
 
@@ -15,17 +11,81 @@ import torch
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import append_draw
 from quintet.executor.backends.cpu.program.step import CStep, Step
-from quintet.executor.distributed.parallel.handover import Handover
 from quintet.executor.distributed.parallel.library import Note, StepPart
-from quintet.executor.distributed.parallel.rank_views import Links
+from quintet.executor.distributed.parallel.ranks import Links, Ranks
 from quintet.executor.embeds import embeds_of
-from quintet.executor.model_config.share import Share, aux_layers_of
+from quintet.executor.model_config.share import aux_layers_of
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import Rows, SlotTables
 from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
+
+
+class Handover:
+    """Reads and writes the payloads of a stage's links.
+
+        to the next stage     a row per token: hidden states | rotations | observed hidden states
+        to the first stage    a row of logits per output; directly after them, a row of observed hidden states per token
+
+    Observed hidden states are those that a draft head in the first stage reads. A stage sends the ones that it received, and
+    its own.
+    """
+
+    def __init__(self, stage: ModelProgram, aux_layers: Sequence[int]) -> None:
+        """aux_layers: numbers of layers of the whole model, ascending, as for the stage's program."""
+        self.stage, self._own = stage, stage.aux_hidden
+        begin = 0 if stage.share.layers is None else stage.share.layers[0]
+        self._num_received = sum(number < begin for number in aux_layers)
+        self._observed = stage.aux_hidden
+        """Observed hidden states up to this stage; after `take`, those of the step."""
+        self._width = int(stage.hidden.shape[1])
+        self._widths = [self._width, stage.rotations.handed_width, len(aux_layers) * self._width]
+
+    def take(self, link: Ranks, count: int) -> None:
+        """Load ``count`` tokens from the previous stage. Report its order as finished only after `write`."""
+        stage, (hidden, rotations, observed) = self.stage, self._columns(link, count)
+        assert stage.received_hidden is not None, stage.share
+        stage.wait_for_ranks()  # they may still read the last step's
+        stage.received_hidden[:count].copy_(hidden)
+        stage.rotations.take(rotations)
+        self._observed = [*observed.split(self._width, dim=1)[: self._num_received], *self._own]
+
+    def write(self, link: Ranks, count: int) -> None:
+        """Write ``count`` tokens of the last step for the next stage."""
+        hidden, rotations, observed = self._columns(link, count)
+        hidden.copy_(self.stage.hidden[:count])
+        self.stage.rotations.write_handover(rotations)
+        self._write_observed(observed.split(self._width, dim=1), count)
+
+    def write_result(self, link: Ranks, num_outputs: int, count: int) -> None:
+        """In the last stage: write logits, and the observed hidden states of ``count`` tokens, for the first stage."""
+        assert self.stage.logits is not None, self.stage.share
+        logits, observed = self.result(link, num_outputs)
+        logits[:num_outputs].copy_(self.stage.logits[:num_outputs])
+        self._write_observed(observed, count)
+
+    def result(self, link: Ranks, num_outputs: int) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Return views of the logits ``[max_outputs, vocab]``, and of each observed hidden state ``[≥ max_tokens, hidden]``.
+
+        The first ``num_outputs`` rows of logits are those of the step.
+        """
+        stage = self.stage
+        logits = link.payload(stage.vocab_size, stage.logits_dtype)[: stage.max_outputs]
+        if not self._widths[-1]:
+            return logits, ()
+        begin = logits[:num_outputs].nbytes
+        return logits, link.payload(self._widths[-1], stage.dtype, begin).split(self._width, dim=1)
+
+    def _columns(self, link: Ranks, count: int) -> Sequence[torch.Tensor]:
+        rows = link.payload(sum(self._widths), self.stage.dtype)[:count]
+        return torch.split(rows, self._widths, dim=1)
+
+    def _write_observed(self, targets: Sequence[torch.Tensor], count: int) -> None:
+        """Copy the observed hidden states of ``count`` tokens. The last targets are those of later stages."""
+        for target, observed in zip(targets, self._observed, strict=False):
+            target[:count].copy_(observed[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +100,11 @@ class InFlightStep:
 
 
 class Pipeline:
-    """All stages, seen from the first."""
+    """All stages, seen from the first: it sends steps and receives logits in the same order, several steps later.
+
+    It owns the arrays of every step in flight, and draws tokens, because it has the tables. It does not handle requests
+    or a plan's deltas.
+    """
 
     def __init__(
         self, stage: ModelProgram, config: EngineConfig, links: Links, span: TraceSpan = no_span
@@ -84,11 +148,6 @@ class Pipeline:
     def has_idle_tasks(self) -> bool:
         """True if a stage has idle tasks left."""
         return self._stage.has_idle_tasks or self._links.following.noted(Note.IDLE_TASKS) > 0
-
-    @property
-    def share(self) -> Share:
-        """The share of the first stage's leader."""
-        return self._stage.share
 
     def begin(self, rows: Rows, tables: SlotTables, settings: Settings) -> InFlightStep:
         """Compute the first stage of a step, and send it to the following stages."""

@@ -1,12 +1,26 @@
-"""One rank's view of the shared memory: orders, notes, barriers, and the logits of all ranks.
+"""One rank's view of the shared memory: orders, notes, barriers, and the logits of all ranks; and the links of stages.
 
-Independent of the model. `quintet.executor.distributed.parallel.operations` has the collectives within a step.
+`quintet.executor.distributed.parallel.operations` has the collectives within a step.
+
+Links connect each pipeline stage to the next, and the last to the first.
+
+    stage 0 ── link 0: steps, hidden states ──▶ stage 1 ── … ──▶ stage M - 1
+       ▲                                                             │
+       └───────────────── link M - 1: logits ────────────────────────┘
+
+A link is memory of two ranks without collectives. An order's payload is the input of the next stage. Two orders may
+be in flight to a stage, so that it never waits between steps. As many orders as there are stages may be in flight to
+the first stage, which takes logits when it needs them. It starts a step only after taking the logits of the step that
+many before, which excludes a deadlock.
+
+A link between two hosts has memory on both (`quintet.executor.distributed.hosts`); the stages work the same way.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,8 +34,10 @@ from quintet.executor.distributed.parallel.library import (
     RanksMemory,
     open_ranks_library,
 )
+from quintet.executor.distributed.parallel.shapes import link_shape, shape_of, spec_of
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.model_config.share import Share
+from quintet.executor.model_config.share import Share, share_of
+from quintet.wire.config import EngineConfig
 
 SLOT_BYTES = 256
 """Size of a rank's message in `Ranks.all_gather`, length byte included. An NCCL unique id has 128 bytes."""
@@ -30,7 +46,7 @@ SPINS = 4000
 
 
 class Ranks:
-    """One rank's view. Rank 0, the leader, sends orders; the followers receive them."""
+    """One rank's view, independent of the model. Rank 0, the leader, sends orders; the followers receive them."""
 
     def __init__(self, descriptor: int, share: Share, shape: CRanksShape, *, spins: int) -> None:
         """descriptor: of the memory, which every rank extends to the size of ``shape``; initially zero."""
@@ -183,7 +199,6 @@ class Ranks:
         return self._order
 
     def items(self, order: COrder) -> bytes:
-        """Return the items of an order."""
         return ctypes.string_at(self.library.items(self.handle), order.end)
 
     def done_with(self, orders: int) -> None:
@@ -209,3 +224,39 @@ def input_place(max_tokens: int, width: int, dtype: torch.dtype, ranks: Ranks | 
     if ranks is not None:
         return ranks.payload(width, dtype)
     return lazy_zeros((max_tokens, width), dtype, torch.device("cpu"))
+
+
+SENDER, RECEIVER = Share(0, 2), Share(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The two links of one stage."""
+
+    preceding: Ranks
+    """Receives from the previous stage."""
+    following: Ranks
+    """Sends to the next stage."""
+
+
+def share_of_rank(config: EngineConfig, rank: int) -> Share:
+    """Return the share of a rank of a divisible model."""
+    return share_of(config.executor, rank, spec_of(config.model))
+
+
+def open_ranks(config: EngineConfig, descriptor: int, rank: int) -> Ranks:
+    """Return the view of a rank with assigned processors. descriptor: memory of its stage's ranks."""
+    return Ranks(descriptor, share_of_rank(config, rank), shape_of(config), spins=_spins(config))
+
+
+def open_links(config: EngineConfig, descriptors: Sequence[int], stage: int) -> Links:
+    """Return the link views of a stage's first rank."""
+    ends = ((stage - 1) % len(descriptors), RECEIVER), (stage, SENDER)
+    preceding, following = (
+        Ranks(descriptors[link], end, link_shape(config, link), spins=_spins(config)) for link, end in ends
+    )
+    return Links(preceding, following)
+
+
+def _spins(config: EngineConfig) -> int:
+    return SPINS if config.executor.has_own_cores else 0

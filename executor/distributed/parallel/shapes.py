@@ -78,7 +78,7 @@ def _shared_kv_fields(config: EngineConfig, spec: DecoderSpec, item_bytes: int) 
 def link_shape(config: EngineConfig, link: int) -> CRanksShape:
     """Return the memory shape of a link: a step's hidden states with rotations, or its logits.
 
-    Both with hidden states that a draft head reads (`quintet.executor.distributed.parallel.handover`).
+    Both with hidden states that a draft head reads (`quintet.executor.distributed.parallel.pipeline`).
     """
     num_stages, shape = config.executor.pipeline_parallel_size, shape_of(config)
     shape.ranks, shape.depth = 2, LINK_DEPTH
@@ -130,7 +130,6 @@ def gather_shape(config: EngineConfig) -> CRanksShape:
 
 
 def spec_of(model: ModelConfig) -> DecoderSpec:
-    """Return the spec of a divisible model."""
     spec = FAMILIES[model.architecture].read(hf_config_of(model))
     assert isinstance(spec, DecoderSpec), model.architecture
     return spec

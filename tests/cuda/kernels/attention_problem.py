@@ -15,7 +15,7 @@ from quintet.executor.backends.cuda.ops.attention import (
     paged_attention,
 )
 from quintet.executor.backends.cuda.ops.formats import Planes
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 from quintet.executor.models.layers.attention import AttentionWindow
 
 FP8 = torch.float8_e4m3fn

@@ -13,7 +13,7 @@ from quintet.executor.backends.cuda.ops.activation import Gate
 from quintet.executor.backends.cuda.ops.formats import Planes
 from quintet.executor.backends.cuda.ops.linear_fp8 import FP8_MAX
 from quintet.executor.backends.cuda.ops.rope_kv import DEFAULT, HeadTransform
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 
 
 def gated_reference(x: torch.Tensor, gate: Gate) -> torch.Tensor:

@@ -85,7 +85,8 @@ def test_bits_do_not_depend_on_parallel_splits(device: Device, rows: list[Row]) 
     shape = Shape(2, 1)
     problem = Problem(device, shape, [LENGTH])
     spread, confined = shape.plan(device, fixed_splits=True), shape.plan(device, fixed_splits=True)
-    confined._decode_query_tiles = confined._chunk_query_tiles = 0
+    assert confined.matrix is not None
+    confined.matrix.decode.num_query_tiles = confined.matrix.chunk.num_query_tiles = 0
     outputs = [problem.run(rows, plan=plan).out for plan in (spread, confined)]
     assert max(_parts(spread)) > 1
     assert max(_parts(confined)) == 1

@@ -13,14 +13,16 @@ from tests.cuda.kernels.formats import noise as noise_on
 from tests.cuda.kernels.references import all_reduce_reference
 from tests.cuda.rank_devices import devices_of, peers_of, run_concurrently
 
-from quintet.executor.backends.cuda.ops.collectives import Columns, all_reduce, gather
-from quintet.executor.backends.cuda.ops.peers import (
+from quintet.executor.backends.cuda.ops.collectives import (
     CHANNELS,
     HALF_BYTES,
     MAILBOX_BYTES,
+    Columns,
     Peers,
     RankDesyncError,
+    all_reduce,
     chunks_of,
+    gather,
 )
 
 RANKS = (2, 4)

@@ -11,7 +11,7 @@ from tests.cuda.kernels.references import rope_kv_reference
 
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 from quintet.executor.model_config.spec import Temperature
 
 EPS = 1e-6

@@ -11,8 +11,8 @@ import torch
 from tests.executor.sampling.acceptable_draws import FILTERS, acceptable, positions_of, table
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ops.draw import DeviceDraw, draw
-from quintet.executor.backends.cuda.ops.logit_tiles import SCAN_TILES, num_tiles, tile_scratch
+from quintet.executor.backends.cuda.ops.draw import draw, draw_on_device
+from quintet.executor.backends.cuda.ops.logit_tiles import SCAN_TILES, num_tiles
 from quintet.executor.sampling.draw import draw as reference
 from quintet.executor.sampling.philox import uniform
 from quintet.executor.sampling.settings import RECORD, Settings, settings_of
@@ -44,7 +44,9 @@ def drawn(
     """Draw through the sampler's public function, for slot i at position 11 + i."""
     count = len(settings)
     index = None if rows is None else np.array(rows)
-    tokens = DeviceDraw(device)(on(device, logits), settings, np.arange(count), positions_of(count), index)
+    tokens = draw_on_device(
+        device, on(device, logits), settings, np.arange(count), positions_of(count), index
+    )
     assert tokens.dtype == torch.int32
     return [int(token) for token in tokens.cpu()]
 
@@ -141,8 +143,13 @@ def kept(device: Device, logits: torch.Tensor, **settings: float) -> set[int]:
     params = SamplingParams(**settings)  # type: ignore[arg-type]
     mine = np.array([settings_of(params, int(seed)) for seed in seeds], RECORD)
     count = len(mine)
-    tokens = DeviceDraw(device)(
-        on(device, logits[None]), mine, np.arange(count), np.full(count, 11), np.zeros(count, np.int64)
+    tokens = draw_on_device(
+        device,
+        on(device, logits[None]),
+        mine,
+        np.arange(count),
+        np.full(count, 11),
+        np.zeros(count, np.int64),
     )
     return set(tokens.tolist())
 
@@ -231,9 +238,8 @@ def test_token_of_a_row_does_not_depend_on_the_batch(device: Device) -> None:
 
     order = column(device, np.stack((np.arange(count)[::-1], np.full(count, -1))).T.ravel())
     out = torch.full_like(order, -7)
-    scratch = tile_scratch(device, 2 * count + 3, logits.shape[1])
     rows = order.clamp(min=0)
-    result = draw(device, logits, settings, order, rows + 11, out=out, rows=rows, scratch=scratch)
+    result = draw(device, logits, settings, order, rows + 11, out=out, rows=rows)
     assert result is out
     assert torch.equal(out[::2].flip(0), together)
     assert (out[1::2] == -7).all()
@@ -249,14 +255,14 @@ def test_tile_sums_do_not_depend_on_the_grid(device: Device, dtype: torch.dtype)
     logits[1, 700] = torch.nan
     found = []
     for num_blocks in (1, 2, 5):
-        scratch = tile_scratch(device, 2, 4999)
+        found_tiles = torch.empty((2, 2, num_tiles(4999)), device=device.torch_device)
         device.launch(
             SCAN_TILES[dtype],
             (num_blocks, 2, 1),
             (256, 1, 1),
-            (on(device, logits), 4999, 4999, None, None, None, 1.0, scratch[0], scratch[1]),
+            (on(device, logits), 4999, 4999, None, None, None, 1.0, *found_tiles),
         )
-        found.append(scratch.cpu())
+        found.append(found_tiles.cpu())
     for other in found[1:]:
         assert torch.equal(other.view(torch.int32), found[0].view(torch.int32))
     padded = torch.full((2, num_tiles(4999) * 256), -torch.inf)
@@ -283,7 +289,5 @@ def test_other_layouts_are_rejected(device: Device) -> None:
         draw(device, logits, settings[:, :24].contiguous(), None, positions)
     with pytest.raises(ValueError, match="3 records for 4 rows"):
         draw(device, logits, settings[:3], None, positions)
-    with pytest.raises(ValueError, match=r"scratch is torch\.float32\[2, 3, 1\]"):
-        draw(device, logits, settings, None, positions, scratch=tile_scratch(device, 3, 8))
     with pytest.raises(ValueError, match="expected at most 4"):
         draw(device, logits, None, None, column(device, [1] * 5))

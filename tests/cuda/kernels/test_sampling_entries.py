@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ops.entries import MAX_TOP, DeviceReport
+from quintet.executor.backends.cuda.ops.entries import MAX_TOP, entries_on_device
 from quintet.executor.backends.cuda.ops.entries import entries as device_entries
 from quintet.executor.sampling.logprob_entries import entries
 
@@ -31,7 +33,7 @@ def test_entries(device: Device, dtype: torch.dtype, vocab_size: int, num_top: i
     logits[2] -= 300.0
     logits[3] = logits[3].round()  # ties, and both zeros
     own = torch.arange(6, dtype=torch.int32) * 31 % vocab_size
-    report = DeviceReport(device)
+    report = partial(entries_on_device, device)
     there, requested = logits.to(device.torch_device), own.to(device.torch_device)
     found, expected = report(there, requested, num_top), entries(logits, own, num_top)
     assert found.ids[:, 0].tolist() == own.tolist()
@@ -51,7 +53,7 @@ def test_entries(device: Device, dtype: torch.dtype, vocab_size: int, num_top: i
 def test_wide_vocabulary_with_many_equal_logits(device: Device) -> None:
     logits = (noise(2, 32_000) * 2).round().bfloat16().to(device.torch_device)
     own = torch.tensor([31_999, 4], dtype=torch.int32, device=device.torch_device)
-    found = DeviceReport(device)(logits, own, 30)
+    found = entries_on_device(device, logits, own, 30)
     for row in range(2):
         order = logits[row].float().cpu().sort(descending=True, stable=True).indices
         assert found.ids[row, 1:].tolist() == order[:30].tolist()
@@ -63,7 +65,7 @@ def test_entries_of_a_row_without_a_distribution_are_nan(device: Device) -> None
     logits[1] = -torch.inf
     logits[3, 5] = torch.inf
     own = torch.tensor([5, 6, 7, 8], dtype=torch.int32, device=device.torch_device)
-    found = DeviceReport(device)(logits.to(device.torch_device), own, 4)
+    found = entries_on_device(device, logits.to(device.torch_device), own, 4)
     assert np.isnan(found.values[[0, 1, 3]]).all()
     assert np.isnan(found.normalizers[[0, 1, 3]]).all()
     assert np.isfinite(found.values[2]).all()
@@ -74,7 +76,7 @@ def test_entries_of_a_row_without_a_distribution_are_nan(device: Device) -> None
 def test_more_entries_than_the_kernel_supports_use_torch(device: Device) -> None:
     logits = noise(2, 300).to(device.torch_device)
     own = torch.tensor([5, 6], dtype=torch.int32, device=device.torch_device)
-    found, expected = DeviceReport(device)(logits, own, 300), entries(logits, own, 300)
+    found, expected = entries_on_device(device, logits, own, 300), entries(logits, own, 300)
     np.testing.assert_array_equal(found.ids, expected.ids)
     with pytest.raises(ValueError, match="num_top is 65"):
         device_entries(device, logits, own, 65)

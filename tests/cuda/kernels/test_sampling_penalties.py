@@ -119,7 +119,7 @@ def test_sampler_results_equal_with_and_without_kernels(device: Device) -> None:
     cpu = torch.device("cpu")
     for where, ops, shaping in (
         (cpu, SamplingOps(), SHAPING),
-        (device.torch_device, sampling_ops(device, SamplingOps()), shaping_on(device)),
+        (device.torch_device, sampling_ops(device), shaping_on(device)),
     ):
         tables = SlotTables(16, 64, full_layers(1, 1, 8, 4, 4), where)
         sampler = Sampler(16, vocab_size, tables, ops, shaping)

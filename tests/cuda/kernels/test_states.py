@@ -20,7 +20,7 @@ from tests.executor.kernels.state_problems import SHAPES, Problem, rows_of
 from quintet.executor.backends.cpu.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops import states as operations
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.models.layers.states import StatePart
 from quintet.wire.kv_spec import LayerKv, group_layers

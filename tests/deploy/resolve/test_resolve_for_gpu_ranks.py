@@ -14,7 +14,7 @@ from tests.deploy.resolve.test_resolve import complaint, resolved
 from quintet.deploy.cli.main import main
 from quintet.deploy.config import rank_checks
 from quintet.deploy.config.device import num_gpus
-from quintet.executor.backends.cuda.ops.peers import SIZES
+from quintet.executor.backends.cuda.ops.collectives import SIZES
 
 OPTIONS: dict[str, Any] = {"executor": "torch", "device": "cuda", "load_format": "dummy"}
 

@@ -29,7 +29,7 @@ from quintet.executor.backends.cpu.ops.host_library import open_library, set_thr
 from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.step import Step
-from quintet.executor.distributed.parallel.expert_copies import ExpertCopies
+from quintet.executor.distributed.parallel.balancer import ExpertCopies
 from quintet.executor.distributed.parallel.library import CRanksShape
 from quintet.executor.distributed.parallel.placement import Copy, copies_between, homes_of, placed
 from quintet.executor.distributed.parallel.ranks import Ranks

@@ -24,8 +24,7 @@ from quintet.executor.distributed.parallel.library import (
     StepPart,
     open_ranks_library,
 )
-from quintet.executor.distributed.parallel.rank_views import RECEIVER, SENDER
-from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.distributed.parallel.ranks import RECEIVER, SENDER, Ranks
 from quintet.executor.model_config.share import Share
 
 MAX_TOKENS, WIDTH, OUTPUTS, VOCAB = 8, 6, 4, 10

@@ -36,7 +36,7 @@ from quintet.executor.distributed.hosts.messages import (
     LinkProgress,
     Welcome,
 )
-from quintet.executor.distributed.parallel.child import ChildIdentity, ExpectedEnd
+from quintet.executor.distributed.parallel.follower_processes import ChildIdentity, ExpectedEnd
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.kv_transfer.peers.keys import Context, read_key
 from quintet.wire.codec import encode

@@ -21,9 +21,8 @@ from quintet.executor.backends.cpu.ops.host_library import open_library
 from quintet.executor.backends.cpu.program.library import program_library
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.sampling.draw import draw
-from quintet.executor.sampling.draw_on_host import draw_on_host
+from quintet.executor.sampling.host_kernels import draw_on_host, entries_on_host
 from quintet.executor.sampling.logprob_entries import entries
-from quintet.executor.sampling.logprob_entries_on_host import entries_on_host
 from quintet.executor.sampling.philox import uniform
 from quintet.executor.sampling.settings import RECORD, Settings, settings_of
 from quintet.executor.slots import Rows, SlotTables

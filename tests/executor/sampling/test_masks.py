@@ -8,7 +8,7 @@ import torch
 from tests.executor.sampling.acceptable_draws import positions_of, table
 
 from quintet.executor.sampling.draw import draw
-from quintet.executor.sampling.draw_on_host import draw_on_host
+from quintet.executor.sampling.host_kernels import draw_on_host
 from quintet.executor.sampling.masks import Masks, mask_words
 from quintet.wire.params import SamplingParams
 

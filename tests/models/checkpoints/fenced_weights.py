@@ -21,7 +21,7 @@ import msgspec
 from quintet.executor import loading
 from quintet.executor.backends.platforms.platform import open_platform
 from quintet.executor.checkpoints.weights.mapped import MappedFile, WeightFile
-from quintet.executor.distributed.parallel.rank_views import share_of_rank
+from quintet.executor.distributed.parallel.ranks import share_of_rank
 from quintet.wire.config import EngineConfig
 
 Ranges = Sequence[tuple[int, int]]

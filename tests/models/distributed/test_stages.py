@@ -38,7 +38,7 @@ from quintet.executor.backends.registry import make_worker
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
-from quintet.executor.distributed.parallel.rank_views import share_of_rank
+from quintet.executor.distributed.parallel.ranks import share_of_rank
 from quintet.executor.interface import Pending, StepWorker
 from quintet.executor.sampling.sampler import Sampler
 from quintet.wire.config import EngineConfig

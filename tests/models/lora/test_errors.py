@@ -14,8 +14,7 @@ from tests.models.random_checkpoints import write_checkpoint
 from tests.models.rows import llama, moe, opt
 
 from quintet.executor.backends.registry import make_worker
-from quintet.executor.lora.adapter_file import read_adapter
-from quintet.executor.lora.adapters import Adapters
+from quintet.executor.lora.adapters import Adapters, read_adapter
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import AdapterConfig, adapter_digest_of
 

@@ -243,7 +243,7 @@ def with_head(config: EngineConfig, folder: Path, head: Head, **more: str) -> En
 def record_drafts(worker: Worker) -> list[tuple[list[int], list[int]]]:
     """Return a list that receives the known tokens and the drafts of each proposal."""
     assert worker._speculation is not None
-    drafter = worker._speculation._drafter
+    drafter = worker._speculation.drafter
     propose, found = drafter.propose, list[tuple[list[int], list[int]]]()
 
     def recorded(rows: DraftRows) -> list[Tokens]:

@@ -163,7 +163,7 @@ def test_outputs_are_those_without_drafts(family: str, name: str, serve: Callabl
     config = changed(served.config, speculative=DRAFTS)
     worker = drafting_worker(config)
     assert worker._speculation is not None
-    worker._speculation._drafter = Oracle(worker, sequences)
+    worker._speculation.drafter = Oracle(worker, sequences)
     variants = {
         "together": config,
         "synchronous": changed(config, max_steps_in_flight=1),

@@ -57,7 +57,7 @@ def saved(folder: Path, **changes: Any) -> EngineConfig:
 
 def drafter_of(worker: Worker) -> DraftModel:
     assert worker._speculation is not None
-    drafter = worker._speculation._drafter
+    drafter = worker._speculation.drafter
     assert isinstance(drafter, DraftModel)
     return drafter
 

@@ -86,7 +86,7 @@ def test_blocks_of_a_request_without_drafts_are_computed_later(bench: HeadBench)
     is_due, lengths.is_due = lengths.is_due, lambda **_: False  # type: ignore[method-assign]
     driver.admit(1, prompt, msgspec.structs.replace(GREEDY, max_tokens=13))
     driver.run()
-    assert speculation._drafter.step_time == (0.0, 0.0), "the head has computed something"
+    assert speculation.drafter.step_time == (0.0, 0.0), "the head has computed something"
     lengths.is_due = is_due  # type: ignore[method-assign]
     driver.admit(2, [*prompt, *driver.outputs[1], 5, 6, 7], GREEDY)
     driver.run()

@@ -43,7 +43,7 @@ def use_oracle_drafts(
     speculation = worker._speculation
     assert speculation is not None
     sequences = [prompt + plain.outputs[key] for key, prompt in prompts.items()]
-    speculation._drafter = Oracle(worker, sequences)
+    speculation.drafter = Oracle(worker, sequences)
     drafting(worker)
 
 

@@ -193,11 +193,11 @@ def drafts_with(rng: random.Random, worker: Any, plain: Trace, requests: list[Se
     speculation._lengths.choose = lambda slots, most, *_: choice_of(slots, draws.integers(0, most + 1))  # type: ignore[method-assign]
     speculation._lengths.is_due = lambda **_: speculation._lengths._num_steps % 5 < 3  # type: ignore[method-assign]
     sequences = [requests[key // 10 - 1].prompt + outputs for key, outputs in plain.outputs.items()]
-    drafter = speculation._drafter
+    drafter = speculation.drafter
     if drafter.reads_steps and not isinstance(drafter, Mixed):
-        speculation._drafter = Mixed(worker, sequences, drafter)
+        speculation.drafter = Mixed(worker, sequences, drafter)
     elif not isinstance(drafter, Mixed) and rng.random() < 0.7:
-        speculation._drafter = Oracle(worker, sequences)
+        speculation.drafter = Oracle(worker, sequences)
 
 
 def check_any_schedule(

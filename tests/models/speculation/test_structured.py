@@ -88,7 +88,7 @@ def oracle_worker(config: EngineConfig, plain: Recorder) -> Worker:
     worker = drafting_worker(config)
     assert worker._speculation is not None
     sequences = [prompt_of(key // 10 - 1) + outputs for key, outputs in plain.outputs.items()]
-    worker._speculation._drafter = Oracle(worker, sequences)
+    worker._speculation.drafter = Oracle(worker, sequences)
     return worker
 
 
@@ -130,7 +130,7 @@ def test_forced_tokens_save_steps_where_the_drafter_proposes_nothing(
     config = byte_vocabulary.with_vocabulary(changed(served.config, speculative=DRAFTS), tmp_path)
     worker = drafting_worker(config)
     assert worker._speculation is not None
-    worker._speculation._drafter = Oracle(worker, [])
+    worker._speculation.drafter = Oracle(worker, [])
     form = byte_vocabulary.form("Monday|Tuesday|Wednesday")
     driver = run(
         config, worker, [SamplingParams(temperature=1.0, seed=3, max_tokens=40, structured_outputs=form)]

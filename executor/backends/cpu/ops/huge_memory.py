@@ -20,8 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-from quintet.executor.backends.platforms.cores import usable_cores
-from quintet.executor.backends.platforms.memory_nodes import interleave, usable_nodes
+from quintet.executor.backends.platforms.cores import interleave, usable_cores, usable_nodes
 
 PAGE_BYTES = 2 << 20
 CHUNK_BYTES = 8 * PAGE_BYTES

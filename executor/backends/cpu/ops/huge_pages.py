@@ -6,7 +6,7 @@
 Every step reads all weights of a model. With 4 KiB pages, 1 GB needs about 250 000 TLB entries, and prefetchers stop at each
 page end. With fragmented memory, however, the kernel takes milliseconds to allocate a 2 MiB page, which would delay startup.
 
-On a NUMA machine the pages are interleaved over the nodes in use (`quintet.executor.backends.platforms.memory_nodes`).
+On a NUMA machine the pages are interleaved over the nodes in use (`quintet.executor.backends.platforms.cores`).
 `quintet.executor.backends.cpu.ops.huge_memory` populates the memory.
 """
 

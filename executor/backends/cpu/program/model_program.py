@@ -16,8 +16,7 @@ from quintet.executor.backends.cpu.program.graph_builder import GraphBuilder
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.rotations import Rotations
 from quintet.executor.backends.cpu.program.values import Value
-from quintet.executor.distributed.parallel.balancer import Balancer
-from quintet.executor.distributed.parallel.expert_copies import ExpertCopies
+from quintet.executor.distributed.parallel.balancer import Balancer, ExpertCopies
 from quintet.executor.distributed.parallel.library import OrderKind
 from quintet.executor.distributed.parallel.ranks import Ranks, vector_records
 from quintet.executor.embeds import StepEmbeds

@@ -14,7 +14,7 @@ from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.attention import paged_attention
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
 from quintet.executor.backends.cuda.ops.formats import Planes
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 
 
 class UnsupportedError(Exception):
@@ -52,14 +52,12 @@ class AttentionBackend(Protocol):
 
     def prepare(self, rows: StepRows, host: HostRows) -> None:
         """Prepare a step, without waiting for the device. `AttentionPlan.prepare` was launched before."""
-        ...
 
     def attend(self, q: torch.Tensor, kv: Planes, rows: StepRows, window: int | None) -> torch.Tensor:
         """Compute attention as `quintet.executor.backends.cuda.ops.attention.paged_attention` does, with zeros for padding.
 
         Scale, softcap and ALiBi slopes come from the needs; ``window`` is one of their windows.
         """
-        ...
 
 
 OpenBackend = Callable[[Device, AttentionPlan, AttentionNeeds], AttentionBackend]
@@ -73,7 +71,7 @@ def require(condition: bool, reason: str) -> None:
 
 
 class QuintetAttention:
-    """Our kernels: they support every model, and use fixed splits with --batch-invariant."""
+    """An `AttentionBackend` over our kernels: they support every model, and use fixed splits with --batch-invariant."""
 
     def __init__(self, device: Device, plan: AttentionPlan, needs: AttentionNeeds) -> None:
         self._device, self._plan, self._needs = device, plan, needs
@@ -82,7 +80,6 @@ class QuintetAttention:
         """Do nothing: the runner prepares the plan in every step."""
 
     def attend(self, q: torch.Tensor, kv: Planes, rows: StepRows, window: int | None) -> torch.Tensor:
-        """See `AttentionBackend`."""
         needs = self._needs
         return paged_attention(
             self._device, self._plan, q, kv, rows, needs.scale, window, needs.soft_cap, needs.alibi

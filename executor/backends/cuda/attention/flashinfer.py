@@ -13,7 +13,7 @@ from quintet.executor.backends.cuda.attention.backend import AttentionNeeds, Hos
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
 from quintet.executor.backends.cuda.ops.formats import Planes
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 from quintet.executor.ragged import ranges
 
 WORKSPACE_BYTES = 128 << 20
@@ -71,7 +71,6 @@ class FlashInferAttention:
             )
 
     def attend(self, q: torch.Tensor, kv: Planes, rows: StepRows, window: int | None) -> torch.Tensor:
-        """See `AttentionBackend`."""
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         wrapper = self._wrappers[window]
         wrapper.run(q.contiguous(), (kv[0], kv[1]), out=out)

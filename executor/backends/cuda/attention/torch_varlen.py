@@ -11,7 +11,7 @@ from quintet.executor.backends.cuda.attention.backend import AttentionNeeds, Hos
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
 from quintet.executor.backends.cuda.ops.formats import Planes
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 
 
 class TorchAttention:
@@ -43,7 +43,6 @@ class TorchAttention:
         self._padding = (rows.token_rows < 0)[:, None, None]
 
     def attend(self, q: torch.Tensor, kv: Planes, rows: StepRows, window: int | None) -> torch.Tensor:
-        """See `AttentionBackend`."""
         attended = self._attend(
             q,
             kv[0].transpose(1, 2),

@@ -1,1 +1,1 @@
-"""CUDA kernels: compilation, modules, launch arguments."""
+"""CUDA kernels: compilation and modules."""

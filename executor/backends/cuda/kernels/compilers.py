@@ -48,15 +48,13 @@ class Compiler(Protocol):
     @property
     def version(self) -> str:
         """Name and version in one line."""
-        ...
 
     def compile(self, module: str, text: str, target: int) -> Output:
         """Compile one module for ``sm_<target>``; `CompileError` with the compiler's message."""
-        ...
 
 
 class Nvcc:
-    """nvcc, run as one process per source. It needs g++ for preprocessing."""
+    """A `Compiler`: nvcc, run as one process per source. It needs g++ for preprocessing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -65,7 +63,6 @@ class Nvcc:
         self.version = f"nvcc {release[0].rpartition('release')[2].strip()}" if release else "nvcc"
 
     def compile(self, module: str, text: str, target: int) -> Output:
-        """See `Compiler`."""
         with tempfile.TemporaryDirectory() as folder:
             source, cubin = Path(folder, f"{module}.cu"), Path(folder, f"{module}.cubin")
             source.write_text(text)
@@ -88,7 +85,7 @@ class Nvcc:
 
 
 class Nvrtc:
-    """NVRTC through its C interface. CuPy uses the same library, but needs a device.
+    """A `Compiler`: NVRTC through its C interface. CuPy uses the same library, but needs a device.
 
     quick: compile in one sixth of the time, only to check the sources; the output must not be used.
     """
@@ -102,7 +99,7 @@ class Nvrtc:
         self.version = f"NVRTC {major.value}.{minor.value}{', quick' if quick else ''}"
 
     def compile(self, module: str, text: str, target: int) -> Output:
-        """See `Compiler`. The flags are those of CuPy's ``RawModule``, plus one for the assembler's report."""
+        # The flags are those of CuPy's ``RawModule``, plus one for the assembler's report.
         flags = [
             *FLAGS,
             *self._quick,

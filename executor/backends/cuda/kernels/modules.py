@@ -103,11 +103,9 @@ class Loader(Protocol[LoadedT_co]):
 
     def load(self, path: Path, kernel: str | None) -> LoadedT_co:
         """Load machine code or PTX. kernel: one of its kernels, looked up at once because drivers load lazily."""
-        ...
 
     def compile(self, text: str) -> LoadedT_co:
         """Compile for this device, or load from a cache."""
-        ...
 
 
 def forms(

@@ -14,7 +14,7 @@ from quintet.executor.backends.cuda.ops.attention_plan import (
     MatrixKernels,
 )
 from quintet.executor.backends.cuda.ops.formats import PACK_BYTES, Planes, check_planes, describe
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 from quintet.executor.models.layers.attention import AttentionWindow
 
 __all__ = ["AttentionPlan", "paged_attention"]
@@ -92,42 +92,20 @@ def _launch_matrix(device: Device, plan: AttentionPlan, kernels: MatrixKernels, 
     tail = (plane, keys.stride(0), call.scale, call.soft_cap, call.value_scale)
     # The decode kernel computes rows of at most 16 queries, the chunk kernel all others (`is_decode` in attention.cuh).
     has_decode, has_chunks = plan.group <= DECODE_QUERY_TILE, rows.max_count * plan.group > DECODE_QUERY_TILE
-    work: tuple[torch.Tensor | None, ...]
-    if has_decode:
-        fit = kernels.decode_fit
-        work = (
-            plan.table(attention_window, False),
-            plan.decode_sums,
-            plan.decode_stats,
-            None,
-            plan.decode_tickets,
-        )
-        sizes = (rows.num_rows, rows.num_tokens, *shape, *cache, fit.stages)
+    num_tokens = rows.num_tokens
+    for each, for_chunks, is_used in ((kernels.decode, False, has_decode), (kernels.chunk, True, has_chunks)):
+        if not is_used:
+            continue
+        work = (plan.table(attention_window, for_chunks), each.sums, each.stats, each.totals, each.tickets)
+        sizes = (rows.num_rows, num_tokens, *shape, *cache, each.fit.stages)
         device.launch(
-            kernels.decode,
-            (plan.decode_blocks, 1, 1),
+            each.kernel,
+            (each.blocks, 1, 1),
             (THREADS, 1, 1),
             (*front, *work, call.alibi, call.sinks, *sizes, *tail),
-            fit.shared_bytes,
+            each.fit.shared_bytes,
         )
-    if has_chunks:
-        fit = kernels.chunk_fit
-        work = (
-            plan.table(attention_window, True),
-            plan.chunk_sums,
-            plan.chunk_stats,
-            plan.totals,
-            plan.chunk_tickets,
-        )
-        # Only one kernel zeroes padding tokens.
-        sizes = (rows.num_rows, 0 if has_decode else rows.num_tokens, *shape, *cache, fit.stages)
-        device.launch(
-            kernels.chunk,
-            (plan.chunk_blocks, 1, 1),
-            (THREADS, 1, 1),
-            (*front, *work, call.alibi, call.sinks, *sizes, *tail),
-            fit.shared_bytes,
-        )
+        num_tokens = 0  # only one kernel zeroes padding tokens
 
 
 def _launch_plain(device: Device, plan: AttentionPlan, call: _Call) -> None:

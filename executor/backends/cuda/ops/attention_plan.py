@@ -16,8 +16,10 @@ import torch
 
 from quintet.executor.backends.cuda.device import Device, Kernel
 from quintet.executor.backends.cuda.ops.formats import SUFFIXES
-from quintet.executor.backends.cuda.rows import StepRows
-from quintet.executor.models.layers.attention import AttentionWindow
+from quintet.executor.backends.cuda.tables import StepRows
+from quintet.executor.models.layers.attention import AttentionLayer, AttentionWindow
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ConfigError
 
 TILE = 64
 """Positions of a tile; all split sizes are multiples of it."""
@@ -68,21 +70,51 @@ class Fit:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixKernels:
-    """Kernels for one head dimension and dtype, with their occupancy."""
+@dataclass(slots=True)
+class MatrixKernel:
+    """A kernel for one head dimension and dtype, with its workspace."""
 
-    decode: Kernel
-    chunk: Kernel
-    decode_fit: Fit
-    chunk_fit: Fit
-    chunk_query_tile: int
-    totals_per_block: int
-    """fp32 values that a chunk block keeps of its earlier splits."""
+    kernel: Kernel
+    fit: Fit
+    blocks: int
+    """Resident blocks of the device."""
+    query_tile: int
+    num_query_tiles: int
+    """Query tiles with splits that the workspace holds."""
+    sums: torch.Tensor
+    stats: torch.Tensor
+    tickets: torch.Tensor
+    """0 between launches: the block that stores the last part of a query tile resets its ticket."""
+    totals: torch.Tensor | None = None
+    """fp32 values that a block keeps of its earlier splits; only with fixed splits of chunks."""
 
     @classmethod
-    def of(
-        cls, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, max_shared_bytes: int
+    def allocate(
+        cls, device: Device, kernel: Kernel, fit: Fit, query_tile: int, head_dim: int, tiles_per_block: int
+    ) -> MatrixKernel:
+        """Allocate the workspace. tiles_per_block: query tiles per resident block."""
+        blocks = device.num_multiprocessors * fit.blocks
+        num_tiles = blocks * tiles_per_block
+
+        def floats(width: int) -> torch.Tensor:
+            return torch.empty(
+                (num_tiles, query_tile, width), dtype=torch.float32, device=device.torch_device
+            )
+
+        tickets = torch.zeros(num_tiles, dtype=torch.int32, device=device.torch_device)
+        return cls(kernel, fit, blocks, query_tile, num_tiles, floats(head_dim), floats(2), tickets)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixKernels:
+    """Kernels for one head dimension and dtype."""
+
+    decode: MatrixKernel
+    chunk: MatrixKernel
+
+    @classmethod
+    def allocate(
+        cls, device: Device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, fixed_splits: bool
     ) -> MatrixKernels:
         """Return the kernels. `supports_matrix_kernels` must hold."""
         dim = next(width for width in MATRIX_DIMS if width >= head_dim)
@@ -93,14 +125,19 @@ class MatrixKernels:
         tiles_per_warp = 1 if dim > 128 else 2
         query_tile = 64 * tiles_per_warp
         weights, largest = DECODE_QUERY_TILE * (2 * TILE + 16), 4 * DECODE_QUERY_TILE * 4
-        return cls(
-            Kernel("attention_decode", f"attention_decode_{dim}_{suffix}", _MATRIX_KINDS),
-            Kernel("attention_chunk", f"attention_chunk_{dim}_{suffix}", _MATRIX_KINDS),
-            Fit.of(max_shared_bytes, DECODE_QUERY_TILE * row + weights + largest + wide, unit),
-            Fit.of(max_shared_bytes, query_tile * row + wide, unit),
-            query_tile,
-            tiles_per_warp * 2 * (dim // 4 + 2) * THREADS,
-        )
+        decode_bytes = DECODE_QUERY_TILE * row + weights + largest + wide
+
+        def kernel(name: str, fixed_bytes: int, tile: int, tiles_per_block: int) -> MatrixKernel:
+            fit = Fit.of(device.max_shared_bytes, fixed_bytes, unit)
+            compiled = Kernel(f"attention_{name}", f"attention_{name}_{dim}_{suffix}", _MATRIX_KINDS)
+            return MatrixKernel.allocate(device, compiled, fit, tile, head_dim, tiles_per_block)
+
+        decode = kernel("decode", decode_bytes, DECODE_QUERY_TILE, _DECODE_QUERY_TILES_PER_BLOCK)
+        chunk = kernel("chunk", query_tile * row + wide, query_tile, _CHUNK_QUERY_TILES_PER_BLOCK)
+        if fixed_splits:
+            totals_per_block = tiles_per_warp * 2 * (dim // 4 + 2) * THREADS
+            chunk.totals = chunk.sums.new_empty(chunk.blocks, totals_per_block)
+        return cls(decode, chunk)
 
 
 def supports_matrix_kernels(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> bool:
@@ -142,46 +179,51 @@ class AttentionPlan:
         With ``fixed_splits`` the bits of a token do not depend on the batch or on the chunking of its prompt.
         """
         value_dim = head_dim if value_dim is None else value_dim
-        _check(
-            num_heads, num_kv_heads, head_dim, value_dim, max_model_len, dtype, kv_dtype, attention_windows
-        )
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.max_model_len = max_model_len
         self.dtype, self.kv_dtype = dtype, kv_dtype
-        self.group = num_heads // num_kv_heads
         self.attention_windows = tuple(attention_windows)
+        self._check()
+        self.group = num_heads // num_kv_heads
         self.plain = Kernel(
             "attention_plain", f"attention_plain_{_suffix(dtype, kv_dtype)}", "p" * 10 + "i" * 10 + "lfff"
         )
         self.matrix: MatrixKernels | None = None
         self._device = device
         if value_dim == head_dim and supports_matrix_kernels(dtype, kv_dtype, head_dim):
-            self.matrix = MatrixKernels.of(dtype, kv_dtype, head_dim, device.max_shared_bytes)
-            self._allocate(self.matrix, fixed_splits)
+            self.matrix = MatrixKernels.allocate(device, dtype, kv_dtype, head_dim, fixed_splits=fixed_splits)
+            self._allocate_tables(fixed_splits)
 
-    def _allocate(self, kernels: MatrixKernels, fixed_splits: bool) -> None:
+    def _check(self) -> None:
+        """Raise `ValueError` for an unsupported model."""
+        if self.dtype not in SUFFIXES or self.kv_dtype not in (self.dtype, torch.float8_e4m3fn):
+            raise ValueError(
+                f"the model is {self.dtype} and the KV cache {self.kv_dtype}; expected a bf16, fp16 or fp32 model, and a KV"
+                " cache of the same dtype or float8_e4m3fn"
+            )
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads is {self.num_heads}; expected a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if not (1 <= self.head_dim <= PLAIN_MAX_DIM and 1 <= self.value_dim <= PLAIN_MAX_VALUE_DIM):
+            raise ValueError(
+                f"head dimensions are {self.head_dim} (keys) and {self.value_dim} (values); at most {PLAIN_MAX_DIM} and"
+                f" {PLAIN_MAX_VALUE_DIM} are supported"
+            )
+        if self.max_model_len > MAX_POSITIONS:
+            raise ValueError(f"max_model_len is {self.max_model_len}; at most {MAX_POSITIONS} is supported")
+        if not self.attention_windows or len(set(self.attention_windows)) < len(self.attention_windows):
+            raise ValueError(
+                f"attention_windows are {self.attention_windows}; expected at least one, without duplicates"
+            )
+
+    def _allocate_tables(self, fixed_splits: bool) -> None:
         device = self._device.torch_device
         self.split_size = fixed_split_size(self.max_model_len) if fixed_splits else None
         """Positions; None: the device selects it in every step."""
         self.split_tiles = _UNSPLIT_TILES if self.split_size is None else self.split_size // TILE
-        self.decode_blocks = self._device.num_multiprocessors * kernels.decode_fit.blocks
-        self.chunk_blocks = self._device.num_multiprocessors * kernels.chunk_fit.blocks
-        self._decode_query_tiles = self.decode_blocks * _DECODE_QUERY_TILES_PER_BLOCK
-        self._chunk_query_tiles = self.chunk_blocks * _CHUNK_QUERY_TILES_PER_BLOCK
-
-        def floats(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=device)
-
-        self.decode_sums = floats(self._decode_query_tiles, DECODE_QUERY_TILE, self.head_dim)
-        self.decode_stats = floats(self._decode_query_tiles, DECODE_QUERY_TILE, 2)
-        self.chunk_sums = floats(self._chunk_query_tiles, kernels.chunk_query_tile, self.head_dim)
-        self.chunk_stats = floats(self._chunk_query_tiles, kernels.chunk_query_tile, 2)
-        # 0 between launches: the block that stores the last part of a query tile resets its ticket.
-        self.decode_tickets = torch.zeros(self._decode_query_tiles, dtype=torch.int32, device=device)
-        self.chunk_tickets = torch.zeros(self._chunk_query_tiles, dtype=torch.int32, device=device)
-        self.totals = floats(self.chunk_blocks, kernels.totals_per_block) if fixed_splits else None
         self._stride = 4 + 3 * self.max_rows + 1
         self.tables = torch.zeros(
             (len(self.attention_windows), 2, self._stride), dtype=torch.int32, device=device
@@ -212,26 +254,16 @@ class AttentionPlan:
             )
         if self.matrix is None or rows.num_rows == 0:
             return
+        decode, chunk = self.matrix.decode, self.matrix.chunk
         self._device.launch(
             _PLAN,
             (len(self.attention_windows), 2, 1),
             (_PLAN_THREADS, 1, 1),
             (
-                rows.starts,
-                rows.counts,
-                self._window_limits,
-                self.tables,
-                rows.num_rows,
-                self.max_rows,
-                self._stride,
-                self.group,
-                self.num_kv_heads,
-                self.matrix.chunk_query_tile,
-                self.split_size or 0,
-                self.decode_blocks,
-                self.chunk_blocks,
-                self._decode_query_tiles,
-                self._chunk_query_tiles,
+                *(rows.starts, rows.counts, self._window_limits, self.tables),
+                *(rows.num_rows, self.max_rows, self._stride, self.group, self.num_kv_heads),
+                *(chunk.query_tile, self.split_size or 0, decode.blocks, chunk.blocks),
+                *(decode.num_query_tiles, chunk.num_query_tiles),
             ),
         )
 
@@ -240,31 +272,53 @@ def _suffix(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
     return SUFFIXES[dtype] if dtype == kv_dtype else f"{SUFFIXES[dtype]}_fp8kv"
 
 
-def _check(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    value_dim: int,
-    max_model_len: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    attention_windows: Sequence[AttentionWindow],
-) -> None:
-    if dtype not in SUFFIXES or kv_dtype not in (dtype, torch.float8_e4m3fn):
-        raise ValueError(
-            f"the model is {dtype} and the KV cache {kv_dtype}; expected a bf16, fp16 or fp32 model, and a KV cache of the"
-            " same dtype or float8_e4m3fn"
-        )
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"num_heads is {num_heads}; expected a multiple of num_kv_heads {num_kv_heads}")
-    if not (1 <= head_dim <= PLAIN_MAX_DIM and 1 <= value_dim <= PLAIN_MAX_VALUE_DIM):
-        raise ValueError(
-            f"head dimensions are {head_dim} (keys) and {value_dim} (values); at most {PLAIN_MAX_DIM} and"
-            f" {PLAIN_MAX_VALUE_DIM} are supported"
-        )
-    if max_model_len > MAX_POSITIONS:
-        raise ValueError(f"max_model_len is {max_model_len}; at most {MAX_POSITIONS} is supported")
-    if not attention_windows or len(set(attention_windows)) < len(attention_windows):
-        raise ValueError(
-            f"attention_windows are {attention_windows}; expected at least one, without duplicates"
-        )
+class AttentionPlans:
+    """Plans of a model: one per head configuration of its layers."""
+
+    def __init__(
+        self,
+        device: Device,
+        layers: Sequence[AttentionLayer],
+        config: EngineConfig,
+        max_tokens: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+    ) -> None:
+        """Allocate for steps of up to ``max_tokens``. Raises `ConfigError` for an unsupported block size."""
+        self._plans = {
+            heads: AttentionPlan(
+                device,
+                config.scheduler.max_num_seqs,
+                max_tokens,
+                heads.num_heads,
+                heads.num_kv_heads,
+                heads.head_dim,
+                config.model.max_model_len,
+                dtype,
+                kv_dtype,
+                fixed_splits=config.executor.batch_invariant,
+                value_dim=heads.value_width,
+                attention_windows=tuple(
+                    dict.fromkeys(layer.attention_window for layer in layers if layer.heads == heads)
+                ),
+            )
+            for heads in dict.fromkeys(layer.heads for layer in layers)
+        }
+        block_size = config.model.kv.block_size
+        if not all(plan.supports_block_size(block_size) for plan in self._plans.values()):
+            raise ConfigError(
+                f"the block size is {block_size} tokens, which the GPU kernels do not support for sequences of"
+                f" {config.model.max_model_len} tokens: set --block-size 16, or another size of at least 2"
+            )
+
+    def of(self, layer: AttentionLayer) -> AttentionPlan:
+        return self._plans[layer.heads]
+
+    @property
+    def only(self) -> AttentionPlan | None:
+        """The plan, if all layers share one; None otherwise."""
+        return next(iter(self._plans.values())) if len(self._plans) == 1 else None
+
+    def prepare(self, rows: StepRows) -> None:
+        for plan in self._plans.values():
+            plan.prepare(rows)

@@ -1,6 +1,6 @@
 """Sampling of tokens with ``csrc/cuda/sampling.cu``; the reference is `quintet.executor.sampling.draw`.
 
-`draw` takes all inputs from the device, so it can be captured. `DeviceDraw` takes the sampler's host arrays.
+`draw` takes all inputs from the device, so it can be captured. `draw_on_device` takes the sampler's host arrays.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.backends.cuda.ops.formats import SUFFIXES
 from quintet.executor.backends.cuda.ops.logit_tiles import (
-    SUFFIXES,
     check_column,
     check_logits,
     num_tiles,
@@ -35,7 +35,6 @@ def draw(
     positions: torch.Tensor,
     out: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draw a token for each of n rows of ``logits [S, vocab]`` (bf16, fp16 or fp32): int32[n]. The logits are not changed.
 
@@ -43,7 +42,6 @@ def draw(
     - slots: int32[n], slot of each row's settings; -1: the row is skipped and ``out`` is unchanged; None: row i has record i.
     - positions: int32[n], position of the drawn token; input of the random number generator.
     - rows: int32[n], rows of the logits; None: the first n.
-    - scratch: see `tile_scratch`; None: allocated.
 
     A token depends only on its row, settings and position. Two launches; no host sync.
     """
@@ -62,7 +60,7 @@ def draw(
         out = torch.empty(count, dtype=torch.int32, device=logits.device)
     if not count:
         return out
-    maxima, sums = scan_tiles(device, logits, rows, settings, slots, count, 0.0, scratch)
+    maxima, sums = scan_tiles(device, logits, rows, settings, slots, count, 0.0)
     device.launch(
         DRAW[logits.dtype],
         (count, 1, 1),
@@ -93,40 +91,34 @@ def _check_settings(
         )
 
 
-class DeviceDraw:
-    """Implements `quintet.executor.sampling.ops.Draw` with one small upload per call."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        settings: Settings,
-        slots: Int,
-        positions: Int,
-        rows: Int | None = None,
-        masks: Masks | None = None,
-    ) -> torch.Tensor:
-        """See `quintet.executor.sampling.draw`."""
-        count = len(slots)
-        if masks is not None:
-            selected = logits[:count] if rows is None else logits[to_device(rows, logits.device)]
-            logits, rows = masks.applied(selected), None
-        row_settings = settings[slots]
-        is_greedy = not row_settings["temperature"].any()
-        words = np.empty(count * (RECORD.itemsize // 4 + 2), np.int32)
-        records, columns = np.split(words, [count * (RECORD.itemsize // 4)])
-        records[:] = row_settings.view(np.int32)
-        columns[:count] = positions
-        columns[count:] = np.arange(count) if rows is None else rows
-        on_device = to_device(words, logits.device)
-        device_columns = on_device[len(records) :].view(2, count)
-        return draw(
-            self._device,
-            logits,
-            None if is_greedy else on_device[: len(records)].view(count, -1),
-            None,
-            device_columns[0],
-            rows=device_columns[1],
-        )
+def draw_on_device(
+    device: Device,
+    logits: torch.Tensor,
+    settings: Settings,
+    slots: Int,
+    positions: Int,
+    rows: Int | None = None,
+    masks: Masks | None = None,
+) -> torch.Tensor:
+    """See `quintet.executor.sampling.draw`. One small upload."""
+    count = len(slots)
+    if masks is not None:
+        selected = logits[:count] if rows is None else logits[to_device(rows, logits.device)]
+        logits, rows = masks.applied(selected), None
+    row_settings = settings[slots]
+    is_greedy = not row_settings["temperature"].any()
+    words = np.empty(count * (RECORD.itemsize // 4 + 2), np.int32)
+    records, columns = np.split(words, [count * (RECORD.itemsize // 4)])
+    records[:] = row_settings.view(np.int32)
+    columns[:count] = positions
+    columns[count:] = np.arange(count) if rows is None else rows
+    on_device = to_device(words, logits.device)
+    device_columns = on_device[len(records) :].view(2, count)
+    return draw(
+        device,
+        logits,
+        None if is_greedy else on_device[: len(records)].view(count, -1),
+        None,
+        device_columns[0],
+        rows=device_columns[1],
+    )

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.backends.cuda.ops.formats import SUFFIXES
 from quintet.executor.backends.cuda.ops.logit_tiles import (
-    SUFFIXES,
     check_column,
     check_logits,
     num_tiles,
@@ -82,7 +82,7 @@ def entries(
         )
     result = DeviceEntries.reserve(count, num_top, logits.device)
     normalizers, ids, values, ranks = result.columns()
-    maxima, sums = scan_tiles(device, logits, rows, None, None, count, 1.0, None)
+    maxima, sums = scan_tiles(device, logits, rows, None, None, count, 1.0)
     device.launch(
         REPORT[logits.dtype],
         (count, 1, 1),
@@ -96,21 +96,15 @@ def entries(
     return result
 
 
-class DeviceReport:
-    """Implements `quintet.executor.sampling.ops.ReportEntries`."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def __call__(
-        self, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
-    ) -> LogprobEntries:
-        """See `quintet.executor.sampling.logprob_entries`. Synchronizes, because the result is on the host."""
-        count = len(own)
-        if not count or num_top > min(MAX_TOP, logits.shape[1]):
-            return entries_with_torch(logits, own, num_top, rows)
-        device_rows = None if rows is None else to_device(rows.astype(np.int32), logits.device)
-        result = entries(self._device, logits, own.to(torch.int32).contiguous(), num_top, device_rows)
-        on_host = DeviceEntries(result.memory.cpu(), count, num_top)
-        normalizers, ids, values, ranks = (column.numpy() for column in on_host.columns())
-        return LogprobEntries(ids, values, ranks, normalizers)
+def entries_on_device(
+    device: Device, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
+) -> LogprobEntries:
+    """See `quintet.executor.sampling.logprob_entries`. Synchronizes, because the result is on the host."""
+    count = len(own)
+    if not count or num_top > min(MAX_TOP, logits.shape[1]):
+        return entries_with_torch(logits, own, num_top, rows)
+    device_rows = None if rows is None else to_device(rows.astype(np.int32), logits.device)
+    result = entries(device, logits, own.to(torch.int32).contiguous(), num_top, device_rows)
+    on_host = DeviceEntries(result.memory.cpu(), count, num_top)
+    normalizers, ids, values, ranks = (column.numpy() for column in on_host.columns())
+    return LogprobEntries(ids, values, ranks, normalizers)

@@ -12,8 +12,7 @@ from functools import lru_cache
 import torch
 
 from quintet.executor.backends.cuda.device import Device, Kernel, Size
-
-SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+from quintet.executor.backends.cuda.ops.formats import SUFFIXES
 
 CHUNK_UNIT = 128
 """Unit of a chunk in bytes of a row of x or of the weight; as in csrc/cuda/linear_tile.cuh."""
@@ -105,16 +104,12 @@ class SplitMemory:
         """Allocate. A product that needs more memory is not split, which is slower but gives the same bits."""
         self.partials = torch.empty(max_bytes // 4, dtype=torch.float32, device=device.torch_device)
         self.tickets = torch.zeros(max_tiles, dtype=torch.int32, device=device.torch_device)
-        self._capacity = (max_tiles, max_bytes // 4)
-
-    @property
-    def capacity(self) -> tuple[int, int]:
+        self.capacity = (max_tiles, max_bytes // 4)
         """Maximum number of tiles and of partial sums of a split product."""
-        return self._capacity
 
     def holds(self, tiles: int, partials: int) -> bool:
         """Return whether a split product of this many tiles and partial sums fits."""
-        return tiles <= self._capacity[0] and partials <= self._capacity[1]
+        return tiles <= self.capacity[0] and partials <= self.capacity[1]
 
 
 def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
@@ -149,6 +144,7 @@ def matmul(
     if num_rows == 0 or columns == 0:
         return out
     capacity = (0, 0) if memory is None else memory.capacity
+    split = (None, None) if memory is None else (memory.partials, memory.tickets)
     sizes = (num_rows, columns, depth, x.dtype, tile)
     launch = _matmul_launch(*sizes, device.num_multiprocessors, device.max_shared_bytes, capacity)
     device.launch(
@@ -156,19 +152,8 @@ def matmul(
         launch.grid,
         launch.block,
         (
-            x,
-            weight,
-            bias,
-            out,
-            memory.partials if memory is not None else None,
-            memory.tickets if memory is not None else None,
-            num_rows,
-            columns,
-            depth,
-            x.stride(0),
-            out.stride(0),
-            launch.units,
-            int(out.dtype == torch.float32),
+            *(x, weight, bias, out, *split, num_rows, columns, depth),
+            *(x.stride(0), out.stride(0), launch.units, int(out.dtype == torch.float32)),
         ),
         launch.shared_bytes,
     )
@@ -240,16 +225,8 @@ def matvec(
         (_ceil(columns, MATVEC_WARPS // parts * shape.rows), 1, 1),
         (32 * MATVEC_WARPS, 1, 1),
         (
-            x,
-            weight,
-            bias,
-            out,
-            columns,
-            depth,
-            x.stride(0),
-            out.stride(0),
-            parts,
-            int(out.dtype == torch.float32),
+            *(x, weight, bias, out, columns, depth),
+            *(x.stride(0), out.stride(0), parts, int(out.dtype == torch.float32)),
         ),
         shape.shared_bytes,
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.backends.cuda.ops.formats import SUFFIXES
 from quintet.executor.backends.cuda.ops.linear import (
-    SUFFIXES,
     OperandError,
     Tile,
     check_groups,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.backends.cuda.ops.formats import SUFFIXES
 
 TILE = 256
 """Logits per tile, as in csrc/cuda/sampling.cuh."""
@@ -13,7 +14,6 @@ MAX_VOCAB_SIZE = 2560 * TILE
 SCAN_WARPS = 8
 """Tiles that a block of `scan_tiles` processes at a time, one per warp."""
 
-SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SCAN_TILES = {
     dtype: Kernel("sampling", f"scan_tiles_{suffix}", "plipppfpp") for dtype, suffix in SUFFIXES.items()
 }
@@ -22,11 +22,6 @@ SCAN_TILES = {
 def num_tiles(vocab_size: int) -> int:
     """Return the number of tiles of a row."""
     return -(-vocab_size // TILE)
-
-
-def tile_scratch(device: Device, num_rows: int, vocab_size: int) -> torch.Tensor:
-    """Allocate maxima and sums of the tiles: fp32 ``[2, num_rows, tiles]``."""
-    return torch.empty((2, num_rows, num_tiles(vocab_size)), device=device.torch_device)
 
 
 def check_logits(logits: torch.Tensor) -> None:
@@ -64,7 +59,6 @@ def scan_tiles(
     slots: torch.Tensor | None,
     count: int,
     temperature: float,
-    scratch: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute maxima and sums, fp32 ``[count, tiles]`` each, for ``count`` rows of checked ``logits``.
 
@@ -72,24 +66,9 @@ def scan_tiles(
     applies to all rows. Rows with temperature 0 get no sums; rows with slot -1 get neither.
     """
     tiles = num_tiles(logits.shape[1])
-    if scratch is None:
-        scratch = tile_scratch(device, count, logits.shape[1])
-    elif (
-        scratch.dtype != torch.float32
-        or scratch.dim() != 3
-        or scratch.shape[0] != 2
-        or scratch.shape[1] < count
-        or scratch.shape[2] != tiles
-        or not scratch.is_contiguous()
-        or scratch.device != logits.device
-    ):
-        raise ValueError(
-            f"scratch is {scratch.dtype}{list(scratch.shape)} on {scratch.device}; expected contiguous"
-            f" float32[2, {count} or more, {tiles}] on {logits.device}"
-        )
     # few rows: a warp per tile, so that many multiprocessors read a row; many rows: enough blocks to fill the device
     num_blocks = max(1, min(-(-tiles // SCAN_WARPS), 4 * device.num_multiprocessors // count))
-    maxima, sums = scratch[0], scratch[1]
+    maxima, sums = torch.empty((2, count, tiles), device=device.torch_device)
     device.launch(
         SCAN_TILES[logits.dtype],
         (num_blocks, count, 1),

@@ -12,6 +12,7 @@ import torch
 from quintet.executor.backends.cuda.device import Device, Kernel
 from quintet.executor.memory import to_device
 from quintet.executor.sampling.logits_processor import DrawRows, Int
+from quintet.executor.sampling.penalties import NO_PENALTIES, penalties_of
 from quintet.wire.step import NewRow
 
 PENALIZE = Kernel("sampling_penalties", "penalize", "plipl" + "p")
@@ -68,26 +69,18 @@ def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, width: int | Non
 
 
 class DevicePenalties:
-    """Logits processor of all three penalties, with one launch and one small upload per step."""
+    """`LogitsProcessor` of all three penalties, with one launch and one small upload per step."""
 
     def __init__(self, device: Device, max_num_seqs: int) -> None:
         self._device = device
         self._by_slot = np.zeros(max_num_seqs, PENALIZED)
 
     def admit(self, row: NewRow) -> bool:
-        """See `LogitsProcessor.admit`."""
-        params, record = row.params, self._by_slot[row.slot]
-        record["repetition"] = params.repetition_penalty
-        record["presence"] = params.presence_penalty
-        record["frequency"] = params.frequency_penalty
-        return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
-            1.0,
-            0.0,
-            0.0,
-        )
+        record, penalties = self._by_slot[row.slot], penalties_of(row.params)
+        record["repetition"], record["presence"], record["frequency"] = penalties
+        return penalties != NO_PENALTIES
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `LogitsProcessor.apply`."""
         slots = rows.slots[which]
         penalized = self._by_slot[slots]
         penalized["row"] = which

@@ -17,7 +17,7 @@ from quintet.executor.backends.cuda.ops.formats import (
     describe,
     number_format,
 )
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 from quintet.executor.model_config.spec import Temperature
 
 THREADS = 128

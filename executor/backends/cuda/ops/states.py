@@ -11,7 +11,7 @@ import torch
 
 from quintet.executor.backends.cuda.device import Argument, Device, Kernel
 from quintet.executor.backends.cuda.ops.formats import describe, number_format
-from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.tables import StepRows
 
 THREADS = 128
 TILE = 8
@@ -34,7 +34,6 @@ def causal_conv(
     bias: torch.Tensor | None,
     silu: bool,
 ) -> torch.Tensor:
-    """See the module."""
     taps, channels = weight.shape
     suffix = _check(rows, states, {"x": (x, channels)}, {"weight": weight, "bias": bias}, x.dtype)
     out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
@@ -71,7 +70,6 @@ def selective_scan(
     dt_bias: torch.Tensor,
     skip: torch.Tensor,
 ) -> torch.Tensor:
-    """See the module."""
     size, channels = a.shape
     values = {
         "x": (x, channels),
@@ -110,7 +108,6 @@ def head_scan(
     skip: torch.Tensor,
     dt_limits: tuple[float, float],
 ) -> torch.Tensor:
-    """See the module."""
     _, heads, size, head_dim = states.shape
     groups = b.shape[1] // size
     values = {"x": (x, heads * head_dim), "dt": (dt, heads), "b": (b, groups * size), "c": (c, groups * size)}
@@ -144,7 +141,6 @@ def delta_rule(
     a: torch.Tensor,
     dt_bias: torch.Tensor,
 ) -> torch.Tensor:
-    """See the module."""
     _, heads, size, head_dim = states.shape
     key_heads = k.shape[1] // size
     values = {

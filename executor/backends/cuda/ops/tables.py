@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from quintet.executor.backends.cuda.device import Argument, Device, Kernel
-from quintet.executor.backends.cuda.rows import SampledRows, StepRows
-from quintet.executor.backends.cuda.tables import DeviceTables
+from quintet.executor.backends.cuda.tables import DeviceTables, SampledRows, StepRows
 from quintet.executor.sampling.settings import RECORD, settings_of
 from quintet.executor.slots import Rows
 from quintet.wire.step import NewRow, StepPlan

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from quintet.executor.backends.cuda.attention.backend import HostRows
-from quintet.executor.backends.cuda.boot import open_runner
+from quintet.executor.backends.cuda.boot import open_steps
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.tables import HEADER_WORDS
-from quintet.executor.backends.cuda.ranks.communicator import communicator_of, open_device_ranks
+from quintet.executor.backends.cuda.ranks.communicator import open_device_ranks
 from quintet.executor.backends.cuda.ranks.rank_broadcast import (
     CaptureOrder,
     LogitsOrder,
@@ -45,11 +45,9 @@ def follow(device: Device, model: CausalModel, context: WorkerContext) -> Iterat
 
     model: this rank's shard.
     """
-    config, ranks = context.config, context.ranks
-    assert ranks is not None
-    communicator = communicator_of(device, ranks, config)
-    opened = open_runner(device, model, config, communicator, ranks)
-    steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
+    ranks, (steps, _) = context.ranks, open_steps(device, model, context)
+    communicator = steps.runner.communicator
+    assert ranks is not None and communicator is not None
     receiver = RankReceiver(ranks)
     gc.freeze()
     trim_memory()
@@ -57,7 +55,7 @@ def follow(device: Device, model: CausalModel, context: WorkerContext) -> Iterat
     for number in count(1):
         order = receiver.next()
         context.span("wait", number)
-        communicator.check()
+        communicator.peers.check()
         match order:
             case StepOrder():
                 _launch(steps, order)

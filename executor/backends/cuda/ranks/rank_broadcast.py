@@ -132,7 +132,6 @@ class RankReceiver:
         self._no_step = CStep()
 
     def next(self) -> Order:
-        """Wait for the next order."""
         received = bytearray(self._part())
         length = int.from_bytes(received[:LENGTH_BYTES], "little")
         while len(received) < LENGTH_BYTES + length:

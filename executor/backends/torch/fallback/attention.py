@@ -16,8 +16,71 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from quintet.executor.backends.torch.fallback.masks import MaskFunction, UnsupportedMask, window_of
 from quintet.executor.models.layers.attention import AttentionLayer, AttentionWindow
+
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``f(batch, head, query position, key position)``: whether the query attends to the key, for index tensors of one shape."""
+
+
+class UnsupportedModel(Exception):
+    """The model cannot run over paged KV memory; the message is the reason."""
+
+
+def window_of(function: MaskFunction, length: int, device: torch.device) -> AttentionWindow:
+    """Return the window of ``function`` for sequences of up to ``length`` tokens. Raises `UnsupportedModel`.
+
+    The last position determines the candidates; the mask must match one of them at several positions, in every key.
+    """
+    visible = _visible(function, length - 1, length, device)
+    if bool(visible.all()):
+        candidates = [AttentionWindow()]
+    else:
+        first = int((~visible).sum())  # first visible position of a window or a chunk
+        candidates = [AttentionWindow(window=length - first), *_chunks(function, length, first, device)]
+    for candidate in candidates:
+        if all(_matches(function, candidate, at, length, device) for at in _sample_positions(length)):
+            return candidate
+    for at in _sample_positions(length):
+        if bool(_visible(function, at, length, device)[at + 1 :].any()):
+            raise UnsupportedModel("its attention is not causal")
+    raise UnsupportedModel("its attention mask is neither causal, nor a window, nor a chunk")
+
+
+def _chunks(function: MaskFunction, length: int, first: int, device: torch.device) -> list[AttentionWindow]:
+    """Return the chunk size derived from the first position that does not attend to position 0."""
+    positions = torch.arange(length, device=device)
+    zero = torch.zeros_like(positions)
+    masked = (~function(zero, zero, positions, zero)).nonzero()
+    if not len(masked):
+        return []
+    chunk = int(masked[0])
+    return [AttentionWindow(chunk=chunk)] if chunk and first % chunk == 0 else []
+
+
+def _sample_positions(length: int) -> list[int]:
+    return sorted(
+        {0, 1, 2, length // 7, length // 3, length // 2, 2 * length // 3, length - 2, length - 1}
+        & set(range(length))
+    )
+
+
+def _visible(function: MaskFunction, at: int, length: int, device: torch.device) -> torch.Tensor:
+    keys = torch.arange(length, device=device)
+    zero = torch.zeros_like(keys)
+    return function(zero, zero, torch.full_like(keys, at), keys).expand(length)
+
+
+def _matches(
+    function: MaskFunction, candidate: AttentionWindow, at: int, length: int, device: torch.device
+) -> bool:
+    keys = torch.arange(length, device=device)
+    expected = keys <= at
+    if candidate.window is not None:
+        expected &= keys > at - candidate.window
+    if candidate.chunk is not None:
+        expected &= keys // candidate.chunk == at // candidate.chunk
+    return bool((_visible(function, at, length, device) == expected).all())
+
 
 IGNORED_ARGUMENTS = {
     "position_ids",
@@ -33,39 +96,6 @@ IGNORED_ARGUMENTS = {
 PREFIX = "quintet-paged"
 
 NO_INTERFACE = "its attention does not use transformers' attention interface"
-
-
-class UnsupportedModel(Exception):
-    """The model cannot run over paged KV memory; the message is the reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionCall:
-    """Attention parameters of a layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    scale: float
-    attention_window: AttentionWindow
-    softcap: float | None
-    sinks: torch.Tensor | None
-
-    def layer(self, index: int) -> AttentionLayer:
-        """Convert to our layer. There is no rope, because transformers has rotated queries and keys."""
-        return AttentionLayer(
-            index=index,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.key_dim,
-            value_dim=self.value_dim,
-            scale=self.scale,
-            window=self.attention_window.window,
-            chunk=self.attention_window.chunk,
-            softcap=self.softcap,
-            sinks=None if self.sinks is None else self.sinks.detach().float().contiguous(),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +129,9 @@ class PagedAttention:
         """max_model_len: sequence length for detecting windows."""
         self.name = f"{PREFIX}-{id(self)}"
         """Name registered with transformers."""
-        self.calls: list[AttentionCall] = []
-        """Calls of a forward pass in order, recorded by the first pass."""
+        self.layers: list[AttentionLayer] = []
+        """Layers of a forward pass in order of their calls, recorded by the first pass. transformers applies RoPE."""
         self._max_model_len = max_model_len
-        self._layers: Sequence[AttentionLayer] = ()
         self._ops: AttendsTokens | None = None
         self._next = 0
         self._windows: list[tuple[Mask, AttentionWindow]] = []
@@ -111,11 +140,11 @@ class PagedAttention:
 
     def record(self) -> None:
         """Make the next pass record the layers' parameters; it computes no attention."""
-        self.calls, self._ops, self._next, self._windows = [], None, 0, []
+        self.layers, self._ops, self._next, self._windows = [], None, 0, []
 
-    def serve(self, ops: AttendsTokens, layers: Sequence[AttentionLayer]) -> None:
-        """Make the next pass compute a step. layers: one per call."""
-        self._ops, self._layers, self._next = ops, layers, 0
+    def serve(self, ops: AttendsTokens) -> None:
+        """Make the next pass compute a step."""
+        self._ops, self._next = ops, 0
 
     def make_mask(self, *_: Any, mask_function: MaskFunction, **__: Any) -> Mask:
         """Return the placeholder of a mask."""
@@ -139,19 +168,19 @@ class PagedAttention:
         index, self._next = self._next, self._next + 1
         shape = (1, query.shape[2], query.shape[1], value.shape[3])
         if self._ops is None:
-            self.calls.append(self._call_of(module, (query, key, value), attention_mask, scaling, more))
+            self.layers.append(self._layer_of(module, (query, key, value), attention_mask, scaling, more))
             return query.new_zeros(shape), None
         q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
-        return self._ops.attention(self._layers[index], q, k, v).view(shape), None
+        return self._ops.attention(self.layers[index], q, k, v).view(shape), None
 
-    def _call_of(
+    def _layer_of(
         self,
         module: torch.nn.Module,
         qkv: Sequence[torch.Tensor],
         mask: Any,
         scaling: float | None,
         more: dict[str, Any],
-    ) -> AttentionCall:
+    ) -> AttentionLayer:
         query, key, value = qkv
         unknown = (
             {name for name, value in more.items() if value is not None}
@@ -162,15 +191,19 @@ class PagedAttention:
             raise UnsupportedModel(f"its attention has unsupported arguments: {', '.join(sorted(unknown))}")
         if query.shape[2] != key.shape[2]:
             raise UnsupportedModel("it uses cross-attention or a cache of its own")
-        return AttentionCall(
+        attention_window = self._window(module, mask, more.get("sliding_window"), query.device)
+        sinks = more.get("s_aux")
+        return AttentionLayer(
+            index=len(self.layers),
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
-            key_dim=key.shape[3],
+            head_dim=key.shape[3],
             value_dim=value.shape[3],
             scale=key.shape[3] ** -0.5 if scaling is None else float(scaling),
-            attention_window=self._window(module, mask, more.get("sliding_window"), query.device),
+            window=attention_window.window,
+            chunk=attention_window.chunk,
             softcap=more.get("softcap"),
-            sinks=more.get("s_aux"),
+            sinks=None if sinks is None else sinks.detach().float().contiguous(),
         )
 
     def _window(
@@ -185,11 +218,8 @@ class PagedAttention:
         for other, known in self._windows:
             if other is mask:
                 return known
-        try:
-            mask_device = torch.device("cpu") if device.type == "meta" else device
-            detected = window_of(mask.function, self._max_model_len, mask_device)
-        except UnsupportedMask as why:
-            raise UnsupportedModel(str(why)) from None
+        mask_device = torch.device("cpu") if device.type == "meta" else device
+        detected = window_of(mask.function, self._max_model_len, mask_device)
         self._windows.append((mask, detected))
         return detected
 

@@ -10,11 +10,14 @@ from quintet.executor.backends.cpu.program.library import program_library
 from quintet.executor.backends.torch.eager import EagerRunner
 from quintet.executor.backends.torch.fallback.attention import PagedAttention, UnsupportedModel
 from quintet.executor.backends.torch.fallback.checkpoint import Checkpoint
-from quintet.executor.backends.torch.fallback.compat_check import check_calls, check_compat, refusal
-from quintet.executor.backends.torch.fallback.host_runner import HostRunner
-from quintet.executor.backends.torch.fallback.linears import keep_logit_sums, pack_linears
+from quintet.executor.backends.torch.fallback.compat_check import (
+    SelfCheck,
+    check_calls,
+    check_compat,
+    refusal,
+)
+from quintet.executor.backends.torch.fallback.host_runner import HostRunner, keep_logit_sums, pack_linears
 from quintet.executor.backends.torch.fallback.model import TransformersModel
-from quintet.executor.backends.torch.fallback.self_check import SelfCheck
 from quintet.executor.context import WorkerContext
 from quintet.executor.interface import StepWorker
 from quintet.executor.kv_memory import KvMemory
@@ -45,7 +48,7 @@ def _open_runner(context: WorkerContext) -> Runner:
         else:
             loaded = checkpoint.load(attention.name, device)
         model = TransformersModel(loaded, attention)
-        check_calls(model.calls, needs)
+        check_calls(model.attentions, needs)
         self_check = SelfCheck(model, config.model, device)
         context.add(model.num_bytes)
         logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype

@@ -13,7 +13,6 @@ from quintet.executor.backends.torch.fallback.attention import (
     NO_INTERFACE,
     PREFIX,
     AttendsTokens,
-    AttentionCall,
     PagedAttention,
     UnsupportedModel,
 )
@@ -50,15 +49,8 @@ class TransformersModel:
             raise
         except Exception as error:
             raise UnsupportedModel(_reason(error)) from error
-        self.attentions: Sequence[AttentionLayer] = ()
-        """One per call, once the model has weights."""
-        if model.device.type != "meta":
-            self.attentions = [call.layer(index) for index, call in enumerate(attention.calls)]
-
-    @property
-    def calls(self) -> Sequence[AttentionCall]:
-        """Attention calls of a pass, in order."""
-        return self._attention.calls
+        self.attentions: Sequence[AttentionLayer] = attention.layers
+        """Layers in the order of their attention calls."""
 
     @property
     def num_bytes(self) -> int:
@@ -79,14 +71,14 @@ class TransformersModel:
 
     def forward(self, ops: AttendsTokens) -> torch.Tensor:
         """Return the last hidden states ``[num_tokens, hidden]``."""
-        self._attention.serve(ops, self.attentions)
+        self._attention.serve(ops)
         return self._run(ops.token_ids.long(), ops.positions)
 
     def logits(self, _: AttendsTokens, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[num_rows, vocab_size]`` of ``hidden [num_rows, hidden]``.
 
         Runs the whole model with its decoder replaced, so that scaling and softcap of the logits are applied. The dtype is that
-        of the output layer (`quintet.executor.backends.torch.fallback.linears`).
+        of the output layer (`quintet.executor.backends.torch.fallback.host_runner`).
         """
         output = _Hidden(last_hidden_state=hidden.unsqueeze(0))
         self._decoder.forward = lambda *_, **__: output
