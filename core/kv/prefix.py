@@ -26,6 +26,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from quintet.core.kv.groups import GroupBlocks
@@ -142,20 +143,18 @@ def _serves(
     return most
 
 
+@dataclass(slots=True)
 class PrefixIndex:
     """Keys of the blocks with known content. One block per key, one key per block."""
 
-    __slots__ = ("block_of", "end_of", "ends", "key_of", "on_register")
-
-    def __init__(self) -> None:
-        self.on_register: Callable[[bytes, int], None] | None = None
-        """Callback for full blocks that were registered (pins)."""
-        self.block_of: dict[bytes, int] = {}
-        self.key_of: dict[int, bytes] = {}
-        self.ends: dict[bytes, Counter[int]] = {}
-        """Digest of the full blocks before an end -> tail lengths, with the number of ends of each."""
-        self.end_of: dict[int, tuple[bytes, int]] = {}
-        """State block of an end, in the first state group -> digest before it, tail length."""
+    block_of: dict[bytes, int] = field(default_factory=dict)
+    key_of: dict[int, bytes] = field(default_factory=dict)
+    ends: dict[bytes, Counter[int]] = field(default_factory=dict)
+    """Digest of the full blocks before an end -> tail lengths, with the number of ends of each."""
+    end_of: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+    """State block of an end, in the first state group -> digest before it, tail length."""
+    on_register: Callable[[bytes, int], None] | None = None
+    """Callback for full blocks that were registered (pins)."""
 
     def holds(self, block: int) -> bool:
         """Return True when the block's content is known."""

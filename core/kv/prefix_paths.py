@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from quintet.core.kv.disk_pool import DiskPool
@@ -73,23 +73,21 @@ class PrefixPath:
         return own + [each for part in self.parts[index + 1 :] for each in part.digests]
 
 
+@dataclass(slots=True)
 class PrefixPaths:
     """All paths of one engine."""
 
-    __slots__ = ("_by_end", "_parts", "_paths", "block_size", "now_ns", "reach")
-
-    def __init__(self) -> None:
-        self._paths: deque[PrefixPath] = deque()
-        self._by_end: dict[bytes, PrefixPath] = {}
-        """Of checked paths: last cached block -> newest path."""
-        self._parts: WeakValueDictionary[tuple[bytes, bool], PathPart] = WeakValueDictionary()
-        """Parts of all paths, by their last digest, and whether they lack tokens."""
-        self.now_ns = 0
-        """Time of the newest plan."""
-        self.reach: Callable[[list[bytes]], int] = lambda digests: 0
-        """Returns the number of these blocks after which a request could start."""
-        self.block_size = 0
-        """Tokens per block."""
+    _paths: deque[PrefixPath] = field(default_factory=deque)
+    _by_end: dict[bytes, PrefixPath] = field(default_factory=dict)
+    """Of checked paths: last cached block -> newest path."""
+    _parts: WeakValueDictionary[tuple[bytes, bool], PathPart] = field(default_factory=WeakValueDictionary)
+    """Parts of all paths, by their last digest, and whether they lack tokens."""
+    now_ns: int = 0
+    """Time of the newest plan."""
+    reach: Callable[[list[bytes]], int] = lambda digests: 0
+    """Returns the number of these blocks after which a request could start."""
+    block_size: int = 0
+    """Tokens per block."""
 
     def __len__(self) -> int:
         return len(self._paths)
