@@ -14,12 +14,13 @@ compute speed by `quintet.core.throughput`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from quintet.core.block_keys import digests_of, keys_after
+from quintet.core.block_keys import digests_of, keys_after, match_after
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.groups import GroupBlocks
+from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefix import AnyOf, reach, run_of
 from quintet.core.kv.tier import Tier, Wanted
 from quintet.core.recurrent_state import last_checkpoint
@@ -99,6 +100,19 @@ def _ask(state: SchedulerState, tier: Tier, request: Request) -> bool:
     return not (tier.does_wait and tier.fetches.frees_host_blocks)
 
 
+def offer(state: SchedulerState, request: Request) -> None:
+    """Offer the full prompt blocks of a request that has just ended to other servers, while the device still has them."""
+    peers, kv_transfer = state.pool.tiers.find(PeerPool), request.spec.kv_transfer
+    if peers is None or kv_transfer is None or not kv_transfer.offers:
+        return
+    limits, index = state.limits, state.pool.index
+    groups, size = limits.groups.all, limits.block_size
+    most = request.num_prompt // size
+    num_blocks = reach(index.block_of, digests_of(state, request, most), most, groups, size)
+    for group in range(len(groups)):
+        peers.offer(keys_after(state, request, group, num_blocks * size))
+
+
 def _wanted(state: SchedulerState, request: Request) -> Wanted:
     """Return the blocks that could be fetched for a request. Only before it first runs may they be a peer's."""
     limits, kv_transfer = state.limits, request.spec.kv_transfer
@@ -134,45 +148,11 @@ def _match_fetched(state: SchedulerState, tier: Tier, request: Request) -> Prefi
     fetch = tier.fetches.requests.get(request.request_id)
     if fetch is None or not fetch.num_tokens or request.status is Status.RUNNING:
         return None
-    found = _match(state, request, fetch.num_tokens, tier.fetches.fetch)
-    if found is None:
+    found = match_after(state, request, fetch.num_tokens, tier.fetches.fetch)
+    if found is None or not any(found.restored):
         return None
     num_cached = min(found.num_tokens, request.num_prompt)
     return replace(found, num_cached=num_cached, num_queried=len(request.tokens))
-
-
-def _match(
-    state: SchedulerState,
-    request: Request,
-    num_tokens: int,
-    fetch: Callable[[int, Sequence[bytes]], list[int] | None],
-) -> PrefixMatch | None:
-    """Match a request's first ``num_tokens`` tokens: blocks on the device, then host blocks that ``fetch`` returns.
-
-    Less with one plain group if host blocks are missing. None without host blocks.
-    """
-    limits, block_of = state.limits, state.pool.index.block_of
-    shared: list[GroupBlocks] = []
-    tails: list[int | None] = []
-    restored: list[list[int]] = []
-    for group, spec in enumerate(limits.groups.all):
-        keys, tail = keys_after(state, request, group, num_tokens), list[bytes]()
-        if num_tokens % limits.block_size and not spec.is_state:
-            tail = [keys.pop()]  # on the device it is only copied
-            tails.append(block_of.get(tail[0]))
-        blocks = run_of(keys, block_of)
-        rest = keys[len(blocks) :] + [key for key in tail if key not in block_of]
-        fetched = fetch(request.request_id, rest)
-        if fetched is None:
-            return None
-        if limits.groups.is_plain:
-            num_tokens = (len(blocks) + len(fetched)) * limits.block_size
-        elif len(fetched) < len(rest):
-            return None
-        begin = 0 if spec.is_state else limits.groups.first_block(group, num_tokens)
-        shared.append(GroupBlocks(begin, blocks))
-        restored.append(fetched)
-    return PrefixMatch(num_tokens, shared, tails, restored=restored) if any(restored) else None
 
 
 # --- host memory ---
@@ -233,8 +213,8 @@ def _match_host(state: SchedulerState, request: Request) -> PrefixMatch | None:
     host, limits = state.pool.tiers.host, state.limits
     if request.request_id not in host.keys_of:
         return None
-    found = _match(state, request, request.kv.num_offloaded, host.fetch)
-    if found is None:
+    found = match_after(state, request, request.kv.num_offloaded, host.fetch)
+    if found is None or not any(found.restored):
         return None
     num_restored = sum(map(len, found.restored))
     num_saved = num_restored * limits.block_size if limits.groups.is_plain else found.num_tokens

@@ -7,8 +7,10 @@ request's last computed token and near the end of its prompt.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from quintet.core.block_keys import match_after
 from quintet.core.hooks import Feature, PrefixMatch, Setup
-from quintet.core.kv.groups import GroupBlocks
 from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 
@@ -27,19 +29,18 @@ def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
     max_blocks = (num_tokens - 1) // block_size
     digests, groups = request.hash_blocks(block_size, max_blocks), state.limits.groups.all
     num_blocks, shared = state.pool.index.longest(digests, max_blocks, groups, block_size)
-    num_found, tails = num_blocks * block_size, list[int | None]()
+    num_found = num_blocks * block_size
     end = _longest_end(state, request, num_found)
-    if end is not None:
-        num_found, shared, tails = end
-    return PrefixMatch(
-        num_found, shared, tails, num_cached=min(num_found, request.num_prompt), num_queried=num_tokens
-    )
+    if end is None:
+        return PrefixMatch(
+            num_found, shared, num_cached=min(num_found, request.num_prompt), num_queried=num_tokens
+        )
+    num_cached = min(end.num_tokens, request.num_prompt)
+    return replace(end, num_cached=num_cached, num_queried=num_tokens)
 
 
-def _longest_end(
-    state: SchedulerState, request: Request, least: int
-) -> tuple[int, list[GroupBlocks], list[int | None]] | None:
-    """Find an end after more than ``least`` tokens; return its token count, each group's blocks, and the tails.
+def _longest_end(state: SchedulerState, request: Request, least: int) -> PrefixMatch | None:
+    """Match an end after more than ``least`` tokens.
 
     A running request gets none, because it would have to copy blocks. Nor does one when blocks are scarce: the tails
     stay referenced until copied, in addition to the request's own blocks.
@@ -56,10 +57,10 @@ def _longest_end(
             continue
         begin = num_blocks * block_size
         longest = min(block_size - 1, most - begin)
-        end = index.longest_end(before, tokens, begin, longest, groups.all, request.embeds)
-        if end is None or begin + end[1] <= least:
+        length = index.longest_end(before, tokens, begin, longest, groups.all, request.embeds)
+        if not length or begin + length <= least:
             continue
-        read = index.read_end(request.kv.digests, num_blocks, end, groups.all, block_size)
-        if read is not None:
-            return begin + end[1], *read
+        found = match_after(state, request, begin + length)
+        if found is not None:
+            return found
     return None

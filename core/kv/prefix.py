@@ -216,12 +216,12 @@ class PrefixIndex:
         most: int,
         groups: Sequence[KvGroup],
         embeds: Sequence[EmbedsSpan] = (),
-    ) -> tuple[bytes, int] | None:
-        """Return digest and length of the longest end within a block, of at most ``most`` of its tokens.
+    ) -> int:
+        """Return the length of the longest end within a block, of at most ``most`` of its tokens; 0 without one.
 
         before: the digest of the preceding blocks. first: the block's first token.
         """
-        found, done, digest = None, 0, sha256(before)
+        found, done, digest = 0, 0, sha256(before)
         group = next(index for index, group in enumerate(groups) if group.is_state)
         for length in sorted(self.ends.get(before, ())):
             if length > most:
@@ -229,29 +229,8 @@ class PrefixIndex:
             digest.update(content_of(tokens, first, first + done, first + length, embeds))
             done = length
             if key_of(digest.digest(), group) in self.block_of:
-                found = digest.digest(), length
+                found = length
         return found
-
-    def read_end(
-        self,
-        digests: list[bytes],
-        num_blocks: int,
-        end: tuple[bytes, int],
-        groups: Sequence[KvGroup],
-        block_size: int,
-    ) -> tuple[list[GroupBlocks], list[int | None]] | None:
-        """Return each group's blocks to continue after an end, and the tails; None where a block is gone."""
-        (digest, length), block_of = end, self.block_of
-        keys = [key_of(digest, index) for index in range(len(groups))]
-        shared: list[GroupBlocks] = []
-        for index, group in enumerate(groups):
-            begin = 0 if group.is_state else group.first_seen(num_blocks * block_size + length) // block_size
-            before = [key_of(each, index) for each in digests[begin:num_blocks]]
-            wanted = [keys[index]] if group.is_state else before
-            if keys[index] not in block_of or any(key not in block_of for key in wanted):
-                return None
-            shared.append(GroupBlocks(begin, [block_of[key] for key in wanted]))
-        return shared, [block_of[key] for key, group in zip(keys, groups, strict=True) if not group.is_state]
 
     def longest(
         self, digests: list[bytes], max_blocks: int, groups: Sequence[KvGroup], block_size: int
