@@ -354,8 +354,8 @@ class Engine:
         state = self.state
         if state is None:
             return StepMessages()
-        if state.pool.tiers.is_configured:
-            state.pool.tiers.expire(now_ns)
+        for tier in state.pool.tiers.remote:
+            tier.expire(now_ns)
         effects = self._report_ended(now_ns)
         if not due:
             return effects

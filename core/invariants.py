@@ -17,7 +17,9 @@ def check(state: SchedulerState) -> None:
     _check_requests(state)
     _check_slots(state)
     _check_blocks(state)
-    state.pool.tiers.check(request.request_id for request in state.waiting)
+    waiting = {request.request_id for request in state.waiting}
+    for tier in (state.pool.tiers.host, *state.pool.tiers.remote):
+        tier.check(waiting)
     _check_progress(state)
 
 

@@ -145,7 +145,7 @@ class SchedulerState:
     @property
     def is_waiting_for_contents(self) -> bool:
         """True when no step is in flight but KV transfers are: there may be nothing to compute until they finish."""
-        return not self.in_flight and self.pool.tiers.is_configured and self.pool.tiers.is_fetching
+        return not self.in_flight and any(tier.is_awaited for tier in self.pool.tiers.remote)
 
     @property
     def num_unreserved(self) -> int:
@@ -275,8 +275,8 @@ class SchedulerState:
         request.register_at = (num_full + 1) * block_size
         if self.events is not None:
             self.events.stored(request, first, num_full)
-        if self.pool.tiers.is_configured:
-            self.pool.tiers.completed(digests, first, num_full)
+        for tier in self.pool.tiers.remote:
+            tier.completed(digests, first, num_full)
         if self.limits.groups.is_plain:
             blocks = request.kv.held[0].blocks
             for position in range(first, num_full):
@@ -308,8 +308,8 @@ class SchedulerState:
             return
         for group, block in states.items():
             index.register(key_of(before, group), block)
-        if self.pool.tiers.is_configured:
-            self.pool.tiers.completed_state(digests, num_full)
+        for tier in self.pool.tiers.remote:
+            tier.completed_state(digests, num_full)
 
     def release_fork_state(self, request: Request) -> None:
         """Release the initial state of a request's further choices, once none of them waits."""
