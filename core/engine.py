@@ -15,9 +15,13 @@ from quintet.core.kv.tiers import Tiers
 from quintet.core.kv_services.kv_admin import KvAdmin
 from quintet.core.kv_services.kv_events import KvEvents
 from quintet.core.kv_services.kv_tier_client import KvTierClient
-from quintet.core.poison_isolation.rejections import Rejections
-from quintet.core.poison_isolation.suspects import PoisonIsolation
-from quintet.core.poison_isolation.trial import advance_trial, cancel_trial, reject_poison
+from quintet.core.poison_isolation import (
+    PoisonIsolation,
+    Rejections,
+    advance_trial,
+    cancel_trial,
+    reject_poison,
+)
 from quintet.core.requests.admission import AdmissionContext, admit
 from quintet.core.requests.executor_limits import apply_limits, resolve_limits
 from quintet.core.requests.request import Request, Status
@@ -102,7 +106,7 @@ class Engine:
     def capacity(self, message: Capacity, now_ns: int) -> StepMessages:
         """Start on an executor with empty tables. Requests of the previous one are recomputed from their token ids.
 
-        Requests of an unfinished step become suspects; see `quintet.core.poison_isolation.suspects`.
+        Requests of an unfinished step become suspects; see `quintet.core.poison_isolation`.
         """
         known, cache = self.executor_epoch, self._cache
         if known is not None and (message.executor_epoch, message.tables_epoch) <= (known, self._tables):

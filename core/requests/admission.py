@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quintet.core.kv.prefix import salt_digest
-from quintet.core.poison_isolation.rejections import Rejections
+from quintet.core.poison_isolation import Rejections
 from quintet.core.policy import POLICIES, Policy
 from quintet.core.requests.deadlines import check_deadline, check_feasible
 from quintet.core.requests.repetition import Repetition

@@ -1,7 +1,4 @@
-"""Poison isolation: find the request that makes the executor fail, by bisection.
-
-It owns the suspects, the group on trial, and the number of deaths per suspect that ran alone. It does not handle
-slots, blocks or messages; `quintet.core.poison_isolation.trial.reject_poison` ends the request found.
+"""Poison isolation: find the request that makes the executor fail, by bisection, end it, and reject its repetitions.
 
 Every request in an unfinished step is a suspect. Half of the suspects run first, and no other request runs with them:
 
@@ -27,14 +24,30 @@ count as accepted.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import islice
 
-from quintet.core.scheduler_state import InFlightPlan
+import msgspec
+
+from quintet.core.requests.request import Request
+from quintet.core.scheduler_state import InFlightPlan, SchedulerState
+from quintet.core.token_messages import StepMessages, TokensBuilders
+from quintet.wire.codec import encode, pack_i32
+from quintet.wire.embeds import EmbedsSpan
+from quintet.wire.errors import ErrorCode
+from quintet.wire.messages import Admit, Failed
+from quintet.wire.params import SamplingParams
 
 DEATHS_ALONE = 3
 """Executor deaths in a row, with the request alone and no success in between, that prove it is the culprit."""
+
+REJECTION_TTL_S = 600
+"""TTL of an entry: a repeated poison request then interrupts other requests every ten minutes, not every second."""
+
+MAX_REJECTIONS = 1024
 
 ClearThresholds = dict[int, int]
 """Request id -> tokens that it must have computed to be cleared."""
@@ -49,18 +62,16 @@ class Group:
     """An earlier loss is still unexplained if the suspects tried before them pass."""
 
 
+@dataclass(slots=True)
 class PoisonIsolation:
     """The current trial, and the groups that are tried after it."""
 
-    __slots__ = ("_deaths_alone", "_groups", "_trial", "_uncleared")
-
-    def __init__(self) -> None:
-        self._trial: ClearThresholds = {}
-        self._uncleared: ClearThresholds = {}
-        """Requests on trial that have not passed their mark."""
-        self._groups: list[Group] = []
-        """The last one is tried next."""
-        self._deaths_alone: dict[int, int] = {}
+    _trial: ClearThresholds = field(default_factory=dict)
+    _uncleared: ClearThresholds = field(default_factory=dict)
+    """Requests on trial that have not passed their mark."""
+    _groups: list[Group] = field(default_factory=list)
+    """The last one is tried next."""
+    _deaths_alone: dict[int, int] = field(default_factory=dict)
 
     @property
     def trial(self) -> frozenset[int] | None:
@@ -172,3 +183,107 @@ def _thresholds_of(flights: Iterable[InFlightPlan]) -> ClearThresholds:
         for request, end in zip(flight.rows, most_ends, strict=True):
             marks[request.request_id] = max(marks.get(request.request_id, 0), end + 1)
     return marks
+
+
+def fingerprint(prompt_ids: bytes, params: SamplingParams, embeds: Sequence[EmbedsSpan] = ()) -> bytes:
+    """Return the fingerprint of prompt and parameters, except seed and number of choices. ``prompt_ids``: int32."""
+    settings = encode(msgspec.structs.replace(params, seed=None, n=1))
+    settings += b"".join(span.start.to_bytes(4, "little") + span.digest for span in embeds)
+    return sha256(len(prompt_ids).to_bytes(8, "little") + prompt_ids + settings).digest()
+
+
+def fingerprint_of(request: Request) -> bytes:
+    """Return the fingerprint of an admitted request."""
+    return fingerprint(pack_i32(request.tokens[: request.num_prompt]), request.spec.params, request.embeds)
+
+
+class Rejections:
+    """Fingerprints of poison requests, with cause and expiry. Bounded: the oldest entry is forgotten first."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[bytes, tuple[int, str]] = OrderedDict()
+        """Fingerprint -> expiry and cause, oldest first."""
+
+    def add(self, key: bytes, cause: str, now_ns: int) -> None:
+        """Reject requests with this fingerprint from now on."""
+        self.entries[key] = (now_ns + REJECTION_TTL_S * 1_000_000_000, cause)
+        self.entries.move_to_end(key)
+        if len(self.entries) > MAX_REJECTIONS:
+            self.entries.popitem(last=False)
+
+    def answer_to(self, admit: Admit, now_ns: int) -> Failed | None:
+        """Return the rejection of a request, or None."""
+        key = fingerprint(admit.prompt_ids, admit.spec.params, admit.embeds)
+        entry = self.entries.get(key)
+        if entry is None:
+            return None
+        until_ns, cause = entry
+        if until_ns <= now_ns:
+            del self.entries[key]
+            return None
+        left_s = -(-(until_ns - now_ns) // 1_000_000_000)
+        message = (
+            f"A request with the same prompt and the same parameters made the executor fail ({cause}), so this one was "
+            f"rejected. Change the prompt or the parameters, or retry in {left_s} s."
+        )
+        return Failed(admit.request_id, ErrorCode.UNPROCESSABLE, message, retry_s=left_s)
+
+
+def advance_trial(state: SchedulerState, suspects: PoisonIsolation) -> bool:
+    """Start the next trial when the current one is over. Return True when a step may be planned now."""
+    if not suspects.have_passed(state.live):
+        return True
+    if suspects.remain(state.live):
+        if state.in_flight:
+            return False  # steps in flight of other requests must not be blamed on the next suspects
+        for request in list(state.running):
+            state.preempt(request)
+    suspects.advance(state.live)
+    state.trial = suspects.trial
+    return True
+
+
+def cancel_trial(state: SchedulerState, suspects: PoisonIsolation) -> None:
+    """End the trial: the suspects wait for something that is not on trial and would wait for them."""
+    suspects.clear()
+    state.trial = None
+
+
+def reject_poison(
+    state: SchedulerState,
+    suspects: PoisonIsolation,
+    rejections: Rejections,
+    request_id: int,
+    failure: str,
+    now_ns: int,
+) -> StepMessages:
+    """End all choices of the culprit, and reject requests with the same fingerprint.
+
+    ``failure`` is the executor's exception; empty when it died. Live requests with the same fingerprint end too,
+    unless they were computed successfully before.
+    """
+    outbox = TokensBuilders()
+    culprit = state.live.get(request_id)
+    if culprit is None:
+        return outbox.effects(state.step, now_ns)
+    cause = failure or f"its process died {DEATHS_ALONE} times in a row while it computed nothing else"
+    message = (
+        f"This request made the executor fail: {cause}. Requests with this prompt and these parameters are rejected for "
+        f"{REJECTION_TTL_S} s; change the prompt or the parameters."
+    )
+    key, first = fingerprint_of(culprit), culprit.first_id
+    rejections.add(key, cause, now_ns)
+    ended: set[int] = set()
+    for request in list(state.live.values()):
+        is_choice = request.first_id == first
+        is_unproven = request.stats.scheduled_ns is None or suspects.is_suspect(request.request_id)
+        if is_choice or (is_unproven and fingerprint_of(request) == key):
+            ended.add(request.first_id)
+            outbox.close(request)
+            outbox.failed.append(
+                Failed(request.request_id, ErrorCode.UNPROCESSABLE, message, retry_s=REJECTION_TTL_S)
+            )
+            request.delivery.origin = None  # not retained for its client
+            state.retire(request)
+    state.counters.poison_requests += len(ended)
+    return outbox.effects(state.step, now_ns)
