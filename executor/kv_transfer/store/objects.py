@@ -13,32 +13,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any
 
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
 NUM_PARALLEL_LOOKUPS = 8
 """Parallel lookups of one search."""
-
-
-class FileSystem(Protocol):
-    """The used part of ``fsspec.AbstractFileSystem``."""
-
-    def info(self, path: str) -> dict[str, object]:
-        """Return a file's properties, including ``size``. Raises `FileNotFoundError`."""
-
-    def cat_file(self, path: str) -> bytes:
-        """Return a file's content."""
-
-    def pipe_file(self, path: str, value: bytes) -> None:
-        """Write a file."""
-
-    def rm_file(self, path: str) -> None:
-        """Remove a file."""
-
-    def mkdir(self, path: str, create_parents: bool) -> None:
-        """Create a folder, if the storage has folders."""
 
 
 def open_objects(config: KvStoreConfig) -> FsspecStore:
@@ -64,8 +45,8 @@ def open_objects(config: KvStoreConfig) -> FsspecStore:
 class FsspecStore:
     """See `quintet.executor.kv_transfer.store.connector.ObjectStore`. Raises fsspec's errors."""
 
-    def __init__(self, files: FileSystem, path: str) -> None:
-        """path: prefix of all objects."""
+    def __init__(self, files: Any, path: str) -> None:
+        """files: an ``fsspec.AbstractFileSystem``, which has no types. path: prefix of all objects."""
         self._files = files
         self._path = path.rstrip("/")
 
