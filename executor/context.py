@@ -48,7 +48,7 @@ class RankMemory:
     links: tuple[int, ...] = ()
     """Between each stage and the next; see `quintet.executor.distributed.parallel.rank_views`."""
     gather: tuple[int, ...] = ()
-    """Of gathered KV blocks; see `quintet.executor.distributed.parallel.kv_gather`."""
+    """Of gathered KV blocks; see `quintet.executor.distributed.parallel.whole_blocks`."""
 
 
 @dataclass(frozen=True, slots=True)

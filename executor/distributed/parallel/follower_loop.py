@@ -16,11 +16,10 @@ from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.context import WorkerContext
 from quintet.executor.distributed.parallel.handover import Handover
-from quintet.executor.distributed.parallel.kv_gather import OwnMoves, PartBlocks
 from quintet.executor.distributed.parallel.library import Note, OrderKind, StepPart
 from quintet.executor.distributed.parallel.rank_views import Links, open_links, open_ranks, share_of_rank
 from quintet.executor.distributed.parallel.ranks import Ranks
-from quintet.executor.distributed.parallel.whole_blocks import Moves, own_moves
+from quintet.executor.distributed.parallel.whole_blocks import Moves, OwnMoves, PartBlocks, own_moves
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
 from quintet.executor.model_config.share import aux_layers_of
 from quintet.process.os_tuning import trim_memory

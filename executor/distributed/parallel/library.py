@@ -35,7 +35,7 @@ class OrderKind(IntEnum):
     CARRY_OUT = 8
     """Copy parts of blocks to the gather memory: int32 pairs of block and row.
 
-    See `quintet.executor.distributed.parallel.kv_gather`.
+    See `quintet.executor.distributed.parallel.whole_blocks`.
     """
     CARRY_IN = 9
     """Copy parts of blocks back from the gather memory."""
