@@ -17,7 +17,6 @@ from functools import partial
 
 from quintet.core import block_manager
 from quintet.core.hooks import Feature, Setup
-from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import InFlightPlan, SchedulerState
 from quintet.core.step_builder import StepBuilder
 
@@ -27,12 +26,7 @@ def build(setup: Setup) -> Feature | None:
     config = setup.scheduler.speculative
     if config is None:
         return None
-    return Feature("drafts", claim=claim, attach=partial(attach, config.num_speculative_tokens))
-
-
-def claim(state: SchedulerState, request: Request) -> bool:
-    """Return True: every request may have drafts."""
-    return True
+    return Feature("drafts", attach=partial(attach, config.num_speculative_tokens))
 
 
 def attach(most: int, state: SchedulerState, step: StepBuilder) -> None:
