@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 
-from quintet.core.kv.groups import Groups
 from quintet.core.kv.tier import Source, Tier, Wanted
 from quintet.wire.codec import pack_i32
-from quintet.wire.kv_tiers import FileRequest, KvTierRequests, KvTierResults, Store, TierCapacity
+from quintet.wire.kv_tiers import FileRequest, KvTierRequests, KvTierResults, Store
 
 
 class DiskPool(Tier):
@@ -24,12 +23,9 @@ class DiskPool(Tier):
 
     name = "disk"
 
-    def __init__(
-        self, groups: Groups, checkpoint_every: int, first_host_block: int, capacity: TierCapacity
-    ) -> None:
-        """See `Tier`."""
-        super().__init__(groups, checkpoint_every, first_host_block, capacity)
-        self.num_places = capacity.num_places
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_places = self.capacity.num_places
         self.free = dict.fromkeys(range(self.num_places - 1, -1, -1))
         self.place_of: OrderedDict[bytes, int] = OrderedDict()
         """Block key -> place, least recently used first."""

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from quintet.core.kv.groups import Groups
 from quintet.core.kv.tier import Source, Tier, Wanted
-from quintet.wire.kv_tiers import TierCapacity
 
 
 class PeerPool(Tier):
@@ -22,11 +20,8 @@ class PeerPool(Tier):
     name = "peer"
     does_wait = True
 
-    def __init__(
-        self, groups: Groups, checkpoint_every: int, first_host_block: int, capacity: TierCapacity
-    ) -> None:
-        """See `Tier`."""
-        super().__init__(groups, checkpoint_every, first_host_block, capacity)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._next: tuple[tuple[int, int], int] | None = None
         """Rank and id of the request that gets the next free host blocks."""
         self._num_free = 0

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from itertools import dropwhile, takewhile
 
 from quintet.core.kv.chunks import Chunks
-from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS, FetchCost
 from quintet.core.kv.tier import Source, Tier, Wanted
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, Search, Store, TierCapacity
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, Search, Store
 
 MAX_KNOWN = 1 << 18
 """Maximum number of chunks assumed present."""
@@ -49,12 +48,9 @@ class StorePool(Tier):
 
     name = "store"
 
-    def __init__(
-        self, groups: Groups, checkpoint_every: int, first_host_block: int, capacity: TierCapacity
-    ) -> None:
-        """See `Tier`."""
-        super().__init__(groups, checkpoint_every, first_host_block, capacity)
-        self.chunks = Chunks.of(groups, checkpoint_every)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.chunks = Chunks.of(self.groups, self.checkpoint_every)
         self.known: OrderedDict[bytes, None] = OrderedDict()
         """Names of chunks assumed present, least recently used first."""
         self.lookups: dict[int, Lookup] = {}
@@ -64,7 +60,6 @@ class StorePool(Tier):
         """Searches not sent yet."""
         self._storing: dict[bytes, int] = {}
         """Name -> number of blocks, of chunks being stored."""
-        self._max_storing = capacity.max_storing_blocks
         self._paused_until_ns = 0
 
     # --- storing ---
@@ -90,7 +85,7 @@ class StorePool(Tier):
         """See `Tier.take_stores`. The other chunks stay queued."""
         stores = []
         num_storing = sum(self._storing.values())
-        while self.due and num_storing < self._max_storing:
+        while self.due and num_storing < self.capacity.max_storing_blocks:
             name, keys = self.due.popitem(last=False)
             blocks = [block_of[key] for key in keys if key in block_of]
             if len(blocks) == len(keys):  # otherwise some were evicted
