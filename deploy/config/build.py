@@ -14,10 +14,9 @@ from quintet.deploy.config.device import default_device
 from quintet.deploy.config.draft_head import HeadFacts
 from quintet.deploy.config.draft_model import DraftFacts, read_draft
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.kv.disk import kv_disk_config
 from quintet.deploy.config.kv.events import kv_events_config
 from quintet.deploy.config.kv.peers import kv_peers_config
-from quintet.deploy.config.kv.store import kv_store_config
+from quintet.deploy.config.kv.storage import kv_disk_config, kv_store_config
 from quintet.deploy.config.kv.transfer import (
     KvSource,
     notes_on_transfer,
