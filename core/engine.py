@@ -210,7 +210,6 @@ class Engine:
         return outbox.effects(state.step, now_ns)
 
     def live_ids(self) -> Iterable[int]:
-        """Return the ids of the live choices."""
         return () if self.state is None else self.state.live
 
     def is_alive(self, request_id: int, attempt: int) -> bool:
@@ -341,7 +340,6 @@ class Engine:
             self.kv_admin.files.apply(self.state, message.files)
 
     def commit(self, result: StepResult, now_ns: int) -> StepMessages:
-        """Apply a step's result."""
         if self.state is None:
             return StepMessages()
         flights = self.state.in_flight

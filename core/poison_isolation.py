@@ -79,14 +79,12 @@ class PoisonIsolation:
         return frozenset(self._trial) if self._trial else None
 
     def describe(self) -> str:
-        """Return the progress of the search as text."""
         if not self._trial:
             return "no request is suspected"
         num_later = sum(len(group.marks) for group in self._groups)
         return f"{len(self._trial)} requests run alone to be cleared, {num_later} after them"
 
     def is_suspect(self, request_id: int) -> bool:
-        """Return True when a request is still a suspect."""
         return request_id in self._uncleared or any(request_id in group.marks for group in self._groups)
 
     def note_failure(
@@ -193,7 +191,6 @@ def fingerprint(prompt_ids: bytes, params: SamplingParams, embeds: Sequence[Embe
 
 
 def fingerprint_of(request: Request) -> bytes:
-    """Return the fingerprint of an admitted request."""
     return fingerprint(pack_i32(request.tokens[: request.num_prompt]), request.spec.params, request.embeds)
 
 

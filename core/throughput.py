@@ -30,7 +30,6 @@ class Mean:
         return self._count > 0
 
     def note(self, value: float) -> None:
-        """Add a value."""
         if self._count < _WINDOW:
             self._count += 1
         self.value += (value - self.value) / self._count
@@ -51,7 +50,6 @@ class Throughput:
     token_ns: Mean = field(default_factory=Mean)
     """Additional time per further token."""
     outputs: Mean = field(default_factory=Mean)
-    """Outputs of a request."""
     tokens_per_draw: Mean = field(default_factory=Mean)
     """Tokens of a sampling row, more than 1 with accepted drafts; empty without drafts."""
     computed_share: Mean = field(default_factory=Mean)

@@ -73,7 +73,6 @@ class TokensBuilder:
         return row
 
     def build(self, step: int, now_ns: int) -> Tokens:
-        """Return the message."""
         num_rows = len(self.request_ids)
         num_tokens = bytearray(b"\1" * num_rows)
         for row, count in self.num_tokens.items():
@@ -150,7 +149,6 @@ class TokensBuilders:
         request.tokens.append(last)
 
     def effects(self, step: int, now_ns: int) -> StepMessages:
-        """Return the collected messages."""
         tokens = [(index, builder.build(step, now_ns)) for index, builder in self.builders.items()]
         return StepMessages(tokens, self.failed, self.pooled, self.unknown)
 

@@ -22,7 +22,6 @@ from quintet.core.step_builder import StepBuilder
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the feature if speculative decoding is configured."""
     config = setup.scheduler.speculative
     if config is None:
         return None

@@ -29,7 +29,6 @@ from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the feature if a back end is configured."""
     cache = setup.cache
     if not (cache.remote_tiers or cache.swap_bytes):
         return None

@@ -16,7 +16,6 @@ from quintet.wire.step import StepResult
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the feature if the server pools."""
     return Feature("pooling", attach=attach) if setup.pooling else None
 
 

@@ -26,7 +26,6 @@ MIN_TOKENS = 64
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the feature under policy ``longest`` with chunked prefill."""
     scheduler = setup.scheduler
     is_on = scheduler.policy == "longest" and scheduler.enable_chunked_prefill
     return Feature("prefill_pacing", limit_tokens=PacedChunks().limit_tokens) if is_on else None

@@ -16,7 +16,6 @@ from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the feature unless the configuration disables it."""
     return Feature("prefix_cache", match_prefix=match_prefix) if setup.cache.enable_prefix_caching else None
 
 

@@ -9,7 +9,6 @@ from quintet.wire.embeds import RowEmbeds
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the feature if prompt embeddings are enabled."""
     return Feature("prompt_embeds", attach=attach) if setup.prompt_embeds else None
 
 

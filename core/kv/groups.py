@@ -44,7 +44,6 @@ class Groups:
 
     @property
     def all(self) -> list[KvGroup]:
-        """All groups."""
         return self.spec.groups
 
     def most_blocks(self, index: int, num_tokens: int) -> int:

@@ -46,12 +46,10 @@ class PrefixPath:
 
     @property
     def num_blocks(self) -> int:
-        """Number of its blocks."""
         return sum(len(part.digests) for part in self.parts)
 
     @property
     def digests(self) -> list[bytes]:
-        """Digests of its blocks."""
         return [digest for part in self.parts for digest in part.digests]
 
     @property

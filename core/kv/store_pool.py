@@ -65,7 +65,6 @@ class StorePool(Tier):
     # --- storing ---
 
     def store(self, keys: list[bytes]) -> None:
-        """See `Tier.store`."""
         name = keys[-1]
         if name in self.known:
             self.mark_present(name)
@@ -124,17 +123,14 @@ class StorePool(Tier):
         return found
 
     def is_cheaper(self, sources: Sequence[Source], computing_ns: int | None) -> bool:
-        """See `Tier.is_cheaper`."""
         return self.fetch_cost.is_cheaper(len({source for source, _, _ in sources}), computing_ns)
 
     def forget(self, request_id: int) -> None:
-        """See `Tier.forget`."""
         self.lookups.pop(request_id, None)
         super().forget(request_id)
 
     @property
     def is_awaited(self) -> bool:
-        """See `Tier.is_awaited`."""
         return super().is_awaited or any(lookup.is_pending for lookup in self.lookups.values())
 
     def expire(self, now_ns: int) -> None:
@@ -162,7 +158,6 @@ class StorePool(Tier):
                 lookup.deadline_ns = now_ns + FETCH_TIMEOUT_NS
 
     def apply(self, results: KvTierResults) -> None:
-        """See `Tier.apply`."""
         for found in results.found:
             self._note_found(found.request_id, unpack_i32(found.counts))
         if results.num_searches:
@@ -170,14 +165,12 @@ class StorePool(Tier):
         super().apply(results)
 
     def note_stored(self, results: KvTierResults) -> None:
-        """See `Tier.note_stored`."""
         for name in (*results.stored, *results.unstored):
             self._storing.pop(name, None)
         for name in results.stored:
             self.mark_present(name)
 
     def note_lost(self, names: Sequence[bytes]) -> None:
-        """See `Tier.note_lost`."""
         for name in names:
             self.known.pop(name, None)
 
@@ -191,7 +184,6 @@ class StorePool(Tier):
                 self.mark_present(name)
 
     def check(self, waiting: set[int]) -> None:
-        """See `Tier.check`."""
         assert waiting.issuperset(self.lookups), (waiting, list(self.lookups))
         assert self._storing.keys().isdisjoint(self.due), "queued and being stored"
         super().check(waiting)

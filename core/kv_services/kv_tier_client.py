@@ -58,7 +58,6 @@ class KvTierClient:
         return requests
 
     def apply(self, state: SchedulerState | None, results: KvTierResults) -> None:
-        """Apply the results of transfers."""
         if state is None:
             return
         for tier in state.pool.tiers.remote:

@@ -111,11 +111,9 @@ class FileTasks:
         self.queue_report(task.query, task.report)
 
     def queue_report(self, query: KvQuery, report: KvReport) -> None:
-        """Queue the report of a query."""
         self.done.append((query.frontend, report))
 
     def take_done(self) -> list[tuple[int, KvReport]]:
-        """Return ``done`` and clear it."""
         done, self.done = self.done, []
         return done
 

@@ -57,12 +57,10 @@ class Arrival:
 
     @property
     def ids(self) -> range:
-        """Ids of the request's choices."""
         first = self.message.request_id
         return range(first, first + self.message.spec.params.n)
 
     def messages(self) -> StepMessages:
-        """Return the messages collected so far."""
         return self.outbox.effects(self.state.step, self.now_ns)
 
 

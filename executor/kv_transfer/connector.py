@@ -145,13 +145,11 @@ class KvConnector:
                 self._send(StoredBlocks(capacity.executor_epoch, capacity.tables_epoch, places, keys))
 
     def order(self, requests: KvTierRequests) -> None:
-        """Pass requests to their back end."""
         for each in self.back_ends:
             if each.tier == requests.tier:
                 each.order(requests)
 
     def send_results(self) -> None:
-        """Send the back ends' results to the core."""
         for each in self.back_ends:
             results = each.take_results()
             if results is not None and self._process is not None:

@@ -109,11 +109,9 @@ class PeerBackEnd(BackEnd):
             return None
 
     def wake(self) -> None:
-        """See `BackEnd.wake`."""
         os.eventfd_write(self._wakeup_fd, 1)
 
     def close_storage(self) -> None:
-        """See `BackEnd.close_storage`."""
         if self._server is not None:
             self._server.close()
         self._context.term()

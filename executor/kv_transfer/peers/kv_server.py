@@ -71,7 +71,6 @@ class OfferedBlocks:
         return self._row_of.pop(next(iter(self._row_of)))
 
     def get(self, key: bytes) -> bytes | None:
-        """Return the block of this key, or None."""
         with self._lock:
             row = self._row_of.pop(key, None)
             if row is None:
@@ -119,7 +118,6 @@ class KvServer:
             raise
 
     def close(self) -> None:
-        """Close the sockets."""
         self._authenticator.socket.close(linger=0)
         self.socket.close(linger=0)
 

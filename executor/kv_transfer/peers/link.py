@@ -83,7 +83,6 @@ class Link:
             raise
 
     def close(self) -> None:
-        """Close the sockets."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -116,7 +115,6 @@ class Link:
                 raise PeerLost(f"took more than {REQUEST_TIMEOUT_S:.0f} s for a request")
 
     def _ask(self, number: int, key: bytes) -> None:
-        """Request a block."""
         try:
             self._socket.send(encode(Ask(VERSION, number, self._identity, [key])), zmq.NOBLOCK)
         except zmq.Again:  # the connection is gone after a protocol error, before its event

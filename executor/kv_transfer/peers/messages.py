@@ -31,8 +31,6 @@ def max_requests(block_bytes: int) -> int:
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
-    """A request for a block."""
-
     version: int
     number: int
     identity: bytes

@@ -25,7 +25,6 @@ ENTRY = struct.Struct("<B34s32s")
 
 
 def entry_of(identity: bytes, key: bytes, block: memoryview) -> bytes:
-    """Return the entry of a block."""
     return ENTRY.pack(len(key), key, digest_of(identity, key, block))
 
 

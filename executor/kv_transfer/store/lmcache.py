@@ -62,7 +62,6 @@ class _Exchange:
     until_s: float
 
     def send(self, content: bytes | memoryview) -> None:
-        """Send all of ``content``."""
         self._set_timeout()
         self.connection.sendall(content)
 
@@ -88,7 +87,6 @@ class _Exchange:
         return code, num_bytes
 
     def _set_timeout(self) -> None:
-        """Set the socket timeout to the remaining time."""
         left_s = self.until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("LMCache's server did not finish in time")
@@ -158,7 +156,6 @@ class LmStore:
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[_Exchange]:
-        """Open a connection for a request."""
         with socket.create_connection(self._address, CONNECT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             yield _Exchange(connection, time.monotonic() + self._timeout_s)
