@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.core.commit_drafts import apply_accepted
 from quintet.core.commit_logprobs import forward_logprobs
-from quintet.core.features.drafts import return_drafts
+from quintet.core.features.drafts import apply_accepted, return_drafts
 from quintet.core.features.kv_connector import offer
 from quintet.core.features.pooling import end_pooled
 from quintet.core.requests.request import Request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.core.kv_services.kv_counters import swap_counters, transfer_counters
+from quintet.core.kv_services.kv_tier_client import swap_counters, transfer_counters
 from quintet.core.scheduler_state import Limits, RequestEnd, SchedulerState
 from quintet.wire.metrics import COUNT_BUCKETS, CounterSeries, GaugeSeries, Metrics
 
