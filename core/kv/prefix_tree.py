@@ -8,24 +8,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from quintet.core.kv.prefix_paths import PrefixPath
 from quintet.wire.codec import pack_i32
 
 
+@dataclass(slots=True)
 class PrefixTree:
     """Snapshot of the prefixes; not atomic if built over several iterations."""
 
-    def __init__(self, paths: list[PrefixPath], reach: Callable[[list[bytes]], int]) -> None:
-        """paths: most recently used first."""
-        self._paths = paths
-        self._reach = reach
-        self._num_grown = 0
-        """Number of paths already added."""
-        self.places: dict[bytes, tuple[PrefixPath, int]] = {}
-        """Digest -> newest path that contains it, and the position there."""
-        self._num_next: dict[bytes, int] = {}
-        """Digest -> number of its children, if it has any."""
+    _paths: list[PrefixPath]
+    """Most recently used first."""
+    _reach: Callable[[list[bytes]], int]
+    _num_grown: int = 0
+    """Number of paths already added."""
+    places: dict[bytes, tuple[PrefixPath, int]] = field(default_factory=dict)
+    """Digest -> newest path that contains it, and the position there."""
+    _num_next: dict[bytes, int] = field(default_factory=dict)
+    """Digest -> number of its children, if it has any."""
 
     def grow(self, num_blocks: int | None = None) -> bool:
         """Add paths of about ``num_blocks`` blocks, or all; return True when the tree is complete."""
