@@ -5,7 +5,7 @@ Every method returns the messages to send; none reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from quintet.core.commit import commit
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
@@ -78,6 +78,11 @@ class Engine:
         """Epoch of the executor that holds the tables mirrored by the state."""
         self._tables = 0
         """Number of times that executor has emptied its tables (`Capacity.tables_epoch`)."""
+
+    @property
+    def live(self) -> Mapping[int, Request]:
+        """Live choices by id; none before the capacity is known."""
+        return {} if self.state is None else self.state.live
 
     @property
     def num_live(self) -> int:
@@ -173,8 +178,7 @@ class Engine:
         A live request is ended first, because its earlier connection is dead or superseded. Returns None while steps
         in flight still draw its last tokens: call again after the next result.
         """
-        known = () if self.state is None else self.state.live.values()
-        live = [request for request in known if self.retained.is_claimed(request, message)]
+        live = [request for request in self.live.values() if self.retained.is_claimed(request, message)]
         effects = self.cancel([request.request_id for request in live], now_ns, keep=True)
         if any(request.status is not Status.ENDED for request in live):
             return None, effects
@@ -209,25 +213,17 @@ class Engine:
         self._settle(now_ns)
         return outbox.effects(state.step, now_ns)
 
-    def live_ids(self) -> Iterable[int]:
-        return () if self.state is None else self.state.live
-
-    def is_alive(self, request_id: int, attempt: int) -> bool:
-        """Return True when the choice is alive in this attempt or a newer one."""
-        request = None if self.state is None else self.state.live.get(request_id)
-        return request is not None and request.delivery.attempt >= attempt
-
     def opened(self) -> list[tuple[int, int]]:
         """Return pairs of detokenizer and live choice, for choices that the detokenizer knows."""
-        live = () if self.state is None else self.state.live.values()
-        return [(request.detokenizer, request.request_id) for request in live if request.delivery.opened]
+        opened = [request for request in self.live.values() if request.delivery.opened]
+        return [(request.detokenizer, request.request_id) for request in opened]
 
     def forget_moved(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
         """Forget requests that continue at another engine, including their retained state."""
         gone = set(request_ids)
         self._early = [m for m in self._early if isinstance(m, Cancel) or m.request_id not in gone]
         for request_id in gone:
-            request = None if self.state is None else self.state.live.get(request_id)
+            request = self.live.get(request_id)
             if request is not None:
                 request.delivery.origin = None
             self.retained.take(request_id)
@@ -260,8 +256,7 @@ class Engine:
 
     def fail(self, request_ids: Iterable[int], error: RequestError, now_ns: int) -> StepMessages:
         """End these requests, known or not, and all their choices with an error."""
-        state, outbox, lost = self.state, TokensBuilders(), list(request_ids)
-        live = {} if state is None else state.live
+        state, live, outbox, lost = self.state, self.live, TokensBuilders(), list(request_ids)
         firsts = {live[request_id].first_id for request_id in lost if request_id in live}
         lost += [request_id for request_id, request in live.items() if request.first_id in firsts]
         for request_id in dict.fromkeys(lost):

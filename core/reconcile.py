@@ -49,17 +49,17 @@ class Reconciliation:
     def orphans(self, account: Live) -> list[int]:
         """Return the requests of a frontend that are alive here, but not there."""
         slot = account.sender.index, epoch_tag(account.sender.epoch)
-        ours = [request_id for request_id in self._engine.live_ids() if frontend_of(request_id) == slot]
+        ours = [request_id for request_id in self._engine.live if frontend_of(request_id) == slot]
         orphans, _ = self._reconciler.compare(slot, unpack_i64(account.request_ids), ours)
         return orphans
 
     def unknown(self, account: InFlightReport) -> list[int]:
         """Return the requests that a tokenizer has forwarded for a frontend, but that are not alive here."""
-        ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
+        ids, attempts, live = unpack_i64(account.request_ids), unpack_i32(account.attempts), self._engine.live
         ours = [
             request_id
             for request_id, attempt in zip(ids, attempts, strict=True)
-            if self._engine.is_alive(request_id, attempt)
+            if request_id in live and live[request_id].delivery.attempt >= attempt
         ]
         path = (account.sender.index, account.tokenizer), epoch_tag(account.sender.epoch)
         _, unknown = self._reconciler.compare(path, ids, ours)
