@@ -6,9 +6,9 @@ miss, and slow stores are bypassed. A failed write must not leave an incomplete 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Protocol
 
 from quintet.wire.config import KvStoreConfig
@@ -45,8 +45,7 @@ class ObjectStore(Protocol):
 
 def open_connector(config: KvStoreConfig) -> ObjectStore:
     """Return the connector of a store. Raises `ConfigError` for an invalid configuration, not for an unreachable store."""
-    module, _, name = connector_path(config.url).partition(":")
-    opener: Callable[[KvStoreConfig], ObjectStore] = getattr(importlib.import_module(module), name)
+    opener: Callable[[KvStoreConfig], ObjectStore] = resolve_name(connector_path(config.url))
     return opener(config)
 
 
