@@ -25,7 +25,7 @@ MAX_DAMAGED = 4096
 
 
 class ObjectStore(Protocol):
-    """A store of objects."""
+    """A store of objects. Ours are subclasses."""
 
     def count(self, names: Sequence[str]) -> int:
         """Return the number of leading objects that exist; objects after the first missing one need no lookup."""
@@ -40,7 +40,7 @@ class ObjectStore(Protocol):
         """Remove a damaged object."""
 
     def close(self) -> None:
-        """Close connections and files."""
+        """Close connections and files, if any are left open."""
 
 
 def open_connector(config: KvStoreConfig) -> ObjectStore:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED
+from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, ObjectStore
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
@@ -93,8 +93,8 @@ class _Exchange:
         self.connection.settimeout(left_s)
 
 
-class LmStore:
-    """See `quintet.executor.kv_transfer.store.connector.ObjectStore`. Raises `OSError`."""
+class LmStore(ObjectStore):
+    """Objects of an LMCache server. Its methods raise `OSError`."""
 
     def __init__(self, host: str, port: int, timeout_s: float = TIMEOUT_S) -> None:
         self._address = host, port
@@ -103,7 +103,6 @@ class LmStore:
         """Damaged objects, treated as missing until overwritten."""
 
     def count(self, names: Sequence[str]) -> int:
-        """See `ObjectStore.count`."""
         for first in range(0, len(names), LOOKUP_BATCH):
             batch = names[first : first + LOOKUP_BATCH]
             with self._exchange() as exchange:
@@ -115,7 +114,6 @@ class LmStore:
         return len(names)
 
     def put(self, name: str, content: memoryview) -> bool:
-        """See `ObjectStore.put`."""
         if self.count([name]):
             return True
         with self._exchange() as exchange:
@@ -128,7 +126,6 @@ class LmStore:
         return is_there
 
     def get(self, name: str, into: memoryview) -> bool:
-        """See `ObjectStore.get`."""
         if name in self._damaged:
             return False
         with self._exchange() as exchange:
@@ -146,13 +143,9 @@ class LmStore:
             return False
 
     def drop(self, name: str) -> None:
-        """See `ObjectStore.drop`."""
         if len(self._damaged) >= MAX_DAMAGED:
             self._damaged.pop()
         self._damaged.add(name)
-
-    def close(self) -> None:
-        """See `ObjectStore.close`: no connection is left open."""
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[_Exchange]:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED
+from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, ObjectStore
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
@@ -52,8 +52,8 @@ def open_nixl(config: KvStoreConfig) -> NixlStore:
     return NixlStore(agent, url.path.strip("/"))
 
 
-class NixlStore:
-    """See `quintet.executor.kv_transfer.store.connector.ObjectStore`. Raises NIXL's errors."""
+class NixlStore(ObjectStore):
+    """Objects of NIXL's plug-in. Its methods raise NIXL's errors."""
 
     def __init__(self, agent: Any, prefix: str) -> None:
         """agent: a ``nixl_agent``, which has no types. prefix: path before the names of all objects."""
@@ -69,7 +69,6 @@ class NixlStore:
         """Damaged objects, treated as missing until overwritten: NIXL cannot remove objects."""
 
     def count(self, names: Sequence[str]) -> int:
-        """See `ObjectStore.count`."""
         objects = [(0, 0, 0, self._path(name)) for name in names]
         with self._lock:
             known = self._agent.query_memory(objects, PLUGIN, mem_type=OBJECTS)
@@ -79,27 +78,22 @@ class NixlStore:
         return sum(1 for _ in remote)
 
     def put(self, name: str, content: memoryview) -> bool:
-        """See `ObjectStore.put`."""
         if not self.count([name]):
             self._move("WRITE", name, content)
             self._damaged.discard(name)
         return True
 
     def get(self, name: str, into: memoryview) -> bool:
-        """See `ObjectStore.get`. A shorter object leaves the end of ``into`` undefined; the block hashes detect that."""
+        """Read an object. A shorter one leaves the end of ``into`` undefined; the block hashes detect that."""
         if not self.count([name]):
             return False
         self._move("READ", name, into)
         return True
 
     def drop(self, name: str) -> None:
-        """See `ObjectStore.drop`."""
         if len(self._damaged) >= MAX_DAMAGED:
             self._damaged.pop()
         self._damaged.add(name)
-
-    def close(self) -> None:
-        """See `ObjectStore.close`: the agent is released with its last reference."""
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from quintet.executor.kv_transfer.store.connector import ObjectStore
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
@@ -42,8 +43,8 @@ def open_objects(config: KvStoreConfig) -> FsspecStore:
     return FsspecStore(files, path)
 
 
-class FsspecStore:
-    """See `quintet.executor.kv_transfer.store.connector.ObjectStore`. Raises fsspec's errors."""
+class FsspecStore(ObjectStore):
+    """Objects as files of fsspec. Its methods raise fsspec's errors."""
 
     def __init__(self, files: Any, path: str) -> None:
         """files: an ``fsspec.AbstractFileSystem``, which has no types. path: prefix of all objects."""
@@ -51,7 +52,7 @@ class FsspecStore:
         self._path = path.rstrip("/")
 
     def count(self, names: Sequence[str]) -> int:
-        """See `ObjectStore.count`. Assumes that all objects before an existing one exist."""
+        """Return the number of leading objects that exist, if all objects before an existing one exist."""
         return count_first(len(names), lambda indexes: self._exist([names[each] for each in indexes]))
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
@@ -75,7 +76,6 @@ class FsspecStore:
             return None
 
     def put(self, name: str, content: memoryview) -> bool:
-        """See `ObjectStore.put`."""
         if self._size_of(name) == len(content):
             return True
         path = f"{self._path}/{name}"
@@ -88,7 +88,6 @@ class FsspecStore:
         return True
 
     def get(self, name: str, into: memoryview) -> bool:
-        """See `ObjectStore.get`."""
         try:
             content = self._files.cat_file(f"{self._path}/{name}")
         except FileNotFoundError:
@@ -99,12 +98,8 @@ class FsspecStore:
         return True
 
     def drop(self, name: str) -> None:
-        """See `ObjectStore.drop`."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(f"{self._path}/{name}")
-
-    def close(self) -> None:
-        """See `ObjectStore.close`: connections close with the process."""
 
 
 def count_first(number: int, exist: Callable[[Sequence[int]], Sequence[bool]]) -> int:
