@@ -125,19 +125,15 @@ class StepBuilder:
             checksum=checksum,
             swaps_out=pack_i32(swaps_out),
             swaps_in=pack_i32(self.swaps_in),
+            **self.columns,
         )
-        for name, column in self.columns.items():
-            setattr(plan, name, column)
         if swaps_out or self.swaps_in:
-            self._count_swaps(state, len(swaps_out) // 2)
+            counters, num_out, num_in = state.counters, len(swaps_out) // 2, len(self.swaps_in) // 2
+            counters.swap_out_blocks += num_out
+            counters.swap_in_blocks += num_in
+            counters.swap_out_bytes += num_out * state.limits.block_bytes
+            counters.swap_in_bytes += num_in * state.limits.block_bytes
         state.freed_slots.clear()
         state.in_flight.append(flight)
         state.pool.release(self.borrowed, state.fence)
         return plan
-
-    def _count_swaps(self, state: SchedulerState, num_out: int) -> None:
-        counters, num_in, block_bytes = state.counters, len(self.swaps_in) // 2, state.limits.block_bytes
-        counters.swap_out_blocks += num_out
-        counters.swap_in_blocks += num_in
-        counters.swap_out_bytes += num_out * block_bytes
-        counters.swap_in_bytes += num_in * block_bytes

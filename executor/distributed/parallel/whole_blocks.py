@@ -28,7 +28,7 @@ from quintet.executor.distributed.parallel.library import PAIR_BYTES, OrderKind
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.distributed.parallel.shapes import gather_rows, gather_shape, part_bytes
 from quintet.executor.kv_memory import KvMemory
-from quintet.executor.kv_transfer.block_bytes import BlockBytes, Bytes, Int, Wait
+from quintet.executor.kv_transfer.block_bytes import BlockBytes, Bytes, Int, Wait, WholeBlocks
 from quintet.executor.kv_transfer.host_blocks import HostBlocks
 from quintet.executor.model_config.share import Share
 from quintet.wire.config import EngineConfig
@@ -122,8 +122,8 @@ class _Transfer:
     """Completion, called after all ranks have copied."""
 
 
-class BlocksOfAllRanks:
-    """See `quintet.executor.kv_transfer.block_bytes.WholeBlocks`."""
+class BlocksOfAllRanks(WholeBlocks):
+    """The blocks of several ranks, as the leader sees them."""
 
     def __init__(
         self,
@@ -150,7 +150,6 @@ class BlocksOfAllRanks:
         """Transfers in flight, oldest first."""
 
     def take_into(self, blocks: Int, memory: Bytes, rows: Int) -> Wait:
-        """See `WholeBlocks`."""
         started = [
             self._take(blocks[at : at + self._num_rows], memory, rows[at : at + self._num_rows])
             for at in range(0, len(blocks), self._num_rows)
@@ -172,7 +171,6 @@ class BlocksOfAllRanks:
         return self._send(OrderKind.CARRY_OUT, blocks, own, complete)
 
     def put(self, blocks: Int, contents: Bytes) -> None:
-        """See `WholeBlocks`."""
         for at in range(0, len(blocks), self._num_rows):
             some = blocks[at : at + self._num_rows]
             own = self._reserve(len(some))
