@@ -202,9 +202,10 @@ def _resumable_prefix(state: SchedulerState, request: Request) -> tuple[int, Seq
         return num_known, request.kv.held
     if not limits.prefix_caching:
         return 0, ()
-    digests, index = digests_of(state, request, num_blocks), state.pool.index
-    num_blocks, held = index.longest(digests, num_blocks, limits.groups.all, limits.block_size)
-    return num_blocks * limits.block_size, held
+    digests, known = digests_of(state, request, num_blocks), state.pool.index.block_of
+    num_blocks = reach(known, digests, num_blocks, limits.groups.all, limits.block_size)
+    found = match_after(state, request, num_blocks * limits.block_size)
+    return (0, ()) if found is None else (found.num_tokens, found.shared)
 
 
 def _match_host(state: SchedulerState, request: Request) -> PrefixMatch | None:

@@ -7,10 +7,10 @@ request's last computed token and near the end of its prompt.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from quintet.core.block_keys import match_after
 from quintet.core.hooks import Feature, PrefixMatch, Setup
+from quintet.core.kv.groups import GroupBlocks
+from quintet.core.kv.prefix import reach, run_of
 from quintet.core.requests.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 
@@ -23,19 +23,20 @@ def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Match the request's tokens in the cache, leaving at least one to compute: sampling needs logits."""
     if not request.spec.params.reads_prefix_cache:
         return None
-    block_size = state.limits.block_size
-    num_tokens = len(request.tokens)
+    limits, block_of, num_tokens = state.limits, state.pool.index.block_of, len(request.tokens)
+    block_size, groups = limits.block_size, limits.groups
     max_blocks = (num_tokens - 1) // block_size
-    digests, groups = request.hash_blocks(block_size, max_blocks), state.limits.groups.all
-    num_blocks, shared = state.pool.index.longest(digests, max_blocks, groups, block_size)
-    num_found = num_blocks * block_size
-    end = _longest_end(state, request, num_found)
-    if end is None:
-        return PrefixMatch(
-            num_found, shared, num_cached=min(num_found, request.num_prompt), num_queried=num_tokens
-        )
-    num_cached = min(end.num_tokens, request.num_prompt)
-    return replace(end, num_cached=num_cached, num_queried=num_tokens)
+    digests = request.hash_blocks(block_size, max_blocks)
+    if groups.is_plain:
+        blocks = run_of(digests[:max_blocks], block_of)
+        num_cached = min(len(blocks) * block_size, request.num_prompt)
+        return PrefixMatch(len(blocks) * block_size, [GroupBlocks(0, blocks)], (), num_cached, num_tokens)
+    num_blocks = reach(block_of, digests, max_blocks, groups.all, block_size)
+    found = match_after(state, request, num_blocks * block_size)
+    assert found is not None, (request.request_id, num_blocks)
+    found = _longest_end(state, request, found.num_tokens) or found
+    num_cached = min(found.num_tokens, request.num_prompt)
+    return PrefixMatch(found.num_tokens, found.shared, found.tails, num_cached, num_tokens)
 
 
 def _longest_end(state: SchedulerState, request: Request, least: int) -> PrefixMatch | None:

@@ -29,7 +29,6 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from quintet.core.kv.groups import GroupBlocks
 from quintet.wire.embeds import EmbedsSpan
 from quintet.wire.kv_spec import KvGroup
 
@@ -231,26 +230,3 @@ class PrefixIndex:
             if key_of(digest.digest(), group) in self.block_of:
                 found = length
         return found
-
-    def longest(
-        self, digests: list[bytes], max_blocks: int, groups: Sequence[KvGroup], block_size: int
-    ) -> tuple[int, list[GroupBlocks]]:
-        """Return after how many blocks, at most ``max_blocks``, a request can start, and the blocks each group then reads.
-
-        For a state group that is the one block with the state.
-        """
-        if len(groups) == 1 and groups[0].kind == "full":
-            blocks = run_of(digests[:max_blocks], self.block_of)
-            return len(blocks), [GroupBlocks(0, blocks)]
-        num_blocks = reach(self.block_of, digests, max_blocks, groups, block_size)
-        return num_blocks, [
-            self._read(digests, num_blocks, index, group, block_size) for index, group in enumerate(groups)
-        ]
-
-    def _read(
-        self, digests: list[bytes], end: int, index: int, group: KvGroup, block_size: int
-    ) -> GroupBlocks:
-        """Return the blocks that a token after ``end`` blocks reads; all are known."""
-        begin = max(0, end - 1) if group.is_state else group.first_seen(end * block_size) // block_size
-        blocks = [self.block_of[key_of(digests[position], index)] for position in range(begin, end)]
-        return GroupBlocks(0 if group.is_state else begin, blocks)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from quintet.core.kv.pool import BlockPool
-from quintet.core.kv.prefix import content_of, extend_chain, salt_digest
+from quintet.core.kv.prefix import content_of, extend_chain, reach, salt_digest
 from quintet.wire.embeds import EmbedsSpan
 from quintet.wire.kv_spec import KvGroup
 from tests.core.fake import World
@@ -97,7 +97,7 @@ def test_lru_eviction_tails_before_heads() -> None:
     for _ in range(2 + 3):  # the free blocks, then the three oldest
         pool.take()
     keys = [extended(prompt) for prompt in (PROMPT, other)]
-    assert [pool.index.longest(chain, 5, [KvGroup("full", [0])], 4)[0] for chain in keys] == [5, 2]
+    assert [reach(pool.index.block_of, chain, 5, [KvGroup("full", [0])], 4) for chain in keys] == [5, 2]
 
 
 def extended(prompt: list[int]) -> list[bytes]:
