@@ -14,8 +14,12 @@ no block is accepted by accident. `quintet.executor.kv_transfer.peers.keys` auth
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import msgspec
 
+from quintet.executor.kv_transfer.peers.keys import PeerKey
 from quintet.wire.kv_tiers import KEY_BYTES
 
 VERSION = 2
@@ -28,6 +32,15 @@ MAX_REQUESTS = 512
 def max_requests(block_bytes: int) -> int:
     """Return the maximum number of requests in flight per client: at least two, so that the server always has the next one."""
     return max(2, min(MAX_REQUESTS, WINDOW_BYTES // block_bytes))
+
+
+@dataclass(slots=True, frozen=True)
+class OwnIdentity:
+    """What a server has in common with those that it exchanges blocks with; see `quintet.executor.kv_transfer.kv_identity`."""
+
+    key: PeerKey
+    identity: bytes
+    parts: Mapping[str, str]
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):
