@@ -21,12 +21,7 @@ from quintet.wire.step import StepResult
 
 
 def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessages:
-    """Apply the result of the oldest step in flight and return the messages to send.
-
-    A result of any other step is ignored: its plan was forgotten when the executor was replaced.
-    """
-    if not state.in_flight or state.in_flight[0].step != result.step:
-        return StepMessages()
+    """Apply the result of the oldest step in flight and return the messages to send."""
     flight = state.in_flight.popleft()
     state.counters.steps += 1
     state.pool.settle(flight.step)

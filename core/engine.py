@@ -330,17 +330,22 @@ class Engine:
 
     def kv_results(self, message: KvTierResults) -> None:
         """Apply results of KV transfers. Results for earlier tables are ignored."""
-        if (message.executor_epoch, message.tables_epoch) == (self.executor_epoch, self._tables):
+        about = (message.executor_epoch, message.tables_epoch)
+        if self.state is not None and about == (self.executor_epoch, self._tables):
             self.tier_client.apply(self.state, message)
             self.kv_admin.files.apply(self.state, message.files)
 
     def commit(self, result: StepResult, now_ns: int) -> StepMessages:
-        if self.state is None:
+        """Apply the result of the oldest step in flight.
+
+        Any other result is ignored: its plan was forgotten when the executor was replaced.
+        """
+        state = self.state
+        if state is None or not state.in_flight or state.in_flight[0].step != result.step:
             return StepMessages()
-        flights = self.state.in_flight
-        if self.state.trial is not None and flights and flights[0].step == result.step:
-            self.suspects.note_step(flights[0])
-        effects = commit(self.state, result, now_ns)
+        if state.trial is not None:
+            self.suspects.note_step(state.in_flight[0])
+        effects = commit(state, result, now_ns)
         self._settle(now_ns)
         return effects
 

@@ -18,7 +18,6 @@ from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.kv_admin import (
-    MAX_LISTED,
     MAX_LISTED_TOKENS,
     MIN_NAME,
     KvPrefix,
@@ -149,7 +148,7 @@ class KvAdmin:
     def _list(
         self, tree: PrefixTree, locations: Locations, query: KvQuery, report: KvReport, now_ns: int
     ) -> None:
-        ends, limit = tree.ends(), min(query.limit, MAX_LISTED)
+        ends, limit = tree.ends(), query.limit
         listed = list(dict.fromkeys((*self.pins.by_digest, *ends[:limit])))
         num_left = MAX_LISTED_TOKENS
         for digest in listed[:limit]:

@@ -60,9 +60,7 @@ class KvTierClient:
                 )
         return requests
 
-    def apply(self, state: SchedulerState | None, results: KvTierResults) -> None:
-        if state is None:
-            return
+    def apply(self, state: SchedulerState, results: KvTierResults) -> None:
         for tier in state.pool.tiers.remote:
             if tier.name == results.tier:
                 tier.apply(results)

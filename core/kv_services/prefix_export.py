@@ -63,17 +63,16 @@ class FileTasks:
         self._tasks[self._last_id] = task
         return self._last_id
 
-    def apply(self, state: SchedulerState | None, answers: Sequence[FileResult]) -> None:
+    def apply(self, state: SchedulerState, answers: Sequence[FileResult]) -> None:
         """Continue tasks with these results, after the results for their blocks."""
         for answer in answers:
             task = self._tasks.pop(answer.task_id, None)
             if task is None:
                 continue
             if answer.error:
-                if state is not None:
-                    _disk_of(state).give_up(task.new)
+                _disk_of(state).give_up(task.new)
                 self._fail(task, ErrorCode.INVALID, answer.error[:1].upper() + answer.error[1:] + ".")
-            elif task.query.verb == "import" and not task.new and state is not None:
+            elif task.query.verb == "import" and not task.new:
                 self._bring(_disk_of(state), task, answer)
             else:
                 task.report.num_bytes = answer.num_bytes
