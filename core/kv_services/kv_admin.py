@@ -225,7 +225,7 @@ class KvAdmin:
         """Evict a prefix, all its continuations, and the part of it that no other prefix shares."""
         evicted = tree.following(path)
         for position in range(len(path) - 1, -1, -1):
-            if position < len(path) - 1 and tree.num_next(path[position]) > 1:
+            if position < len(path) - 1 and tree.num_next[path[position]] > 1:
                 break
             evicted.add(path[position])
         pool, disk = state.pool, state.pool.tiers.find(DiskPool)
