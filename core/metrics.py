@@ -52,9 +52,7 @@ class CoreMetrics:
         help = "Draft tokens that were accepted, by position from 0."
         self._accepted = [counter(name, help, position=str(position)) for position in range(max_drafts)]
         self.step_tokens = histogram(
-            "iteration_tokens_total",
-            "Prompt and generated tokens per step.",
-            COUNT_BUCKETS,
+            "iteration_tokens_total", "Prompt and generated tokens per step.", COUNT_BUCKETS
         )
         self.queue = histogram("request_queue_time_seconds", "Time from arrival to the first planned step.")
         self.prefill = histogram(
@@ -80,8 +78,7 @@ class CoreMetrics:
             (0, *COUNT_BUCKETS),
         )
         self.request_state_mismatches = counter(
-            "request_state_mismatches",
-            "Requests open in only one of two processes, twice in a row.",
+            "request_state_mismatches", "Requests open in only one of two processes, twice in a row."
         )
         self._gauge = gauge
         self._cache: GaugeSeries | None = None

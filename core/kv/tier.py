@@ -129,14 +129,7 @@ class Tier(ABC):
         """Return True when fetching these blocks takes less time than computing, or nothing is measured yet."""
         return self.fetch_cost.is_cheaper(len(sources), computing_ns)
 
-    def fetch(
-        self,
-        wanted: Wanted,
-        sources: Mapping[bytes, Source],
-        num_tokens: int,
-        *,
-        whole: bool,
-    ) -> bool:
+    def fetch(self, wanted: Wanted, sources: Mapping[bytes, Source], num_tokens: int, *, whole: bool) -> bool:
         """Fetch contents for a request: see `Prefetches.ask`. Return False when host blocks are short.
 
         sources: locations of the contents, in token order.

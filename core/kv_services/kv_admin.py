@@ -17,14 +17,7 @@ from quintet.core.kv_services.prefix_export import FileTasks
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import ErrorCode, RequestError, invalid
-from quintet.wire.kv_admin import (
-    MAX_LISTED_TOKENS,
-    MIN_NAME,
-    KvPrefix,
-    KvQuery,
-    KvReport,
-    KvUsage,
-)
+from quintet.wire.kv_admin import MAX_LISTED_TOKENS, MIN_NAME, KvPrefix, KvQuery, KvReport, KvUsage
 from quintet.wire.kv_tiers import KvPin, KvPins
 from quintet.wire.messages import Failed
 
@@ -104,7 +97,7 @@ class KvAdmin:
             if not state.limits.prefix_caching:
                 raise invalid(
                     "Prefix caching is off (--no-enable-prefix-caching, or a model that rotates long sequences "
-                    "differently), so there are no prefixes.",
+                    "differently), so there are no prefixes."
                 )
             self._do(state, query, report, now_ns)
             report.usage = self._usage(state)
@@ -182,7 +175,7 @@ class KvAdmin:
         num_blocks = len(tokens) // block_size
         if not num_blocks:
             raise invalid(
-                f"The prefix has {len(tokens)} tokens; only full blocks of {block_size} are cached. Send a longer prefix.",
+                f"The prefix has {len(tokens)} tokens; only full blocks of {block_size} are cached. Send a longer prefix."
             )
         extend_chain(digests, salt_digest(query.salt), tokens, block_size, num_blocks)
         return digests
@@ -209,7 +202,7 @@ class KvAdmin:
             raise invalid(
                 f"The prefix needs {num_more} blocks, and {num_pinned} are pinned; of {limits.num_blocks} blocks at most {most} "
                 "may be pinned: half, and a request of full length must fit. Unpin another prefix, or start the server "
-                "with a larger --kv-cache-memory or a smaller --max-model-len.",
+                "with a larger --kv-cache-memory or a smaller --max-model-len."
             )
         pool.pin(pin)
         self.has_changes = True
@@ -276,9 +269,7 @@ def _max_pinned(limits: Limits) -> int:
 def _only(name: str, known: Collection[bytes], what: str) -> bytes:
     """Return the one digest with this name prefix. Raises `RequestError`."""
     if len(name) < MIN_NAME:
-        raise invalid(
-            f"{name!r} is too short for a prefix name; send at least {MIN_NAME} digits.",
-        )
+        raise invalid(f"{name!r} is too short for a prefix name; send at least {MIN_NAME} digits.")
     begin = bytes.fromhex(name[: len(name) // 2 * 2])
     found = [digest for digest in known if digest.startswith(begin) and digest.hex().startswith(name)]
     if len(found) == 1:

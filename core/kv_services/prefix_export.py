@@ -120,7 +120,5 @@ class FileTasks:
 def _disk_of(state: SchedulerState) -> DiskPool:
     disk = state.pool.tiers.find(DiskPool)
     if disk is None:
-        raise invalid(
-            "Prefix export and import need the disk tier; start the server with --kv-disk.",
-        )
+        raise invalid("Prefix export and import need the disk tier; start the server with --kv-disk.")
     return disk

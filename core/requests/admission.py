@@ -169,9 +169,7 @@ def make_requests(
                 salt_digest=start,
                 detokenizer=spec.detokenizer,
                 delivery=Delivery(
-                    spec.attempt,
-                    len(outputs),
-                    origin=None if spec.resume_token is None else admit,
+                    spec.attempt, len(outputs), origin=None if spec.resume_token is None else admit
                 ),
                 tokens=tokens,
                 limit=limit,
@@ -199,10 +197,7 @@ def length_limit(num_prompt: int, spec: RequestSpec, limits: Limits) -> int:
 def check_fits(num_prompt: int, limits: Limits, spec: RequestSpec) -> None:
     """Raise `RequestError` unless the server can compute the prompt, and one output token, of a request that runs alone."""
     if num_prompt == 0:
-        raise invalid(
-            "The prompt has 0 tokens; it must have at least 1. Send a non-empty prompt.",
-            "prompt",
-        )
+        raise invalid("The prompt has 0 tokens; it must have at least 1. Send a non-empty prompt.", "prompt")
     least = 1 if spec.pooling is None else 0
     check_length(num_prompt, limits.max_model_len, max_tokens=least)
     cause = f" with the server's {limits.num_blocks} KV blocks of {limits.block_size} tokens (raise --kv-cache-memory)"

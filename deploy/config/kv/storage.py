@@ -58,10 +58,7 @@ def kv_store_config(source: KvSource) -> KvStoreConfig | None:
             f"--kv-store-size is for file: stores; for {url}, drop it and use lifecycle rules of the storage"
         )
     return KvStoreConfig(
-        url=url,
-        size_bytes=size_bytes,
-        waiting_bytes=MAX_WAITING_BYTES,
-        staging_bytes=source.staging_bytes,
+        url=url, size_bytes=size_bytes, waiting_bytes=MAX_WAITING_BYTES, staging_bytes=source.staging_bytes
     )
 
 
