@@ -15,13 +15,7 @@ from quintet.core.kv.tiers import Tiers
 from quintet.core.kv_services.kv_admin import KvAdmin
 from quintet.core.kv_services.kv_events import KvEvents
 from quintet.core.kv_services.kv_tier_client import KvTierClient
-from quintet.core.poison_isolation import (
-    PoisonIsolation,
-    Rejections,
-    advance_trial,
-    cancel_trial,
-    reject_poison,
-)
+from quintet.core.poison_isolation import PoisonIsolation, Rejections, advance_trial, reject_poison
 from quintet.core.requests.admission import AdmissionContext, admit
 from quintet.core.requests.executor_limits import apply_limits, resolve_limits
 from quintet.core.requests.request import Request, Status
@@ -315,7 +309,8 @@ class Engine:
         state.prefix_paths.now_ns = now_ns
         plan = schedule(state, now_ns)
         if plan is None and state.trial is not None and not state.in_flight:
-            cancel_trial(state, self.suspects)
+            self.suspects.clear()  # they wait for something that is not on trial, and that would wait for them
+            state.trial = None
             plan = schedule(state, now_ns)
         self._settle(now_ns)
         if plan is not None:

@@ -67,9 +67,9 @@ class PoisonIsolation:
     """The current trial, and the groups that are tried after it."""
 
     _trial: ClearThresholds = field(default_factory=dict)
-    _uncleared: ClearThresholds = field(default_factory=dict)
+    uncleared: ClearThresholds = field(default_factory=dict)
     """Requests on trial that have not passed their mark."""
-    _groups: list[Group] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
     """The last one is tried next."""
     _deaths_alone: dict[int, int] = field(default_factory=dict)
 
@@ -81,11 +81,11 @@ class PoisonIsolation:
     def describe(self) -> str:
         if not self._trial:
             return "no request is suspected"
-        num_later = sum(len(group.marks) for group in self._groups)
+        num_later = sum(len(group.marks) for group in self.groups)
         return f"{len(self._trial)} requests run alone to be cleared, {num_later} after them"
 
     def is_suspect(self, request_id: int) -> bool:
-        return request_id in self._uncleared or any(request_id in group.marks for group in self._groups)
+        return request_id in self.uncleared or any(request_id in group.marks for group in self.groups)
 
     def note_failure(
         self, flights: Iterable[InFlightPlan], live: Container[int], *, raised: bool
@@ -100,14 +100,14 @@ class PoisonIsolation:
         if not lost:
             return None  # none ran, or all have left: a trial, if any, is repeated
         was_trial = bool(self._trial)
-        for request_id, mark in self._uncleared.items():
+        for request_id, mark in self.uncleared.items():
             if request_id in lost:
                 lost[request_id] = max(lost[request_id], mark)
-        if self._groups:
-            self._groups[-1].has_culprit = False
-        others = {request_id: mark for request_id, mark in self._uncleared.items() if request_id not in lost}
+        if self.groups:
+            self.groups[-1].has_culprit = False
+        others = {request_id: mark for request_id, mark in self.uncleared.items() if request_id not in lost}
         if others:
-            self._groups.append(Group(others, has_culprit=False))
+            self.groups.append(Group(others, has_culprit=False))
         if len(lost) > 1:
             self._split(lost, has_culprit=was_trial)
             return None
@@ -126,25 +126,17 @@ class PoisonIsolation:
 
     def note_step(self, flight: InFlightPlan) -> None:
         """Record that a step succeeded."""
-        uncleared = self._uncleared
+        uncleared = self.uncleared
         for request, end in zip(flight.rows, flight.ends, strict=True):
             mark = uncleared.get(request.request_id)
             if mark is not None and end >= mark:
                 del uncleared[request.request_id]
                 self._deaths_alone.pop(request.request_id, None)
 
-    def have_passed(self, live: Container[int]) -> bool:
-        """Return True when all requests on trial have passed their mark or left."""
-        return not any(request_id in live for request_id in self._uncleared)
-
-    def remain(self, live: Container[int]) -> bool:
-        """Return True when further groups are to be tried."""
-        return any(request_id in live for group in self._groups for request_id in group.marks)
-
     def advance(self, live: Container[int]) -> None:
         """Start the next trial, or end the search when no group is left."""
-        while self._groups:
-            group = self._groups.pop()
+        while self.groups:
+            group = self.groups.pop()
             marks = {request_id: mark for request_id, mark in group.marks.items() if request_id in live}
             if group.has_culprit and len(marks) > 1:
                 self._split(marks, has_culprit=True)
@@ -157,17 +149,17 @@ class PoisonIsolation:
     def clear(self) -> None:
         """End the search."""
         self._begin({})
-        self._groups.clear()
+        self.groups.clear()
         self._deaths_alone.clear()
 
     def _split(self, marks: ClearThresholds, *, has_culprit: bool) -> None:
         ids = list(marks)
         half = (len(ids) + 1) // 2
-        self._groups.append(Group({request_id: marks[request_id] for request_id in ids[half:]}, has_culprit))
+        self.groups.append(Group({request_id: marks[request_id] for request_id in ids[half:]}, has_culprit))
         self._begin({request_id: marks[request_id] for request_id in ids[:half]})
 
     def _begin(self, marks: ClearThresholds) -> None:
-        self._trial, self._uncleared = marks, dict(marks)
+        self._trial, self.uncleared = marks, dict(marks)
 
 
 def _thresholds_of(flights: Iterable[InFlightPlan]) -> ClearThresholds:
@@ -228,9 +220,9 @@ class Rejections:
 
 def advance_trial(state: SchedulerState, suspects: PoisonIsolation) -> bool:
     """Start the next trial when the current one is over. Return True when a step may be planned now."""
-    if not suspects.have_passed(state.live):
+    if any(request_id in state.live for request_id in suspects.uncleared):
         return True
-    if suspects.remain(state.live):
+    if any(request_id in state.live for group in suspects.groups for request_id in group.marks):
         if state.in_flight:
             return False  # steps in flight of other requests must not be blamed on the next suspects
         for request in list(state.running):
@@ -238,12 +230,6 @@ def advance_trial(state: SchedulerState, suspects: PoisonIsolation) -> bool:
     suspects.advance(state.live)
     state.trial = suspects.trial
     return True
-
-
-def cancel_trial(state: SchedulerState, suspects: PoisonIsolation) -> None:
-    """End the trial: the suspects wait for something that is not on trial and would wait for them."""
-    suspects.clear()
-    state.trial = None
 
 
 def reject_poison(

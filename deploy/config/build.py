@@ -20,7 +20,6 @@ from quintet.deploy.config.kv.storage import kv_disk_config, kv_store_config
 from quintet.deploy.config.kv.transfer import (
     KvSource,
     notes_on_transfer,
-    num_parts,
     with_kv_transfer_config,
 )
 from quintet.deploy.config.memory import (
@@ -292,7 +291,7 @@ def _cache_config(
         )
         * options.decode_context_parallel_size
         // options.tensor_parallel_size,
-        num_parts=num_parts(options),
+        num_parts=source.parts,
         events=kv_events_config(options, kv, has_prefix_cache=has_prefix_cache),
         peers=kv_peers_config(source),
         disk=kv_disk_config(source),

@@ -33,15 +33,11 @@ LOCK_S = 2.0
 SUBFOLDER = "quintet-kv"
 
 
-def folder_of(url: str) -> Path:
-    """Return the folder of a store's URL."""
-    return Path(url.removeprefix("file://").removeprefix("file:")) / SUBFOLDER
-
-
 def open_folder(config: KvStoreConfig) -> FolderStore:
     """See `quintet.executor.kv_transfer.store.connector.open_connector`."""
+    path = Path(config.url.removeprefix("file://").removeprefix("file:"))
     try:
-        return FolderStore(folder_of(config.url), config.size_bytes)
+        return FolderStore(path / SUBFOLDER, config.size_bytes)
     except OSError as error:
         raise ConfigError(f"--kv-store {config.url}: {error.filename}: {error.strerror}") from None
 
