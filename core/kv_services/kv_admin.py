@@ -74,19 +74,15 @@ class KvAdmin:
     def advance(self, state: SchedulerState | None, now_ns: int) -> None:
         """Continue the first query; while requests are alive, only for a bounded time per iteration."""
         while self.queries:
-            if state is not None and not self._grow(state, now_ns):
-                return
+            if state is not None:
+                self._partial_tree = self._partial_tree or self._tree(state, now_ns)
+                if not self._partial_tree.grow(BLOCKS_PER_ITERATION if state.live else None):
+                    return
             query, core = self.queries.popleft()
             report = self.answer(state, query, core, now_ns)
             self._partial_tree = None
             if report is not None:
-                self.files.queue_report(query, report)
-
-    def _grow(self, state: SchedulerState, now_ns: int) -> bool:
-        """Return True when the tree for the first query is complete."""
-        if self._partial_tree is None:
-            self._partial_tree = self._tree(state, now_ns)
-        return self._partial_tree.grow(BLOCKS_PER_ITERATION if state.live else None)
+                self.files.done.append((query.frontend, report))
 
     def answer(self, state: SchedulerState | None, query: KvQuery, core: int, now_ns: int) -> KvReport | None:
         """Execute a query and return its report; None while a file must be written or read for it."""

@@ -78,7 +78,7 @@ class FileTasks:
                 task.report.num_bytes = answer.num_bytes
                 task.report.num_damaged = len(answer.keys)
                 task.report.num_imported = len(task.new) - len(answer.keys)
-                self.queue_report(task.query, task.report)
+                self.done.append((task.query.frontend, task.report))
 
     def _bring(self, disk: DiskPool, task: _Task, answer: FileResult) -> None:
         """Reserve places for the file's blocks that are not on disk, while unpinned places are left."""
@@ -93,7 +93,7 @@ class FileTasks:
             places.append(place)
             task.new.append(key)
         if not task.new:
-            self.queue_report(task.query, task.report)
+            self.done.append((task.query.frontend, task.report))
             return
         order = FileRequest(self._take(task), "import", task.query.file, pack_i32(places), task.new)
         disk.file_requests.append(order)
@@ -107,10 +107,7 @@ class FileTasks:
 
     def _fail(self, task: _Task, code: ErrorCode, words: str) -> None:
         task.report.error = Failed(0, code, words)
-        self.queue_report(task.query, task.report)
-
-    def queue_report(self, query: KvQuery, report: KvReport) -> None:
-        self.done.append((query.frontend, report))
+        self.done.append((task.query.frontend, task.report))
 
     def take_done(self) -> list[tuple[int, KvReport]]:
         done, self.done = self.done, []

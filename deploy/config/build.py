@@ -17,11 +17,7 @@ from quintet.deploy.config.flags import Options
 from quintet.deploy.config.kv.events import kv_events_config
 from quintet.deploy.config.kv.peers import kv_peers_config
 from quintet.deploy.config.kv.storage import kv_disk_config, kv_store_config
-from quintet.deploy.config.kv.transfer import (
-    KvSource,
-    notes_on_transfer,
-    with_kv_transfer_config,
-)
+from quintet.deploy.config.kv.transfer import KvSource, notes_on_transfer, with_kv_transfer_config
 from quintet.deploy.config.memory import (
     ATTENTION_SCRATCH_BYTES,
     available_ram_bytes,
