@@ -7,7 +7,7 @@ request's last computed token and near the end of its prompt.
 
 from __future__ import annotations
 
-from quintet.core.block_keys import match_after
+from quintet.core.block_keys import keys_after, match_after
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.groups import GroupBlocks
 from quintet.core.kv.prefix import reach, run_of
@@ -45,22 +45,20 @@ def _longest_end(state: SchedulerState, request: Request, least: int) -> PrefixM
     A running request gets none, because it would have to copy blocks. Nor does one when blocks are scarce: the tails
     stay referenced until copied, in addition to the request's own blocks.
     """
-    limits, index, tokens = state.limits, state.pool.index, request.tokens
+    index, groups, block_size = state.pool.index, state.limits.groups, state.limits.block_size
     if not index.ends or request.status is Status.RUNNING:
         return None
-    groups, block_size, most = limits.groups, limits.block_size, len(tokens) - 1
     if not state.has_spare_blocks(request, len(groups.tokens)):
         return None
+    most = len(request.tokens) - 1
     for num_blocks in range(most // block_size, least // block_size - 1, -1):
         before = request.kv.digests[num_blocks - 1] if num_blocks else request.salt_digest
-        if before not in index.ends:
-            continue
-        begin = num_blocks * block_size
-        longest = min(block_size - 1, most - begin)
-        length = index.longest_end(before, tokens, begin, longest, groups.all, request.embeds)
-        if not length or begin + length <= least:
-            continue
-        found = match_after(state, request, begin + length)
-        if found is not None:
-            return found
+        for length in sorted(index.ends.get(before, ()), reverse=True):
+            num_tokens = num_blocks * block_size + length
+            if not least < num_tokens <= most:
+                continue
+            (state_key,) = keys_after(state, request, groups.states[0], num_tokens)
+            found = match_after(state, request, num_tokens) if state_key in index.block_of else None
+            if found is not None:
+                return found
     return None

@@ -206,27 +206,3 @@ class PrefixIndex:
             if digest in before
         }
         return [block for key, block in self.block_of.items() if key[:DIGEST_BYTES] in digests]
-
-    def longest_end(
-        self,
-        before: bytes,
-        tokens: Sequence[int],
-        first: int,
-        most: int,
-        groups: Sequence[KvGroup],
-        embeds: Sequence[EmbedsSpan] = (),
-    ) -> int:
-        """Return the length of the longest end within a block, of at most ``most`` of its tokens; 0 without one.
-
-        before: the digest of the preceding blocks. first: the block's first token.
-        """
-        found, done, digest = 0, 0, sha256(before)
-        group = next(index for index, group in enumerate(groups) if group.is_state)
-        for length in sorted(self.ends.get(before, ())):
-            if length > most:
-                break
-            digest.update(content_of(tokens, first, first + done, first + length, embeds))
-            done = length
-            if key_of(digest.digest(), group) in self.block_of:
-                found = length
-        return found
