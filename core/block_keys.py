@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from quintet.core.hooks import PrefixMatch
 from quintet.core.kv.groups import GroupBlocks
-from quintet.core.kv.prefix import content_of, digest_after, key_of, run_of
+from quintet.core.kv.prefix import digest_after, key_of, run_of
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
 
@@ -30,8 +30,7 @@ def keys_after(state: SchedulerState, request: Request, index: int, num_tokens: 
     if length:
         before = digests[-1] if digests else request.salt_digest
         begin = num_tokens - length
-        content = content_of(request.tokens, begin, begin, num_tokens, request.embeds)
-        wanted.append(digest_after(before, content))
+        wanted.append(digest_after(before, request.tokens, begin, num_tokens, request.embeds))
     elif group.is_state:
         wanted = digests[-1:]
     return [key_of(digest, index) for digest in wanted]

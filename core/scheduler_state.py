@@ -15,7 +15,7 @@ from quintet.core.counters import Counters
 from quintet.core.hooks import Hooks
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
-from quintet.core.kv.prefix import content_of, key_of
+from quintet.core.kv.prefix import digest_after, key_of
 from quintet.core.kv.prefix_paths import PrefixPaths
 from quintet.core.kv_services.kv_events import KvEvents
 from quintet.core.requests.request import Request, RequestStats, Status
@@ -289,9 +289,8 @@ class SchedulerState:
         before = digests[num_full - 1] if num_full else request.salt_digest
         states = dict(zip(self.limits.groups.states, blocks, strict=True))
         if length:
-            begin = num_tokens - length
-            content = content_of(request.tokens, begin, begin, num_tokens, request.embeds)
-            index.register_end(before, content, length, states, tails or {})
+            end = digest_after(before, request.tokens, num_tokens - length, num_tokens, request.embeds)
+            index.register_end(before, end, length, states, tails or {})
             return
         for group, block in states.items():
             index.register(key_of(before, group), block)

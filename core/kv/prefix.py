@@ -40,15 +40,15 @@ def salt_digest(salt: str, adapter: bytes = b"") -> bytes:
     return sha256((b"quintet.lora\0" + adapter if adapter else b"quintet.kv\0") + salt.encode()).digest()
 
 
-def content_of(
-    tokens: Sequence[int], first: int, begin: int, end: int, embeds: Sequence[EmbedsSpan] = ()
+def digest_after(
+    before: bytes, tokens: Sequence[int], begin: int, end: int, embeds: Sequence[EmbedsSpan] = ()
 ) -> bytes:
-    """Return the bytes that a digest covers for the tokens ``[begin, end)`` of a block. first: the block's first token.
+    """Return the digest of the first tokens of a block, ``[begin, end)``, which follow the digest ``before``.
 
-    Ids are int32. A span of embeddings adds its digest before its first token in the block, with -1, which is no id,
-    and that token's offset in the span. So blocks are shared only by requests with identical embeddings there.
+    It covers ids as int32. A span of embeddings adds its digest before its first token in the block, with -1, which is
+    no id, and that token's offset in the span. So blocks are shared only by requests with identical embeddings there.
     """
-    parts: list[bytes] = []
+    first, parts = begin, [before]
     for span in embeds:
         at = max(first, span.start)
         if begin <= at < min(end, span.end):
@@ -58,8 +58,8 @@ def content_of(
                 span.digest,
             )
             begin = at
-    ids = array("i", tokens[begin:end]).tobytes()
-    return b"".join((*parts, ids)) if parts else ids
+    parts.append(array("i", tokens[begin:end]).tobytes())
+    return sha256(b"".join(parts)).digest()
 
 
 def extend_chain(
@@ -73,13 +73,7 @@ def extend_chain(
     """Extend ``digests`` to ``num_blocks`` entries: the digests of the first full blocks of ``tokens``."""
     for index in range(len(digests), num_blocks):
         before, first = digests[-1] if digests else start, index * block_size
-        content = content_of(tokens, first, first, first + block_size, embeds)
-        digests.append(sha256(before + content).digest())
-
-
-def digest_after(before: bytes, content: bytes) -> bytes:
-    """Return the digest of an end after this content (`content_of`) that follows the digest ``before``."""
-    return sha256(before + content).digest()
+        digests.append(digest_after(before, tokens, first, first + block_size, embeds))
 
 
 def key_of(digest: bytes, group: int) -> bytes:
@@ -182,13 +176,9 @@ class PrefixIndex:
         return key
 
     def register_end(
-        self, before: bytes, content: bytes, length: int, states: dict[int, int], tails: dict[int, int]
+        self, before: bytes, digest: bytes, length: int, states: dict[int, int], tails: dict[int, int]
     ) -> None:
-        """Register an end after ``length`` tokens, fewer than a block. content: see `content_of`.
-
-        states, tails: block by group.
-        """
-        digest = digest_after(before, content)
+        """Register an end after ``length`` tokens, fewer than a block. states, tails: block by group."""
         for group, block in (states | tails).items():
             key = key_of(digest, group)
             if key not in self.block_of and block not in self.key_of:
