@@ -67,20 +67,19 @@ def _ask(state: SchedulerState, tier: Tier, request: Request) -> bool:
     wanted = _wanted(state, request)
     if tier.stays_queued(wanted):
         return False
-    limits, index = state.limits, state.pool.index
-    groups, size = limits.groups.all, limits.block_size
+    groups, size, index = state.limits.groups, state.limits.block_size, state.pool.index
     most = tier.max_blocks(wanted) if request.spec.params.reads_prefix_cache else 0
     digests = digests_of(state, request, most)
-    num_known = reach(index.block_of, digests, most, groups, size)
+    num_known = reach(index.block_of, digests, most, groups)
     if num_known < most:
         num_known = max(num_known, _num_fetched(state, tier, request))
     computing_ns = state.throughput.time_of((most - num_known) * size)
     sources = tier.look_up(wanted, digests, computing_ns) if num_known < most else {}
     if sources is None:
         return False
-    num_reachable = reach(AnyOf(index.block_of, sources), digests, most, groups, size)
+    num_reachable = reach(AnyOf(index.block_of, sources), digests, most, groups)
     missing: list[bytes] = []
-    for group in range(len(groups)):
+    for group in range(len(groups.all)):
         keys = keys_after(state, request, group, num_reachable * size)
         tier.use(keys)
         missing += keys[len(run_of(keys, index.block_of)) :]
@@ -94,7 +93,7 @@ def _ask(state: SchedulerState, tier: Tier, request: Request) -> bool:
     ):
         tier.fetches.note_no_fetch(request.request_id)
         return True
-    if tier.fetch(wanted, found, num_reachable * size, whole=not limits.groups.is_plain):
+    if tier.fetch(wanted, found, num_reachable * size, whole=not groups.is_plain):
         return not tier.fetches.requests[request.request_id].pending
     return not (tier.does_wait and tier.fetches.frees_host_blocks)
 
@@ -104,11 +103,10 @@ def offer(state: SchedulerState, request: Request) -> None:
     peers, kv_transfer = state.pool.tiers.find(PeerPool), request.spec.kv_transfer
     if peers is None or kv_transfer is None or not kv_transfer.offers:
         return
-    limits, index = state.limits, state.pool.index
-    groups, size = limits.groups.all, limits.block_size
+    groups, size = state.limits.groups, state.limits.block_size
     most = request.num_prompt // size
-    num_blocks = reach(index.block_of, digests_of(state, request, most), most, groups, size)
-    for group in range(len(groups)):
+    num_blocks = reach(state.pool.index.block_of, digests_of(state, request, most), most, groups)
+    for group in range(len(groups.all)):
         peers.offer(keys_after(state, request, group, num_blocks * size))
 
 
@@ -203,7 +201,7 @@ def _resumable_prefix(state: SchedulerState, request: Request) -> tuple[int, Seq
     if not limits.prefix_caching:
         return 0, ()
     digests, known = digests_of(state, request, num_blocks), state.pool.index.block_of
-    num_blocks = reach(known, digests, num_blocks, limits.groups.all, limits.block_size)
+    num_blocks = reach(known, digests, num_blocks, limits.groups)
     found = match_after(state, request, num_blocks * limits.block_size)
     return (0, ()) if found is None else (found.num_tokens, found.shared)
 

@@ -31,7 +31,7 @@ def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
         blocks = run_of(digests[:max_blocks], block_of)
         num_cached = min(len(blocks) * block_size, request.num_prompt)
         return PrefixMatch(len(blocks) * block_size, [GroupBlocks(0, blocks)], (), num_cached, num_tokens)
-    num_blocks = reach(block_of, digests, max_blocks, groups.all, block_size)
+    num_blocks = reach(block_of, digests, max_blocks, groups)
     found = match_after(state, request, num_blocks * block_size)
     assert found is not None, (request.request_id, num_blocks)
     found = _longest_end(state, request, found.num_tokens) or found

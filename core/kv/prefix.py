@@ -29,8 +29,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+from quintet.core.kv.groups import Groups
 from quintet.wire.embeds import EmbedsSpan
-from quintet.wire.kv_spec import KvGroup
 
 DIGEST_BYTES = 32
 
@@ -102,23 +102,20 @@ class AnyOf:
         return any(key in place for place in self._places)
 
 
-def reach(
-    known: Container[bytes], digests: list[bytes], most: int, groups: Sequence[KvGroup], block_size: int
-) -> int:
+def reach(known: Container[bytes], digests: list[bytes], most: int, groups: Groups) -> int:
     """Return the largest number of blocks, at most ``most``, after which a request can start given the ``known`` keys."""
     is_agreed = False
     while most and not is_agreed:
         before = most
-        for index, group in enumerate(groups):
-            most = _serves(known, digests, most, index, group, block_size)
+        for index in range(len(groups.all)):
+            most = _serves(known, digests, most, groups, index)
         is_agreed = most == before
     return most
 
 
-def _serves(
-    known: Container[bytes], digests: list[bytes], most: int, index: int, group: KvGroup, block_size: int
-) -> int:
+def _serves(known: Container[bytes], digests: list[bytes], most: int, groups: Groups, index: int) -> int:
     """Return the largest number of blocks, at most ``most``, after which this group has what a token reads."""
+    group = groups.all[index]
     if group.kind == "full":
         for position in range(most):
             if key_of(digests[position], index) not in known:
@@ -129,7 +126,7 @@ def _serves(
             most -= 1
         return most
     position = most - 1
-    while most and position >= group.first_seen(most * block_size) // block_size:
+    while most and position >= groups.first_block(index, most * groups.spec.block_size):
         if key_of(digests[position], index) not in known:
             most = position
         position -= 1

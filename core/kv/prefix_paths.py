@@ -142,7 +142,7 @@ class Locations:
 
     def __init__(self, pool: BlockPool, groups: Groups) -> None:
         tiers, disk = pool.tiers, pool.tiers.find(DiskPool)
-        self._groups = groups.all
+        self._groups = groups
         self.block_size = groups.spec.block_size
         self._places: list[Mapping[bytes, int]] = [
             pool.index.block_of,
@@ -155,11 +155,11 @@ class Locations:
 
     def reach(self, path: list[bytes]) -> int:
         """Return the number of a prefix's blocks after which a request can start."""
-        return reach(self._known, path, len(path), self._groups, self.block_size)
+        return reach(self._known, path, len(path), self._groups)
 
     def keys(self, path: list[bytes]) -> list[bytes]:
         """Return the keys of these blocks, in every group."""
-        return [key_of(digest, group) for digest in path for group in range(len(self._groups))]
+        return [key_of(digest, group) for digest in path for group in range(len(self._groups.all))]
 
     def counts(self, keys: Sequence[bytes]) -> list[int]:
         """Return the number of these keys on the device, in host memory and on disk."""

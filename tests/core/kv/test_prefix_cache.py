@@ -9,7 +9,6 @@ import pytest
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import extend_chain, reach, salt_digest
 from quintet.wire.embeds import EmbedsSpan
-from quintet.wire.kv_spec import KvGroup
 from tests.core.fake import World
 from tests.core.fake_model import expected
 
@@ -92,12 +91,12 @@ def test_lru_eviction_tails_before_heads() -> None:
     cached(world, 2, other)
     cached(world, 3, [*PROMPT, 98])  # the other prefix is now the older one
     assert world.engine.state is not None
-    pool = world.engine.state.pool
+    pool, groups = world.engine.state.pool, world.engine.state.limits.groups
     assert (len(pool.cached), len(pool.free)) == (10, 2)
     for _ in range(2 + 3):  # the free blocks, then the three oldest
         pool.take()
     keys = [extended(prompt) for prompt in (PROMPT, other)]
-    assert [reach(pool.index.block_of, chain, 5, [KvGroup("full", [0])], 4) for chain in keys] == [5, 2]
+    assert [reach(pool.index.block_of, chain, 5, groups) for chain in keys] == [5, 2]
 
 
 def extended(prompt: list[int]) -> list[bytes]:
