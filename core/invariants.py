@@ -18,7 +18,8 @@ def check(state: SchedulerState) -> None:
     _check_slots(state)
     _check_blocks(state)
     waiting = {request.request_id for request in state.waiting}
-    for tier in (state.pool.tiers.host, *state.pool.tiers.remote):
+    state.pool.tiers.host.check(waiting)
+    for tier in state.pool.tiers.remote:
         tier.check(waiting)
     _check_progress(state)
 

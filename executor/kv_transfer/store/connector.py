@@ -41,6 +41,7 @@ class ObjectStore(Protocol):
 
     def close(self) -> None:
         """Close connections and files, if any are left open."""
+        return  # by default none is
 
 
 def open_connector(config: KvStoreConfig) -> ObjectStore:

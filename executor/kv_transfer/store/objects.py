@@ -69,7 +69,7 @@ class FsspecStore(ObjectStore):
             threading.Thread(target=ask, args=(index,), daemon=True).start()
         return [each.result() for each in found]
 
-    def _size_of(self, name: str) -> object | None:
+    def _size_of(self, name: str) -> Any:
         try:
             return self._files.info(f"{self._path}/{name}")["size"]
         except FileNotFoundError:
