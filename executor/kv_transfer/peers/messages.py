@@ -36,7 +36,7 @@ def max_requests(block_bytes: int) -> int:
 
 @dataclass(slots=True, frozen=True)
 class OwnIdentity:
-    """What a server has in common with those that it exchanges blocks with; see `quintet.executor.kv_transfer.kv_identity`."""
+    """Key and identity that servers which exchange blocks share; see `quintet.executor.kv_transfer.kv_identity`."""
 
     key: PeerKey
     identity: bytes
