@@ -25,15 +25,15 @@ def keys_after(state: SchedulerState, request: Request, index: int, num_tokens: 
     if not limits.prefix_caching:
         end = num_full + 1 if group.is_state or length else num_full
         return [b"%d/%d/%d" % (request.request_id, index, position) for position in range(first, end)]
-    digests = digests_of(state, request, num_full)
-    wanted = digests[first:]
+    digests = request.hash_blocks(limits.block_size, num_full)
+    wanted = digests[first:num_full]
     if length:
-        before = digests[-1] if digests else request.salt_digest
+        before = digests[num_full - 1] if num_full else request.salt_digest
         begin = num_tokens - length
         wanted.append(digest_after(before, request.tokens, begin, num_tokens, request.embeds))
     elif group.is_state:
-        wanted = digests[-1:]
-    return [key_of(digest, index) for digest in wanted]
+        wanted = digests[num_full - 1 : num_full]
+    return [key_of(digest, index) for digest in wanted] if index else wanted
 
 
 def digests_of(state: SchedulerState, request: Request, num_blocks: int) -> list[bytes]:
