@@ -23,7 +23,7 @@ from collections.abc import Callable
 import msgspec
 
 from bench.core_step import make_engine
-from quintet.core.poison_isolation.rejections import Rejections
+from quintet.core.poison_isolation import Rejections
 from quintet.process.sockets import KEY_BYTES, FrameHmac
 from quintet.wire import codec
 from quintet.wire.embeds import EmbedsSpan, digest_of

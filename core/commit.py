@@ -1,22 +1,17 @@
-"""Commit of a step's result: append tokens, register full blocks, end requests, offer KV to peers.
+"""Commit of a step's result: append tokens, register full blocks, end requests.
 
 A request may lose its slot after the plan was made (stop, cancel, preemption). Its row then has an older generation,
 and the result is dropped.
-
-KV publication offers the full prompt blocks of an ended request to other servers (disaggregated prefill).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.core.block_keys import digests_of, keys_after
-from quintet.core.commit_drafts import apply_accepted
 from quintet.core.commit_logprobs import forward_logprobs
-from quintet.core.features.drafts import return_drafts
+from quintet.core.features.drafts import apply_accepted, return_drafts
+from quintet.core.features.kv_connector import offer
 from quintet.core.features.pooling import end_pooled
-from quintet.core.kv.peer_pool import PeerPool
-from quintet.core.kv.prefix import reach
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import InFlightPlan, SchedulerState
 from quintet.core.token_messages import StepMessages, TokensBuilders, ending_of
@@ -25,26 +20,8 @@ from quintet.wire.messages import FinishReason
 from quintet.wire.step import StepResult
 
 
-def offer(state: SchedulerState, request: Request) -> None:
-    """Offer the full prompt blocks of a request that has just ended, while the device still has them."""
-    peers, kv_transfer = state.pool.tiers.find(PeerPool), request.spec.kv_transfer
-    if peers is None or kv_transfer is None or not kv_transfer.offers:
-        return
-    limits, index = state.limits, state.pool.index
-    groups, size = limits.groups.all, limits.block_size
-    most = request.num_prompt // size
-    num_blocks = reach(index.block_of, digests_of(state, request, most), most, groups, size)
-    for group in range(len(groups)):
-        peers.offer(keys_after(state, request, group, num_blocks * size))
-
-
 def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessages:
-    """Apply the result of the oldest step in flight and return the messages to send.
-
-    A result of any other step is ignored: its plan was forgotten when the executor was replaced.
-    """
-    if not state.in_flight or state.in_flight[0].step != result.step:
-        return StepMessages()
+    """Apply the result of the oldest step in flight and return the messages to send."""
     flight = state.in_flight.popleft()
     state.counters.steps += 1
     state.pool.settle(flight.step)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from msgspec.structs import replace
+
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import InFlightPlan
 from quintet.core.token_messages import TokensBuilders
@@ -51,10 +53,9 @@ def _unseen_part(request: Request, entry: PromptLogprobs) -> PromptLogprobs | No
         return None
     request.delivery.prompt_logprobs_end = entry.first + num_entries
     width = 4 * entry.width
-    return PromptLogprobs(
-        row=entry.row,
+    return replace(
+        entry,
         first=entry.first + skip,
-        width=entry.width,
         ranks=entry.ranks[4 * skip :],
         token_ids=entry.token_ids[width * skip :],
         logprobs=entry.logprobs[width * skip :],

@@ -5,7 +5,7 @@ Every method returns the messages to send; none reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from quintet.core.commit import commit
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
@@ -15,9 +15,7 @@ from quintet.core.kv.tiers import Tiers
 from quintet.core.kv_services.kv_admin import KvAdmin
 from quintet.core.kv_services.kv_events import KvEvents
 from quintet.core.kv_services.kv_tier_client import KvTierClient
-from quintet.core.poison_isolation.rejections import Rejections
-from quintet.core.poison_isolation.suspects import PoisonIsolation
-from quintet.core.poison_isolation.trial import advance_trial, cancel_trial, reject_poison
+from quintet.core.poison_isolation import PoisonIsolation, Rejections, advance_trial, reject_poison
 from quintet.core.requests.admission import AdmissionContext, admit
 from quintet.core.requests.executor_limits import apply_limits, resolve_limits
 from quintet.core.requests.request import Request, Status
@@ -76,6 +74,11 @@ class Engine:
         """Number of times that executor has emptied its tables (`Capacity.tables_epoch`)."""
 
     @property
+    def live(self) -> Mapping[int, Request]:
+        """Live choices by id; none before the capacity is known."""
+        return {} if self.state is None else self.state.live
+
+    @property
     def num_live(self) -> int:
         """Number of live requests (choices)."""
         if self.state is None:
@@ -102,7 +105,7 @@ class Engine:
     def capacity(self, message: Capacity, now_ns: int) -> StepMessages:
         """Start on an executor with empty tables. Requests of the previous one are recomputed from their token ids.
 
-        Requests of an unfinished step become suspects; see `quintet.core.poison_isolation.suspects`.
+        Requests of an unfinished step become suspects; see `quintet.core.poison_isolation`.
         """
         known, cache = self.executor_epoch, self._cache
         if known is not None and (message.executor_epoch, message.tables_epoch) <= (known, self._tables):
@@ -169,8 +172,7 @@ class Engine:
         A live request is ended first, because its earlier connection is dead or superseded. Returns None while steps
         in flight still draw its last tokens: call again after the next result.
         """
-        known = () if self.state is None else self.state.live.values()
-        live = [request for request in known if self.retained.is_claimed(request, message)]
+        live = [request for request in self.live.values() if self.retained.is_claimed(request, message)]
         effects = self.cancel([request.request_id for request in live], now_ns, keep=True)
         if any(request.status is not Status.ENDED for request in live):
             return None, effects
@@ -205,26 +207,17 @@ class Engine:
         self._settle(now_ns)
         return outbox.effects(state.step, now_ns)
 
-    def live_ids(self) -> Iterable[int]:
-        """Return the ids of the live choices."""
-        return () if self.state is None else self.state.live
-
-    def is_alive(self, request_id: int, attempt: int) -> bool:
-        """Return True when the choice is alive in this attempt or a newer one."""
-        request = None if self.state is None else self.state.live.get(request_id)
-        return request is not None and request.delivery.attempt >= attempt
-
     def opened(self) -> list[tuple[int, int]]:
         """Return pairs of detokenizer and live choice, for choices that the detokenizer knows."""
-        live = () if self.state is None else self.state.live.values()
-        return [(request.detokenizer, request.request_id) for request in live if request.delivery.opened]
+        opened = [request for request in self.live.values() if request.delivery.opened]
+        return [(request.detokenizer, request.request_id) for request in opened]
 
     def forget_moved(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
         """Forget requests that continue at another engine, including their retained state."""
         gone = set(request_ids)
         self._early = [m for m in self._early if isinstance(m, Cancel) or m.request_id not in gone]
         for request_id in gone:
-            request = None if self.state is None else self.state.live.get(request_id)
+            request = self.live.get(request_id)
             if request is not None:
                 request.delivery.origin = None
             self.retained.take(request_id)
@@ -257,8 +250,7 @@ class Engine:
 
     def fail(self, request_ids: Iterable[int], error: RequestError, now_ns: int) -> StepMessages:
         """End these requests, known or not, and all their choices with an error."""
-        state, outbox, lost = self.state, TokensBuilders(), list(request_ids)
-        live = {} if state is None else state.live
+        state, live, outbox, lost = self.state, self.live, TokensBuilders(), list(request_ids)
         firsts = {live[request_id].first_id for request_id in lost if request_id in live}
         lost += [request_id for request_id, request in live.items() if request.first_id in firsts]
         for request_id in dict.fromkeys(lost):
@@ -317,7 +309,8 @@ class Engine:
         state.prefix_paths.now_ns = now_ns
         plan = schedule(state, now_ns)
         if plan is None and state.trial is not None and not state.in_flight:
-            cancel_trial(state, self.suspects)
+            self.suspects.clear()  # they wait for something that is not on trial, and that would wait for them
+            state.trial = None
             plan = schedule(state, now_ns)
         self._settle(now_ns)
         if plan is not None:
@@ -332,18 +325,22 @@ class Engine:
 
     def kv_results(self, message: KvTierResults) -> None:
         """Apply results of KV transfers. Results for earlier tables are ignored."""
-        if (message.executor_epoch, message.tables_epoch) == (self.executor_epoch, self._tables):
+        about = (message.executor_epoch, message.tables_epoch)
+        if self.state is not None and about == (self.executor_epoch, self._tables):
             self.tier_client.apply(self.state, message)
             self.kv_admin.files.apply(self.state, message.files)
 
     def commit(self, result: StepResult, now_ns: int) -> StepMessages:
-        """Apply a step's result."""
-        if self.state is None:
+        """Apply the result of the oldest step in flight.
+
+        Any other result is ignored: its plan was forgotten when the executor was replaced.
+        """
+        state = self.state
+        if state is None or not state.in_flight or state.in_flight[0].step != result.step:
             return StepMessages()
-        flights = self.state.in_flight
-        if self.state.trial is not None and flights and flights[0].step == result.step:
-            self.suspects.note_step(flights[0])
-        effects = commit(self.state, result, now_ns)
+        if state.trial is not None:
+            self.suspects.note_step(state.in_flight[0])
+        effects = commit(state, result, now_ns)
         self._settle(now_ns)
         return effects
 
@@ -354,8 +351,8 @@ class Engine:
         state = self.state
         if state is None:
             return StepMessages()
-        if state.pool.tiers.is_configured:
-            state.pool.tiers.expire(now_ns)
+        for tier in state.pool.tiers.remote:
+            tier.expire(now_ns)
         effects = self._report_ended(now_ns)
         if not due:
             return effects

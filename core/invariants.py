@@ -17,7 +17,10 @@ def check(state: SchedulerState) -> None:
     _check_requests(state)
     _check_slots(state)
     _check_blocks(state)
-    state.pool.tiers.check(request.request_id for request in state.waiting)
+    waiting = {request.request_id for request in state.waiting}
+    state.pool.tiers.host.check(waiting)
+    for tier in state.pool.tiers.remote:
+        tier.check(waiting)
     _check_progress(state)
 
 
@@ -31,9 +34,6 @@ def _check_requests(state: SchedulerState) -> None:
     assert listed == Counter(state.live.keys()), (listed, state.live.keys())
     reserved = sum(state.limits.taken_by(request.limit) for request in state.live.values())
     assert state.num_reserved == reserved, (state.num_reserved, reserved)
-    for name, claim, _ in state.hooks.columns:
-        num_claims = sum(claim(state, request) for request in state.live.values())
-        assert state.num_claims[name] == num_claims, (name, state.num_claims[name], num_claims)
 
 
 def _check_slots(state: SchedulerState) -> None:
@@ -55,9 +55,8 @@ def _check_blocks(state: SchedulerState) -> None:
         owners.update(request.kv.fork_state_blocks)
     owners.update(pool.pins.held.values())
     for request in state.waiting:
-        assert not request.kv.held and not request.kv.pending_states and not request.kv.fork_state_blocks, (
-            request.request_id
-        )
+        kv = request.kv
+        assert not (kv.held or kv.pending_states or kv.fork_state_blocks), (request.request_id, kv)
     # Compare whole lists and sets rather than single blocks: there are hundreds, after every change.
     places = pool.free + list(pool.cached) + list(pool.fenced) + list(owners)
     assert sorted(places) == list(range(pool.num_blocks)), Counter(places).most_common(3)
@@ -70,14 +69,8 @@ def _check_blocks(state: SchedulerState) -> None:
     index = pool.index
     assert index.block_of == {key: block for block, key in index.key_of.items()}
     assert len(index.block_of) == len(index.key_of)
-    for key, block in pool.pins.held.items():
-        assert key in pool.pins.wanted and index.block_of.get(key) == block, (
-            "pinned, but not indexed",
-            block,
-        )
-    assert all(key in pool.pins.held for key in pool.pins.wanted if key in index.block_of), (
-        "indexed and pinned, but not held"
-    )
+    pinned = {key: index.block_of[key] for key in pool.pins.wanted if key in index.block_of}
+    assert pool.pins.held == pinned, "held blocks are not those that are pinned and indexed"
     assert index.key_of.keys() >= pool.cached.keys(), pool.cached
     assert index.key_of.keys().isdisjoint(pool.free), pool.free
     in_flight = {flight.step for flight in state.in_flight}
@@ -86,29 +79,21 @@ def _check_blocks(state: SchedulerState) -> None:
 
 def _check_held(state: SchedulerState, request: Request) -> None:
     """Check that blocks are unique, that the table covers the next token's window, and that state groups hold at most 2."""
-    groups, block_size, request_id = state.limits.groups, state.limits.block_size, request.request_id
-    blocks = [block for held in request.kv.held for block in held.blocks]
-    assert len(set(blocks)) == len(blocks), (request_id, blocks)
-    assert len(request.kv.held) == len(groups.all), request_id
-    for index, (group, held) in enumerate(zip(groups.all, request.kv.held, strict=True)):
+    groups, block_size, tables = state.limits.groups, state.limits.block_size, request.kv.held
+    blocks = [block for held in tables for block in held.blocks]
+    where = (request.request_id, tables, request.planned, request.num_covered, request.num_unverified_drafts)
+    assert len(set(blocks)) == len(blocks), where
+    assert len(tables) == len(groups.all), where
+    for index, (group, held) in enumerate(zip(groups.all, tables, strict=True)):
         if group.is_state:
-            assert 1 <= len(held.blocks) <= 2, (request_id, held.blocks)
-            assert state.pool.refs[held.blocks[-1]] == 1 and not state.pool.index.holds(held.blocks[-1]), (
-                request_id
-            )
+            assert 1 <= len(held.blocks) <= 2, where
+            newest = held.blocks[-1]
+            assert state.pool.refs[newest] == 1 and not state.pool.index.holds(newest), where
             continue
-        assert held.begin <= groups.first_block(index, request.planned) or not held.blocks, (
-            request_id,
-            held.begin,
-        )
-        assert held.end * block_size >= min(request.num_covered, request.planned), (
-            request_id,
-            held.end,
-            request.num_covered,
-        )
+        assert held.begin <= groups.first_block(index, request.planned) or not held.blocks, where
+        assert held.end * block_size >= min(request.num_covered, request.planned), where
     if groups.is_plain:
-        num_covered = request.num_covered + request.num_unverified_drafts
-        assert num_covered == request.kv.held[0].end * block_size, request_id
+        assert request.num_covered + request.num_unverified_drafts == tables[0].end * block_size, where
 
 
 def _check_progress(state: SchedulerState) -> None:
@@ -120,14 +105,10 @@ def _check_progress(state: SchedulerState) -> None:
             drafts[generation] += max(0, flight.drafts[row] - 1) if flight.drafts else 0
     for request in state.running:
         _check_lengths(request, draws[request.generation])
-        assert request.plan_until == request.limit - request.num_unverified_drafts, (
-            request.request_id,
-            request.plan_until,
-        )
-        assert request.num_unverified_drafts == drafts[request.generation], (
-            request.request_id,
-            request.num_unverified_drafts,
-        )
+        num_drafts = request.num_unverified_drafts
+        where = (request.request_id, request.plan_until, request.limit, num_drafts)
+        assert request.plan_until == request.limit - num_drafts, where
+        assert num_drafts == drafts[request.generation], where
     for request in state.waiting:
         assert request.planned == request.computed == request.num_unverified_drafts == 0, request.request_id
         _check_lengths(request, 0)
@@ -136,12 +117,10 @@ def _check_progress(state: SchedulerState) -> None:
 def _check_lengths(request: Request, num_draws: int) -> None:
     known = len(request.tokens)
     lengths = (request.computed, request.planned, known, request.length, request.limit)
-    assert request.computed <= request.planned <= request.length, (request.request_id, lengths)
-    assert request.length == known + num_draws, (request.request_id, lengths, num_draws)
-    assert request.num_prompt <= known <= request.limit, (request.request_id, lengths)
+    where = (request.request_id, lengths, request.num_covered, num_draws)
+    assert request.computed <= request.planned <= request.length, where
+    assert request.length == known + num_draws, where
+    assert request.num_prompt <= known <= request.limit, where
     # Accepted drafts may pass the limit that `SchedulerState.drain` has set: the tokens in flight without drafts.
-    assert request.length <= request.limit or request.is_draining, (request.request_id, lengths)
-    assert request.planned <= request.num_covered or request.status is Status.WAITING, (
-        request.request_id,
-        request.num_covered,
-    )
+    assert request.length <= request.limit or request.is_draining, where
+    assert request.planned <= request.num_covered or request.status is Status.WAITING, where

@@ -378,7 +378,6 @@ class Core:
 
 
 def frontend_index(message: Admit | Cancel | Resume) -> int:
-    """Return the index of the frontend that sent the message."""
     match message:
         case Resume():
             return message.frontend
@@ -389,7 +388,6 @@ def frontend_index(message: Admit | Cancel | Resume) -> int:
 
 
 def run(me: WorkerId, config: EngineConfig) -> None:
-    """Run the core process."""
     Core(Process(me, config, Message)).run()
 
 

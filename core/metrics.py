@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from quintet.core.kv_services.kv_counters import swap_counters, transfer_counters
+from quintet.core.kv_services.kv_tier_client import swap_counters, transfer_counters
 from quintet.core.scheduler_state import Limits, RequestEnd, SchedulerState
 from quintet.wire.metrics import COUNT_BUCKETS, CounterSeries, GaugeSeries, Metrics
 
 S = 1e-9
 
-
-def _draft_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
-    """Yield the counters of speculative decoding."""
-    for name, help in (
-        ("num_drafts", "Rows of steps that verified draft tokens."),
-        ("num_draft_tokens", "Draft tokens that were verified."),
-        ("num_accepted_tokens", "Draft tokens that were accepted."),
-    ):
-        yield name, metrics.counter(f"spec_decode_{name}", help)
-
-
-def _position_counters(metrics: Metrics, num_positions: int) -> list[CounterSeries]:
-    """Return the counters of accepted drafts by position."""
-    name = "spec_decode_num_accepted_tokens_per_pos"
-    help = "Draft tokens that were accepted, by position from 0."
-    return [metrics.counter(name, help, position=str(position)) for position in range(num_positions)]
+COUNTERS = {
+    "num_drafts": ("spec_decode_num_drafts", "Rows of steps that verified draft tokens."),
+    "num_draft_tokens": ("spec_decode_num_draft_tokens", "Draft tokens that were verified."),
+    "num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
+    "preemptions": ("num_preemptions", "Requests that lost their blocks to another."),
+    "prefix_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    "prefix_hits": ("prefix_cache_hits", "Tokens found in the prefix cache."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of the requests that were scheduled."),
+    "prompt_tokens_cached": ("prompt_tokens_cached", "Prompt tokens found in the prefix cache."),
+    "generation_tokens": ("generation_tokens", "Generated tokens."),
+    "expired": ("expired_requests", "Choices that passed their deadline before they ended."),
+    "executor_losses": ("executor_losses", "Executors that died, and steps that raised."),
+    "poison_requests": ("poison_requests", "Poison requests: they made the executor fail."),
+}
+"""Field of `Counters` -> name and description of its metric."""
 
 
 class CoreMetrics:
@@ -44,33 +41,18 @@ class CoreMetrics:
         self.deferred = gauge("num_requests_waiting_by_reason", help, reason="deferred")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
         rejected = "Requests rejected on admission, by reason."
-        self._transfers = tuple(transfer_counters(metrics))
-        self._accepted = _position_counters(metrics, max_drafts)
         self._counters: tuple[tuple[str, CounterSeries], ...] = (
             *swap_counters(metrics),
-            *_draft_counters(metrics),
-            ("preemptions", counter("num_preemptions", "Requests that lost their blocks to another.")),
-            ("prefix_queries", counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")),
-            ("prefix_hits", counter("prefix_cache_hits", "Tokens found in the prefix cache.")),
-            ("prompt_tokens", counter("prompt_tokens", "Prompt tokens of the requests that were scheduled.")),
-            (
-                "prompt_tokens_cached",
-                counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache."),
-            ),
-            ("generation_tokens", counter("generation_tokens", "Generated tokens.")),
-            ("expired", counter("expired_requests", "Choices that passed their deadline before they ended.")),
+            *((field, counter(name, help)) for field, (name, help) in COUNTERS.items()),
             ("deadline_rejections", counter("admission_rejections", rejected, reason="deadline")),
-            ("executor_losses", counter("executor_losses", "Executors that died, and steps that raised.")),
-            (
-                "poison_requests",
-                counter("poison_requests", "Poison requests: they made the executor fail."),
-            ),
             ("poison_rejections", counter("admission_rejections", rejected, reason="poison")),
         )
+        self._transfers = tuple(transfer_counters(metrics))
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        help = "Draft tokens that were accepted, by position from 0."
+        self._accepted = [counter(name, help, position=str(position)) for position in range(max_drafts)]
         self.step_tokens = histogram(
-            "iteration_tokens_total",
-            "Prompt and generated tokens per step.",
-            COUNT_BUCKETS,
+            "iteration_tokens_total", "Prompt and generated tokens per step.", COUNT_BUCKETS
         )
         self.queue = histogram("request_queue_time_seconds", "Time from arrival to the first planned step.")
         self.prefill = histogram(
@@ -96,8 +78,7 @@ class CoreMetrics:
             (0, *COUNT_BUCKETS),
         )
         self.request_state_mismatches = counter(
-            "request_state_mismatches",
-            "Requests open in only one of two processes, twice in a row.",
+            "request_state_mismatches", "Requests open in only one of two processes, twice in a row."
         )
         self._gauge = gauge
         self._cache: GaugeSeries | None = None

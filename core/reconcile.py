@@ -8,8 +8,7 @@ there are none.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable
 
 from quintet.core.engine import Engine
 from quintet.wire.codec import unpack_i32, unpack_i64
@@ -17,49 +16,27 @@ from quintet.wire.ids import epoch_tag, frontend_of
 from quintet.wire.messages import InFlightReport, Live
 
 
-@dataclass(slots=True)
-class Differences:
-    """Differences confirmed by two reports in a row."""
-
-    orphans: list[int] = field(default_factory=list)
-    """Alive here, but not at the other process."""
-    unknown: list[int] = field(default_factory=list)
-    """Alive at the other process, but not here."""
-
-
 class Reconciler:
-    """Compares the reports of one process with the local requests."""
+    """Compares the reports of other processes with the local requests."""
 
     def __init__(self) -> None:
-        self._suspects: set[int] = set()
-
-    def compare(self, theirs: Sequence[int], ours: Iterable[int]) -> Differences:
-        """Return the differences that the previous report had too."""
-        local_ids, remote_ids = set(ours), set(theirs)
-        before, self._suspects = self._suspects, local_ids ^ remote_ids
-        confirmed = sorted(before & self._suspects)
-        return Differences(
-            [request_id for request_id in confirmed if request_id in local_ids],
-            [request_id for request_id in confirmed if request_id in remote_ids],
-        )
-
-
-class Reconcilers:
-    """One `Reconciler` per reporting process."""
-
-    def __init__(self) -> None:
-        self._by_frontend: dict[tuple[Hashable, int], Reconciler] = {}
+        self._suspects: dict[tuple[Hashable, int], set[int]] = {}
+        """Reporter and its epoch -> differences of its newest report."""
 
     def compare(
-        self, frontend: tuple[Hashable, int], theirs: Sequence[int], ours: Iterable[int]
-    ) -> Differences:
-        """Compare the report of a process in this epoch; reports of earlier epochs are forgotten."""
-        if frontend not in self._by_frontend:
-            self._by_frontend = {
-                other: a for other, a in self._by_frontend.items() if other[0] != frontend[0]
-            }
-            self._by_frontend[frontend] = Reconciler()
-        return self._by_frontend[frontend].compare(theirs, ours)
+        self, reporter: tuple[Hashable, int], theirs: Iterable[int], ours: Iterable[int]
+    ) -> tuple[list[int], list[int]]:
+        """Return the differences that the previous report had too: requests alive only here, and only there.
+
+        Reports of other epochs of the reporter are forgotten.
+        """
+        local_ids, remote_ids = set(ours), set(theirs)
+        if reporter not in self._suspects:
+            others = {other: ids for other, ids in self._suspects.items() if other[0] != reporter[0]}
+            self._suspects = others | {reporter: set()}
+        confirmed = self._suspects[reporter] & (local_ids ^ remote_ids)
+        self._suspects[reporter] = local_ids ^ remote_ids
+        return sorted(confirmed & local_ids), sorted(confirmed & remote_ids)
 
 
 class Reconciliation:
@@ -67,26 +44,26 @@ class Reconciliation:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._direct = Reconcilers()
-        self._by_path = Reconcilers()
-        """Per path, a pair of frontend and tokenizer."""
+        self._reconciler = Reconciler()
 
     def orphans(self, account: Live) -> list[int]:
         """Return the requests of a frontend that are alive here, but not there."""
         slot = account.sender.index, epoch_tag(account.sender.epoch)
-        ours = [request_id for request_id in self._engine.live_ids() if frontend_of(request_id) == slot]
-        return self._direct.compare(slot, unpack_i64(account.request_ids), ours).orphans
+        ours = [request_id for request_id in self._engine.live if frontend_of(request_id) == slot]
+        orphans, _ = self._reconciler.compare(slot, unpack_i64(account.request_ids), ours)
+        return orphans
 
     def unknown(self, account: InFlightReport) -> list[int]:
         """Return the requests that a tokenizer has forwarded for a frontend, but that are not alive here."""
-        ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
+        ids, attempts, live = unpack_i64(account.request_ids), unpack_i32(account.attempts), self._engine.live
         ours = [
             request_id
             for request_id, attempt in zip(ids, attempts, strict=True)
-            if self._engine.is_alive(request_id, attempt)
+            if request_id in live and live[request_id].delivery.attempt >= attempt
         ]
         path = (account.sender.index, account.tokenizer), epoch_tag(account.sender.epoch)
-        return self._by_path.compare(path, ids, ours).unknown
+        _, unknown = self._reconciler.compare(path, ids, ours)
+        return unknown
 
 
 def by_slot(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:

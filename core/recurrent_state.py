@@ -123,13 +123,10 @@ def _next_checkpoint(state: SchedulerState, request: Request) -> int | None:
 
 def _end_of_fork_prompt(state: SchedulerState, request: Request) -> int | None:
     """Return the token count from which further choices of a request start; None if none is waiting."""
-    if request.parent is not None or request.spec.params.n == 1 or not _has_choices(state, request):
+    if request.parent is not None or request.spec.params.n == 1:
         return None
-    return request.num_prompt - 1
-
-
-def _has_choices(state: SchedulerState, request: Request) -> bool:
-    return any(other.parent is request for other in state.waiting)
+    has_choices = any(other.parent is request for other in state.waiting)
+    return request.num_prompt - 1 if has_choices else None
 
 
 def _keep_fork_state(state: SchedulerState, request: Request, blocks: list[int]) -> None:

@@ -6,16 +6,16 @@ It holds no policy: `quintet.core.scheduler` and `quintet.core.commit` decide.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
 from quintet.core.counters import Counters
-from quintet.core.hooks import Attach, Hooks
+from quintet.core.hooks import Hooks
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
-from quintet.core.kv.prefix import content_of, key_of
+from quintet.core.kv.prefix import digest_after, key_of
 from quintet.core.kv.prefix_paths import PrefixPaths
 from quintet.core.kv_services.kv_events import KvEvents
 from quintet.core.requests.request import Request, RequestStats, Status
@@ -130,10 +130,6 @@ class SchedulerState:
     """Requests that ended when they lost their slots and are not reported yet."""
     trial: frozenset[int] | None = None
     """Only these requests may run: a poison-isolation trial is active. None: all may."""
-    num_claims: Counter[str] = field(default_factory=Counter)
-    """Live requests that need a feature's plan columns, by feature."""
-    attaching: tuple[Attach, ...] = ()
-    """Hooks of the features with such requests."""
     num_deferred: int = 0
     """Waiting requests that others passed in the last step for another reason than missing blocks."""
 
@@ -145,7 +141,7 @@ class SchedulerState:
     @property
     def is_waiting_for_contents(self) -> bool:
         """True when no step is in flight but KV transfers are: there may be nothing to compute until they finish."""
-        return not self.in_flight and self.pool.tiers.is_configured and self.pool.tiers.is_fetching
+        return not self.in_flight and any(tier.is_awaited for tier in self.pool.tiers.remote)
 
     @property
     def num_unreserved(self) -> int:
@@ -162,15 +158,7 @@ class SchedulerState:
         """Add a request that was just admitted."""
         self.live[request.request_id] = request
         self.num_reserved += self.limits.taken_by(request.limit)
-        self.claim(request)
         self.enqueue(request)
-
-    def claim(self, request: Request, count: int = 1) -> None:
-        """Count a request at each feature that attaches plan columns for it; -1 to release it."""
-        claimed = [name for name, claim, _ in self.hooks.columns if claim(self, request)]
-        self.num_claims.update(dict.fromkeys(claimed, count))
-        if claimed:
-            self.attaching = tuple(hook for name, _, hook in self.hooks.columns if self.num_claims[name])
 
     def enqueue(self, request: Request) -> None:
         """Insert a request without slot and blocks into the queue, at its rank."""
@@ -230,7 +218,6 @@ class SchedulerState:
         request.status = Status.ENDED
         del self.live[request.request_id]
         self.num_reserved -= self.limits.taken_by(request.limit)
-        self.claim(request, -1)
         self.note_ended(request)
         if request.delivery.origin is not None:
             self.retained.append(request)
@@ -275,8 +262,8 @@ class SchedulerState:
         request.register_at = (num_full + 1) * block_size
         if self.events is not None:
             self.events.stored(request, first, num_full)
-        if self.pool.tiers.is_configured:
-            self.pool.tiers.completed(digests, first, num_full)
+        for tier in self.pool.tiers.remote:
+            tier.completed(digests, first, num_full)
         if self.limits.groups.is_plain:
             blocks = request.kv.held[0].blocks
             for position in range(first, num_full):
@@ -302,14 +289,13 @@ class SchedulerState:
         before = digests[num_full - 1] if num_full else request.salt_digest
         states = dict(zip(self.limits.groups.states, blocks, strict=True))
         if length:
-            begin = num_tokens - length
-            content = content_of(request.tokens, begin, begin, num_tokens, request.embeds)
-            index.register_end(before, content, length, states, tails or {})
+            end = digest_after(before, request.tokens, num_tokens - length, num_tokens, request.embeds)
+            index.register_end(before, end, length, states, tails or {})
             return
         for group, block in states.items():
             index.register(key_of(before, group), block)
-        if self.pool.tiers.is_configured:
-            self.pool.tiers.completed_state(digests, num_full)
+        for tier in self.pool.tiers.remote:
+            tier.completed_state(digests, num_full)
 
     def release_fork_state(self, request: Request) -> None:
         """Release the initial state of a request's further choices, once none of them waits."""

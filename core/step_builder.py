@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 from typing import Any
 
 from quintet.core.kv.groups import Groups
@@ -14,43 +15,28 @@ from quintet.wire.embeds import num_leading
 from quintet.wire.step import NewRow, StepPlan
 
 
+@dataclass(slots=True)
 class StepBuilder:
     """Columns of a step under construction; the scheduler appends to them directly."""
 
-    __slots__ = (
-        "_origins",
-        "blocks",
-        "borrowed",
-        "columns",
-        "copies",
-        "counts",
-        "new_row_bytes",
-        "new_rows",
-        "rows",
-        "samples",
-        "starts",
-        "swaps_in",
-    )
-
-    def __init__(self) -> None:
-        self.rows: list[Request] = []
-        self.starts: list[int] = []
-        self.counts: list[int] = []
-        self.samples = bytearray()
-        self.new_rows: list[NewRow] = []
-        self.new_row_bytes = 0
-        self.blocks: list[int] = []
-        """Quadruples ``slot, group, position, block``."""
-        self.copies: list[int] = []
-        """Pairs ``from, to``."""
-        self._origins: dict[int, int] = {}
-        """Target block -> source block of its copy."""
-        self.borrowed: list[int] = []
-        """One reference per block that must not be overwritten before this step has copied it."""
-        self.swaps_in: list[int] = []
-        """Pairs ``device block, host block``."""
-        self.columns: dict[str, Any] = {}
-        """Fields of the plan that features attach (`quintet.core.hooks.Attach`)."""
+    rows: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: bytearray = field(default_factory=bytearray)
+    new_rows: list[NewRow] = field(default_factory=list)
+    new_row_bytes: int = 0
+    blocks: list[int] = field(default_factory=list)
+    """Quadruples ``slot, group, position, block``."""
+    copies: list[int] = field(default_factory=list)
+    """Pairs ``from, to``."""
+    _origins: dict[int, int] = field(default_factory=dict)
+    """Target block -> source block of its copy."""
+    borrowed: list[int] = field(default_factory=list)
+    """One reference per block that must not be overwritten before this step has copied it."""
+    swaps_in: list[int] = field(default_factory=list)
+    """Pairs ``device block, host block``."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Fields of the plan that features attach (`quintet.core.hooks.Attach`)."""
 
     def copy(self, source: int, target: int) -> None:
         """Copy a block before the step computes. All copies are simultaneous, so a copy of a copy reads the original source."""
@@ -103,7 +89,7 @@ class StepBuilder:
             return None
         state.step += 1
         starts, counts = self.starts, self.counts
-        for attach in state.attaching:
+        for attach in state.hooks.attach:
             attach(state, self)
         samples = bytes(self.samples)
         drafts = self.columns.get("drafts", b"")
@@ -139,19 +125,15 @@ class StepBuilder:
             checksum=checksum,
             swaps_out=pack_i32(swaps_out),
             swaps_in=pack_i32(self.swaps_in),
+            **self.columns,
         )
-        for name, column in self.columns.items():
-            setattr(plan, name, column)
         if swaps_out or self.swaps_in:
-            self._count_swaps(state, len(swaps_out) // 2)
+            counters, num_out, num_in = state.counters, len(swaps_out) // 2, len(self.swaps_in) // 2
+            counters.swap_out_blocks += num_out
+            counters.swap_in_blocks += num_in
+            counters.swap_out_bytes += num_out * state.limits.block_bytes
+            counters.swap_in_bytes += num_in * state.limits.block_bytes
         state.freed_slots.clear()
         state.in_flight.append(flight)
         state.pool.release(self.borrowed, state.fence)
         return plan
-
-    def _count_swaps(self, state: SchedulerState, num_out: int) -> None:
-        counters, num_in, block_bytes = state.counters, len(self.swaps_in) // 2, state.limits.block_bytes
-        counters.swap_out_blocks += num_out
-        counters.swap_in_blocks += num_in
-        counters.swap_out_bytes += num_out * block_bytes
-        counters.swap_in_bytes += num_in * block_bytes

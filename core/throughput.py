@@ -6,6 +6,8 @@ equal inputs give equal averages.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 _WINDOW = 32
 """Averaging window, in steps or ended requests."""
 _COMPUTE_WINDOW = 8
@@ -16,21 +18,18 @@ _OUTLIER_FACTOR = 8
 """Outlier limit: a step counts at most this multiple of its mean, because the process may have been suspended."""
 
 
+@dataclass(slots=True)
 class Mean:
     """Exponential moving average; the plain mean of the first values."""
 
-    __slots__ = ("_count", "value")
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self._count = 0
+    value: float = 0.0
+    _count: int = 0
 
     def __bool__(self) -> bool:
         """True once a value was added."""
         return self._count > 0
 
     def note(self, value: float) -> None:
-        """Add a value."""
         if self._count < _WINDOW:
             self._count += 1
         self.value += (value - self.value) / self._count
@@ -40,37 +39,24 @@ class Mean:
         self.note(min(value, _OUTLIER_FACTOR * self.value) if self._count else value)
 
 
+@dataclass(slots=True)
 class Throughput:
     """Measurements of one executor."""
 
-    __slots__ = (
-        "_computing_ns",
-        "_last_ns",
-        "_milli_tokens",
-        "computed_share",
-        "decode_ns",
-        "outputs",
-        "step_ns",
-        "token_ns",
-        "tokens_per_draw",
-    )
-
-    def __init__(self) -> None:
-        self.step_ns = Mean()
-        """Time between results while there is work."""
-        self.decode_ns = Mean()
-        """The same, for steps in which every row computes one token."""
-        self.token_ns = Mean()
-        """Additional time per further token."""
-        self.outputs = Mean()
-        """Outputs of a request."""
-        self.tokens_per_draw = Mean()
-        """Tokens of a sampling row, more than 1 with accepted drafts; empty without drafts."""
-        self.computed_share = Mean()
-        """Share of prompt tokens that were computed, not cached."""
-        self._last_ns = 0
-        self._computing_ns = 0
-        self._milli_tokens = 0
+    step_ns: Mean = field(default_factory=Mean)
+    """Time between results while there is work."""
+    decode_ns: Mean = field(default_factory=Mean)
+    """The same, for steps in which every row computes one token."""
+    token_ns: Mean = field(default_factory=Mean)
+    """Additional time per further token."""
+    outputs: Mean = field(default_factory=Mean)
+    tokens_per_draw: Mean = field(default_factory=Mean)
+    """Tokens of a sampling row, more than 1 with accepted drafts; empty without drafts."""
+    computed_share: Mean = field(default_factory=Mean)
+    """Share of prompt tokens that were computed, not cached."""
+    _last_ns: int = 0
+    _computing_ns: int = 0
+    _milli_tokens: int = 0
 
     def num_steps(self, num_outputs: float) -> float:
         """Return the number of steps in which a request gets this many outputs."""

@@ -47,35 +47,22 @@ def ending_of(request: Request) -> Ending | None:
     return (FinishReason.LENGTH, False) if len(request.tokens) >= request.limit else None
 
 
+@dataclass(slots=True)
 class TokensBuilder:
     """Columns of one `Tokens` message. Rows are appended in order; most have one token and no finish."""
 
-    __slots__ = (
-        "closed",
-        "finishes",
-        "first_indexes",
-        "logprobs",
-        "num_drafts",
-        "num_tokens",
-        "opens",
-        "prompt_logprobs",
-        "request_ids",
-        "token_ids",
-    )
-
-    def __init__(self) -> None:
-        self.opens: list[Open] = []
-        self.closed: list[int] = []
-        self.request_ids: list[int] = []
-        self.first_indexes: list[int] = []
-        self.token_ids: list[int] = []
-        self.num_tokens: dict[int, int] = {}
-        """Row -> token count, for rows without exactly one token."""
-        self.num_drafts: dict[int, int] = {}
-        """Row -> draft tokens that its step verified."""
-        self.finishes: dict[int, Ending] = {}
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[PromptLogprobs] = []
+    opens: list[Open] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)
+    request_ids: list[int] = field(default_factory=list)
+    first_indexes: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    num_tokens: dict[int, int] = field(default_factory=dict)
+    """Row -> token count, for rows without exactly one token."""
+    num_drafts: dict[int, int] = field(default_factory=dict)
+    """Row -> draft tokens that its step verified."""
+    finishes: dict[int, Ending] = field(default_factory=dict)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     def add_empty(self, request: Request) -> int:
         """Add a row without a token and return its number."""
@@ -86,7 +73,6 @@ class TokensBuilder:
         return row
 
     def build(self, step: int, now_ns: int) -> Tokens:
-        """Return the message."""
         num_rows = len(self.request_ids)
         num_tokens = bytearray(b"\1" * num_rows)
         for row, count in self.num_tokens.items():
@@ -117,16 +103,14 @@ class TokensBuilder:
         )
 
 
+@dataclass(slots=True)
 class TokensBuilders:
     """One `TokensBuilder` per detokenizer that gets a message."""
 
-    __slots__ = ("builders", "failed", "pooled", "unknown")
-
-    def __init__(self) -> None:
-        self.builders: dict[int, TokensBuilder] = {}
-        self.failed: list[Failed] = []
-        self.pooled: list[Pooled] = []
-        self.unknown: list[int] = []
+    builders: dict[int, TokensBuilder] = field(default_factory=dict)
+    failed: list[Failed] = field(default_factory=list)
+    pooled: list[Pooled] = field(default_factory=list)
+    unknown: list[int] = field(default_factory=list)
 
     def builder_for(self, request: Request, now_ns: int) -> TokensBuilder:
         """Return the builder of the request's detokenizer, after opening the request there."""
@@ -165,7 +149,6 @@ class TokensBuilders:
         request.tokens.append(last)
 
     def effects(self, step: int, now_ns: int) -> StepMessages:
-        """Return the collected messages."""
         tokens = [(index, builder.build(step, now_ns)) for index, builder in self.builders.items()]
         return StepMessages(tokens, self.failed, self.pooled, self.unknown)
 

@@ -12,7 +12,6 @@ from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the hook `limit_tokens` for the configuration, or None when the budget alone decides."""
     if not setup.scheduler.enable_chunked_prefill:
         return Feature("chunked_prefill", limit_tokens=whole_or_wait)
     threshold = setup.scheduler.long_prefill_token_threshold

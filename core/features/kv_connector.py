@@ -14,12 +14,13 @@ compute speed by `quintet.core.throughput`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from quintet.core.block_keys import digests_of, keys_after
+from quintet.core.block_keys import digests_of, keys_after, match_after
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.groups import GroupBlocks
+from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefix import AnyOf, reach, run_of
 from quintet.core.kv.tier import Tier, Wanted
 from quintet.core.recurrent_state import last_checkpoint
@@ -28,7 +29,6 @@ from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the feature if a back end is configured."""
     cache = setup.cache
     if not (cache.remote_tiers or cache.swap_bytes):
         return None
@@ -67,20 +67,19 @@ def _ask(state: SchedulerState, tier: Tier, request: Request) -> bool:
     wanted = _wanted(state, request)
     if tier.stays_queued(wanted):
         return False
-    limits, index = state.limits, state.pool.index
-    groups, size = limits.groups.all, limits.block_size
+    groups, size, index = state.limits.groups, state.limits.block_size, state.pool.index
     most = tier.max_blocks(wanted) if request.spec.params.reads_prefix_cache else 0
     digests = digests_of(state, request, most)
-    num_known = reach(index.block_of, digests, most, groups, size)
+    num_known = reach(index.block_of, digests, most, groups)
     if num_known < most:
         num_known = max(num_known, _num_fetched(state, tier, request))
     computing_ns = state.throughput.time_of((most - num_known) * size)
     sources = tier.look_up(wanted, digests, computing_ns) if num_known < most else {}
     if sources is None:
         return False
-    num_reachable = reach(AnyOf(index.block_of, sources), digests, most, groups, size)
+    num_reachable = reach(AnyOf(index.block_of, sources), digests, most, groups)
     missing: list[bytes] = []
-    for group in range(len(groups)):
+    for group in range(len(groups.all)):
         keys = keys_after(state, request, group, num_reachable * size)
         tier.use(keys)
         missing += keys[len(run_of(keys, index.block_of)) :]
@@ -94,9 +93,21 @@ def _ask(state: SchedulerState, tier: Tier, request: Request) -> bool:
     ):
         tier.fetches.note_no_fetch(request.request_id)
         return True
-    if tier.fetch(wanted, found, num_reachable * size, whole=not limits.groups.is_plain):
+    if tier.fetch(wanted, found, num_reachable * size, whole=not groups.is_plain):
         return not tier.fetches.requests[request.request_id].pending
     return not (tier.does_wait and tier.fetches.frees_host_blocks)
+
+
+def offer(state: SchedulerState, request: Request) -> None:
+    """Offer the full prompt blocks of a request that has just ended to other servers, while the device still has them."""
+    peers, kv_transfer = state.pool.tiers.find(PeerPool), request.spec.kv_transfer
+    if peers is None or kv_transfer is None or not kv_transfer.offers:
+        return
+    groups, size = state.limits.groups, state.limits.block_size
+    most = request.num_prompt // size
+    num_blocks = reach(state.pool.index.block_of, digests_of(state, request, most), most, groups)
+    for group in range(len(groups.all)):
+        peers.offer(keys_after(state, request, group, num_blocks * size))
 
 
 def _wanted(state: SchedulerState, request: Request) -> Wanted:
@@ -134,45 +145,11 @@ def _match_fetched(state: SchedulerState, tier: Tier, request: Request) -> Prefi
     fetch = tier.fetches.requests.get(request.request_id)
     if fetch is None or not fetch.num_tokens or request.status is Status.RUNNING:
         return None
-    found = _match(state, request, fetch.num_tokens, tier.fetches.fetch)
-    if found is None:
+    found = match_after(state, request, fetch.num_tokens, tier.fetches.fetch)
+    if found is None or not any(found.restored):
         return None
     num_cached = min(found.num_tokens, request.num_prompt)
     return replace(found, num_cached=num_cached, num_queried=len(request.tokens))
-
-
-def _match(
-    state: SchedulerState,
-    request: Request,
-    num_tokens: int,
-    fetch: Callable[[int, Sequence[bytes]], list[int] | None],
-) -> PrefixMatch | None:
-    """Match a request's first ``num_tokens`` tokens: blocks on the device, then host blocks that ``fetch`` returns.
-
-    Less with one plain group if host blocks are missing. None without host blocks.
-    """
-    limits, block_of = state.limits, state.pool.index.block_of
-    shared: list[GroupBlocks] = []
-    tails: list[int | None] = []
-    restored: list[list[int]] = []
-    for group, spec in enumerate(limits.groups.all):
-        keys, tail = keys_after(state, request, group, num_tokens), list[bytes]()
-        if num_tokens % limits.block_size and not spec.is_state:
-            tail = [keys.pop()]  # on the device it is only copied
-            tails.append(block_of.get(tail[0]))
-        blocks = run_of(keys, block_of)
-        rest = keys[len(blocks) :] + [key for key in tail if key not in block_of]
-        fetched = fetch(request.request_id, rest)
-        if fetched is None:
-            return None
-        if limits.groups.is_plain:
-            num_tokens = (len(blocks) + len(fetched)) * limits.block_size
-        elif len(fetched) < len(rest):
-            return None
-        begin = 0 if spec.is_state else limits.groups.first_block(group, num_tokens)
-        shared.append(GroupBlocks(begin, blocks))
-        restored.append(fetched)
-    return PrefixMatch(num_tokens, shared, tails, restored=restored) if any(restored) else None
 
 
 # --- host memory ---
@@ -223,9 +200,10 @@ def _resumable_prefix(state: SchedulerState, request: Request) -> tuple[int, Seq
         return num_known, request.kv.held
     if not limits.prefix_caching:
         return 0, ()
-    digests, index = digests_of(state, request, num_blocks), state.pool.index
-    num_blocks, held = index.longest(digests, num_blocks, limits.groups.all, limits.block_size)
-    return num_blocks * limits.block_size, held
+    digests, known = digests_of(state, request, num_blocks), state.pool.index.block_of
+    num_blocks = reach(known, digests, num_blocks, limits.groups)
+    found = match_after(state, request, num_blocks * limits.block_size)
+    return (0, ()) if found is None else (found.num_tokens, found.shared)
 
 
 def _match_host(state: SchedulerState, request: Request) -> PrefixMatch | None:
@@ -233,8 +211,8 @@ def _match_host(state: SchedulerState, request: Request) -> PrefixMatch | None:
     host, limits = state.pool.tiers.host, state.limits
     if request.request_id not in host.keys_of:
         return None
-    found = _match(state, request, request.kv.num_offloaded, host.fetch)
-    if found is None:
+    found = match_after(state, request, request.kv.num_offloaded, host.fetch)
+    if found is None or not any(found.restored):
         return None
     num_restored = sum(map(len, found.restored))
     num_saved = num_restored * limits.block_size if limits.groups.is_plain else found.num_tokens

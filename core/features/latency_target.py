@@ -28,7 +28,6 @@ SINGLE_REQUEST_FACTOR = 3
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the feature, or None when no target is set or chunked prefill is off."""
     target_ms = setup.scheduler.step_target_ms
     if target_ms <= 0 or not setup.scheduler.enable_chunked_prefill:
         return None

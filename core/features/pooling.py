@@ -16,13 +16,7 @@ from quintet.wire.step import StepResult
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the feature if the server pools."""
-    return Feature("pooling", claim=claim, attach=attach) if setup.pooling else None
-
-
-def claim(state: SchedulerState, request: Request) -> bool:
-    """Return True for a pooling request."""
-    return request.spec.pooling is not None
+    return Feature("pooling", attach=attach) if setup.pooling else None
 
 
 def attach(state: SchedulerState, step: StepBuilder) -> None:

@@ -15,6 +15,8 @@ more.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from quintet.core.hooks import Feature, Setup
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
@@ -24,23 +26,20 @@ MIN_TOKENS = 64
 
 
 def build(setup: Setup) -> Feature | None:
-    """Return the feature under policy ``longest`` with chunked prefill."""
     scheduler = setup.scheduler
     is_on = scheduler.policy == "longest" and scheduler.enable_chunked_prefill
     return Feature("prefill_pacing", limit_tokens=PacedChunks().limit_tokens) if is_on else None
 
 
+@dataclass(slots=True)
 class PacedChunks:
     """Caches, within a step, the part of the budget that prompts leave unused.
 
     Computing it per prompt would take quadratic time.
     """
 
-    __slots__ = ("_step", "_unused_budget")
-
-    def __init__(self) -> None:
-        self._step: int | None = None
-        self._unused_budget = 0
+    _step: int | None = None
+    _unused_budget: int = 0
 
     def limit_tokens(self, state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
         """Grant the request its part of the prompt tokens that this step needs."""

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 
-from quintet.core.kv.groups import Groups
 from quintet.core.kv.tier import Source, Tier, Wanted
 from quintet.wire.codec import pack_i32
-from quintet.wire.kv_tiers import FileRequest, KvTierRequests, KvTierResults, Store, TierCapacity
+from quintet.wire.kv_tiers import FileRequest, KvTierRequests, KvTierResults, Store
 
 
 class DiskPool(Tier):
@@ -24,12 +23,9 @@ class DiskPool(Tier):
 
     name = "disk"
 
-    def __init__(
-        self, groups: Groups, checkpoint_every: int, first_host_block: int, capacity: TierCapacity
-    ) -> None:
-        """See `Tier`."""
-        super().__init__(groups, checkpoint_every, first_host_block, capacity)
-        self.num_places = capacity.num_places
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_places = self.capacity.num_places
         self.free = dict.fromkeys(range(self.num_places - 1, -1, -1))
         self.place_of: OrderedDict[bytes, int] = OrderedDict()
         """Block key -> place, least recently used first."""
@@ -53,7 +49,6 @@ class DiskPool(Tier):
             self.place_of[key] = place
 
     def store(self, keys: list[bytes]) -> None:
-        """See `Tier.store`."""
         (key,) = keys
         self._unwanted.discard(key)
         if key not in self.place_of and key not in self.storing:
@@ -112,13 +107,11 @@ class DiskPool(Tier):
     # --- fetching ---
 
     def max_blocks(self, wanted: Wanted) -> int:
-        """See `Tier.max_blocks`."""
         return wanted.num_blocks if self.place_of else 0
 
     def look_up(
         self, wanted: Wanted, digests: Sequence[bytes], computing_ns: int | None
     ) -> Mapping[bytes, Source]:
-        """See `Tier.look_up`."""
         keys = filter(self.place_of.__contains__, self.chunks.all_keys(digests))
         return {key: (b"", self.place_of[key], self.num_places) for key in keys}
 
@@ -132,14 +125,12 @@ class DiskPool(Tier):
     # --- messages ---
 
     def complete(self, requests: KvTierRequests, now_ns: int) -> None:
-        """See `Tier.complete`."""
         requests.drops = pack_i32([place for place, _ in self._drops])
         requests.drop_keys = [key for _, key in self._drops]
         self._drops.clear()
         requests.files, self.file_requests = self.file_requests, []
 
     def note_stored(self, results: KvTierResults) -> None:
-        """See `Tier.note_stored`."""
         for key in results.stored:
             place = self.storing.pop(key, None)
             if place is not None:
@@ -150,14 +141,12 @@ class DiskPool(Tier):
         self.give_up(results.unstored)
 
     def note_lost(self, names: Sequence[bytes]) -> None:
-        """See `Tier.note_lost`."""
         for key in names:
             place = self.place_of.pop(key, None)
             if place is not None:
                 self.free[place] = None
 
     def check(self, waiting: set[int]) -> None:
-        """See `Tier.check`."""
         places = [*self.free, *self.place_of.values(), *self.storing.values()]
         assert sorted(places) == list(range(self.num_places)), len(places)
         assert self.place_of.keys().isdisjoint(self.storing), "on disk and being written"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from quintet.wire.kv_spec import KvGroup, KvSpec
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Groups:
     """See `quintet.wire.kv_spec`. Groups are named by their index."""
 
@@ -35,16 +35,13 @@ class Groups:
         def where(*kinds: str) -> tuple[int, ...]:
             return tuple(index for index, group in enumerate(self.spec.groups) if group.kind in kinds)
 
-        object.__setattr__(self, "tokens", where("full", "sliding", "chunked"))
-        object.__setattr__(self, "windowed", where("sliding", "chunked"))
-        object.__setattr__(self, "states", where("state"))
-        object.__setattr__(
-            self, "is_plain", len(self.spec.groups) == 1 and self.spec.groups[0].kind == "full"
-        )
+        self.tokens = where("full", "sliding", "chunked")
+        self.windowed = where("sliding", "chunked")
+        self.states = where("state")
+        self.is_plain = len(self.spec.groups) == 1 and self.spec.groups[0].kind == "full"
 
     @property
     def all(self) -> list[KvGroup]:
-        """All groups."""
         return self.spec.groups
 
     def most_blocks(self, index: int, num_tokens: int) -> int:
@@ -68,14 +65,12 @@ class Groups:
         )
 
 
+@dataclass(slots=True)
 class GroupBlocks:
     """A range of a block table. Without a window it begins at 0."""
 
-    __slots__ = ("begin", "blocks")
-
-    def __init__(self, begin: int = 0, blocks: list[int] | None = None) -> None:
-        self.begin = begin
-        self.blocks: list[int] = [] if blocks is None else blocks
+    begin: int = 0
+    blocks: list[int] = field(default_factory=list)
 
     @property
     def end(self) -> int:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from quintet.core.kv.groups import Groups
 from quintet.core.kv.tier import Source, Tier, Wanted
-from quintet.wire.kv_tiers import TierCapacity
 
 
 class PeerPool(Tier):
@@ -22,11 +20,8 @@ class PeerPool(Tier):
     name = "peer"
     does_wait = True
 
-    def __init__(
-        self, groups: Groups, checkpoint_every: int, first_host_block: int, capacity: TierCapacity
-    ) -> None:
-        """See `Tier`."""
-        super().__init__(groups, checkpoint_every, first_host_block, capacity)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._next: tuple[tuple[int, int], int] | None = None
         """Rank and id of the request that gets the next free host blocks."""
         self._num_free = 0
@@ -39,11 +34,9 @@ class PeerPool(Tier):
         self.due |= {key: [key] for key in keys}
 
     def max_blocks(self, wanted: Wanted) -> int:
-        """See `Tier.max_blocks`."""
         return min(wanted.num_blocks, wanted.num_offered)
 
     def stays_queued(self, wanted: Wanted) -> bool:
-        """See `Tier.stays_queued`."""
         if self._next is None or wanted.request_id not in self._refused or not self.fetches.frees_host_blocks:
             return False
         if wanted.request_id == self._next[1]:
@@ -76,14 +69,12 @@ class PeerPool(Tier):
         return is_asked
 
     def forget(self, request_id: int) -> None:
-        """See `Tier.forget`."""
         super().forget(request_id)
         self._refused.discard(request_id)
         if self._next is not None and self._next[1] == request_id:
             self._next = None
 
     def check(self, waiting: set[int]) -> None:
-        """See `Tier.check`."""
         assert self._next is None or self._next[1] in waiting, self._next
         assert waiting.issuperset(self._refused), (waiting, self._refused)
         super().check(waiting)

@@ -177,15 +177,13 @@ TRY_EVERY = 32
 """After this many rejected fetches the measurement is discarded, because fetching may be faster now."""
 
 
+@dataclass(slots=True)
 class FetchCost:
     """Exponential moving average of the time of one fetch."""
 
-    __slots__ = ("_num_rejected", "each_ns")
-
-    def __init__(self) -> None:
-        self.each_ns: float | None = None
-        """None before the first measurement."""
-        self._num_rejected = 0
+    each_ns: float | None = None
+    """None before the first measurement."""
+    _num_rejected: int = 0
 
     def note(self, number: int, took_ns: int) -> None:
         """Add a measurement: ``number`` (at least 1) fetches took ``took_ns`` together."""

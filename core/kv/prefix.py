@@ -26,11 +26,11 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 
-from quintet.core.kv.groups import GroupBlocks
+from quintet.core.kv.groups import Groups
 from quintet.wire.embeds import EmbedsSpan
-from quintet.wire.kv_spec import KvGroup
 
 DIGEST_BYTES = 32
 
@@ -40,15 +40,15 @@ def salt_digest(salt: str, adapter: bytes = b"") -> bytes:
     return sha256((b"quintet.lora\0" + adapter if adapter else b"quintet.kv\0") + salt.encode()).digest()
 
 
-def content_of(
-    tokens: Sequence[int], first: int, begin: int, end: int, embeds: Sequence[EmbedsSpan] = ()
+def digest_after(
+    before: bytes, tokens: Sequence[int], begin: int, end: int, embeds: Sequence[EmbedsSpan] = ()
 ) -> bytes:
-    """Return the bytes that a digest covers for the tokens ``[begin, end)`` of a block. first: the block's first token.
+    """Return the digest of the first tokens of a block, ``[begin, end)``, which follow the digest ``before``.
 
-    Ids are int32. A span of embeddings adds its digest before its first token in the block, with -1, which is no id,
-    and that token's offset in the span. So blocks are shared only by requests with identical embeddings there.
+    It covers ids as int32. A span of embeddings adds its digest before its first token in the block, with -1, which is
+    no id, and that token's offset in the span. So blocks are shared only by requests with identical embeddings there.
     """
-    parts: list[bytes] = []
+    first, parts = begin, [before]
     for span in embeds:
         at = max(first, span.start)
         if begin <= at < min(end, span.end):
@@ -58,8 +58,8 @@ def content_of(
                 span.digest,
             )
             begin = at
-    ids = array("i", tokens[begin:end]).tobytes()
-    return b"".join((*parts, ids)) if parts else ids
+    parts.append(array("i", tokens[begin:end]).tobytes())
+    return sha256(b"".join(parts)).digest()
 
 
 def extend_chain(
@@ -73,13 +73,7 @@ def extend_chain(
     """Extend ``digests`` to ``num_blocks`` entries: the digests of the first full blocks of ``tokens``."""
     for index in range(len(digests), num_blocks):
         before, first = digests[-1] if digests else start, index * block_size
-        content = content_of(tokens, first, first, first + block_size, embeds)
-        digests.append(sha256(before + content).digest())
-
-
-def digest_after(before: bytes, content: bytes) -> bytes:
-    """Return the digest of an end after this content (`content_of`) that follows the digest ``before``."""
-    return sha256(before + content).digest()
+        digests.append(digest_after(before, tokens, first, first + block_size, embeds))
 
 
 def key_of(digest: bytes, group: int) -> bytes:
@@ -108,23 +102,20 @@ class AnyOf:
         return any(key in place for place in self._places)
 
 
-def reach(
-    known: Container[bytes], digests: list[bytes], most: int, groups: Sequence[KvGroup], block_size: int
-) -> int:
+def reach(known: Container[bytes], digests: list[bytes], most: int, groups: Groups) -> int:
     """Return the largest number of blocks, at most ``most``, after which a request can start given the ``known`` keys."""
     is_agreed = False
     while most and not is_agreed:
         before = most
-        for index, group in enumerate(groups):
-            most = _serves(known, digests, most, index, group, block_size)
+        for index in range(len(groups.all)):
+            most = _serves(known, digests, most, groups, index)
         is_agreed = most == before
     return most
 
 
-def _serves(
-    known: Container[bytes], digests: list[bytes], most: int, index: int, group: KvGroup, block_size: int
-) -> int:
+def _serves(known: Container[bytes], digests: list[bytes], most: int, groups: Groups, index: int) -> int:
     """Return the largest number of blocks, at most ``most``, after which this group has what a token reads."""
+    group = groups.all[index]
     if group.kind == "full":
         for position in range(most):
             if key_of(digests[position], index) not in known:
@@ -135,27 +126,25 @@ def _serves(
             most -= 1
         return most
     position = most - 1
-    while most and position >= group.first_seen(most * block_size) // block_size:
+    while most and position >= groups.first_block(index, most * groups.spec.block_size):
         if key_of(digests[position], index) not in known:
             most = position
         position -= 1
     return most
 
 
+@dataclass(slots=True)
 class PrefixIndex:
     """Keys of the blocks with known content. One block per key, one key per block."""
 
-    __slots__ = ("block_of", "end_of", "ends", "key_of", "on_register")
-
-    def __init__(self) -> None:
-        self.on_register: Callable[[bytes, int], None] | None = None
-        """Callback for full blocks that were registered (pins)."""
-        self.block_of: dict[bytes, int] = {}
-        self.key_of: dict[int, bytes] = {}
-        self.ends: dict[bytes, Counter[int]] = {}
-        """Digest of the full blocks before an end -> tail lengths, with the number of ends of each."""
-        self.end_of: dict[int, tuple[bytes, int]] = {}
-        """State block of an end, in the first state group -> digest before it, tail length."""
+    block_of: dict[bytes, int] = field(default_factory=dict)
+    key_of: dict[int, bytes] = field(default_factory=dict)
+    ends: dict[bytes, Counter[int]] = field(default_factory=dict)
+    """Digest of the full blocks before an end -> tail lengths, with the number of ends of each."""
+    end_of: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+    """State block of an end, in the first state group -> digest before it, tail length."""
+    on_register: Callable[[bytes, int], None] | None = None
+    """Callback for full blocks that were registered (pins)."""
 
     def holds(self, block: int) -> bool:
         """Return True when the block's content is known."""
@@ -184,13 +173,9 @@ class PrefixIndex:
         return key
 
     def register_end(
-        self, before: bytes, content: bytes, length: int, states: dict[int, int], tails: dict[int, int]
+        self, before: bytes, digest: bytes, length: int, states: dict[int, int], tails: dict[int, int]
     ) -> None:
-        """Register an end after ``length`` tokens, fewer than a block. content: see `content_of`.
-
-        states, tails: block by group.
-        """
-        digest = digest_after(before, content)
+        """Register an end after ``length`` tokens, fewer than a block. states, tails: block by group."""
         for group, block in (states | tails).items():
             key = key_of(digest, group)
             if key not in self.block_of and block not in self.key_of:
@@ -208,71 +193,3 @@ class PrefixIndex:
             if digest in before
         }
         return [block for key, block in self.block_of.items() if key[:DIGEST_BYTES] in digests]
-
-    def longest_end(
-        self,
-        before: bytes,
-        tokens: Sequence[int],
-        first: int,
-        most: int,
-        groups: Sequence[KvGroup],
-        embeds: Sequence[EmbedsSpan] = (),
-    ) -> tuple[bytes, int] | None:
-        """Return digest and length of the longest end within a block, of at most ``most`` of its tokens.
-
-        before: the digest of the preceding blocks. first: the block's first token.
-        """
-        found, done, digest = None, 0, sha256(before)
-        group = next(index for index, group in enumerate(groups) if group.is_state)
-        for length in sorted(self.ends.get(before, ())):
-            if length > most:
-                break
-            digest.update(content_of(tokens, first, first + done, first + length, embeds))
-            done = length
-            if key_of(digest.digest(), group) in self.block_of:
-                found = digest.digest(), length
-        return found
-
-    def read_end(
-        self,
-        digests: list[bytes],
-        num_blocks: int,
-        end: tuple[bytes, int],
-        groups: Sequence[KvGroup],
-        block_size: int,
-    ) -> tuple[list[GroupBlocks], list[int | None]] | None:
-        """Return each group's blocks to continue after an end, and the tails; None where a block is gone."""
-        (digest, length), block_of = end, self.block_of
-        keys = [key_of(digest, index) for index in range(len(groups))]
-        shared: list[GroupBlocks] = []
-        for index, group in enumerate(groups):
-            begin = 0 if group.is_state else group.first_seen(num_blocks * block_size + length) // block_size
-            before = [key_of(each, index) for each in digests[begin:num_blocks]]
-            wanted = [keys[index]] if group.is_state else before
-            if keys[index] not in block_of or any(key not in block_of for key in wanted):
-                return None
-            shared.append(GroupBlocks(begin, [block_of[key] for key in wanted]))
-        return shared, [block_of[key] for key, group in zip(keys, groups, strict=True) if not group.is_state]
-
-    def longest(
-        self, digests: list[bytes], max_blocks: int, groups: Sequence[KvGroup], block_size: int
-    ) -> tuple[int, list[GroupBlocks]]:
-        """Return after how many blocks, at most ``max_blocks``, a request can start, and the blocks each group then reads.
-
-        For a state group that is the one block with the state.
-        """
-        if len(groups) == 1 and groups[0].kind == "full":
-            blocks = run_of(digests[:max_blocks], self.block_of)
-            return len(blocks), [GroupBlocks(0, blocks)]
-        num_blocks = reach(self.block_of, digests, max_blocks, groups, block_size)
-        return num_blocks, [
-            self._read(digests, num_blocks, index, group, block_size) for index, group in enumerate(groups)
-        ]
-
-    def _read(
-        self, digests: list[bytes], end: int, index: int, group: KvGroup, block_size: int
-    ) -> GroupBlocks:
-        """Return the blocks that a token after ``end`` blocks reads; all are known."""
-        begin = max(0, end - 1) if group.is_state else group.first_seen(end * block_size) // block_size
-        blocks = [self.block_of[key_of(digests[position], index)] for position in range(begin, end)]
-        return GroupBlocks(0 if group.is_state else begin, blocks)

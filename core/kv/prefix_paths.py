@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from quintet.core.kv.disk_pool import DiskPool
@@ -46,12 +46,10 @@ class PrefixPath:
 
     @property
     def num_blocks(self) -> int:
-        """Number of its blocks."""
         return sum(len(part.digests) for part in self.parts)
 
     @property
     def digests(self) -> list[bytes]:
-        """Digests of its blocks."""
         return [digest for part in self.parts for digest in part.digests]
 
     @property
@@ -73,23 +71,21 @@ class PrefixPath:
         return own + [each for part in self.parts[index + 1 :] for each in part.digests]
 
 
+@dataclass(slots=True)
 class PrefixPaths:
     """All paths of one engine."""
 
-    __slots__ = ("_by_end", "_parts", "_paths", "block_size", "now_ns", "reach")
-
-    def __init__(self) -> None:
-        self._paths: deque[PrefixPath] = deque()
-        self._by_end: dict[bytes, PrefixPath] = {}
-        """Of checked paths: last cached block -> newest path."""
-        self._parts: WeakValueDictionary[tuple[bytes, bool], PathPart] = WeakValueDictionary()
-        """Parts of all paths, by their last digest, and whether they lack tokens."""
-        self.now_ns = 0
-        """Time of the newest plan."""
-        self.reach: Callable[[list[bytes]], int] = lambda digests: 0
-        """Returns the number of these blocks after which a request could start."""
-        self.block_size = 0
-        """Tokens per block."""
+    _paths: deque[PrefixPath] = field(default_factory=deque)
+    _by_end: dict[bytes, PrefixPath] = field(default_factory=dict)
+    """Of checked paths: last cached block -> newest path."""
+    _parts: WeakValueDictionary[tuple[bytes, bool], PathPart] = field(default_factory=WeakValueDictionary)
+    """Parts of all paths, by their last digest, and whether they lack tokens."""
+    now_ns: int = 0
+    """Time of the newest plan."""
+    reach: Callable[[list[bytes]], int] = lambda digests: 0
+    """Returns the number of these blocks after which a request could start."""
+    block_size: int = 0
+    """Tokens per block."""
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -146,7 +142,7 @@ class Locations:
 
     def __init__(self, pool: BlockPool, groups: Groups) -> None:
         tiers, disk = pool.tiers, pool.tiers.find(DiskPool)
-        self._groups = groups.all
+        self._groups = groups
         self.block_size = groups.spec.block_size
         self._places: list[Mapping[bytes, int]] = [
             pool.index.block_of,
@@ -159,11 +155,11 @@ class Locations:
 
     def reach(self, path: list[bytes]) -> int:
         """Return the number of a prefix's blocks after which a request can start."""
-        return reach(self._known, path, len(path), self._groups, self.block_size)
+        return reach(self._known, path, len(path), self._groups)
 
     def keys(self, path: list[bytes]) -> list[bytes]:
         """Return the keys of these blocks, in every group."""
-        return [key_of(digest, group) for digest in path for group in range(len(self._groups))]
+        return [key_of(digest, group) for digest in path for group in range(len(self._groups.all))]
 
     def counts(self, keys: Sequence[bytes]) -> list[int]:
         """Return the number of these keys on the device, in host memory and on disk."""

@@ -7,25 +7,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from quintet.core.kv.prefix_paths import PrefixPath
 from quintet.wire.codec import pack_i32
 
 
+@dataclass(slots=True)
 class PrefixTree:
     """Snapshot of the prefixes; not atomic if built over several iterations."""
 
-    def __init__(self, paths: list[PrefixPath], reach: Callable[[list[bytes]], int]) -> None:
-        """paths: most recently used first."""
-        self._paths = paths
-        self._reach = reach
-        self._num_grown = 0
-        """Number of paths already added."""
-        self.places: dict[bytes, tuple[PrefixPath, int]] = {}
-        """Digest -> newest path that contains it, and the position there."""
-        self._num_next: dict[bytes, int] = {}
-        """Digest -> number of its children, if it has any."""
+    _paths: list[PrefixPath]
+    """Most recently used first."""
+    _reach: Callable[[list[bytes]], int]
+    _num_grown: int = 0
+    """Number of paths already added."""
+    places: dict[bytes, tuple[PrefixPath, int]] = field(default_factory=dict)
+    """Digest -> newest path that contains it, and the position there."""
+    num_next: Counter[bytes] = field(default_factory=Counter)
+    """Digest -> number of its children."""
 
     def grow(self, num_blocks: int | None = None) -> bool:
         """Add paths of about ``num_blocks`` blocks, or all; return True when the tree is complete."""
@@ -42,7 +44,7 @@ class PrefixTree:
         for position in range(self._reach(digests) - 1, -1, -1):
             digest = digests[position]
             if is_new:
-                self._num_next[digest] = self._num_next.get(digest, 0) + 1
+                self.num_next[digest] += 1
             if digest in self.places:
                 break
             self.places[digest] = entry, position
@@ -50,11 +52,7 @@ class PrefixTree:
 
     def ends(self) -> list[bytes]:
         """Return the last block of every prefix that is not continued, most recently used first."""
-        return [digest for digest in self.places if digest not in self._num_next]
-
-    def num_next(self, digest: bytes) -> int:
-        """Return the number of children of this block."""
-        return self._num_next.get(digest, 0)
+        return [digest for digest in self.places if digest not in self.num_next]
 
     def path(self, digest: bytes) -> list[bytes]:
         """Return the digests of the prefix with this last block, in order; empty if unknown."""

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from itertools import dropwhile, takewhile
 
 from quintet.core.kv.chunks import Chunks
-from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS, FetchCost
 from quintet.core.kv.tier import Source, Tier, Wanted
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, Search, Store, TierCapacity
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, Search, Store
 
 MAX_KNOWN = 1 << 18
 """Maximum number of chunks assumed present."""
@@ -49,12 +48,9 @@ class StorePool(Tier):
 
     name = "store"
 
-    def __init__(
-        self, groups: Groups, checkpoint_every: int, first_host_block: int, capacity: TierCapacity
-    ) -> None:
-        """See `Tier`."""
-        super().__init__(groups, checkpoint_every, first_host_block, capacity)
-        self.chunks = Chunks.of(groups, checkpoint_every)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.chunks = Chunks.of(self.groups, self.checkpoint_every)
         self.known: OrderedDict[bytes, None] = OrderedDict()
         """Names of chunks assumed present, least recently used first."""
         self.lookups: dict[int, Lookup] = {}
@@ -64,13 +60,11 @@ class StorePool(Tier):
         """Searches not sent yet."""
         self._storing: dict[bytes, int] = {}
         """Name -> number of blocks, of chunks being stored."""
-        self._max_storing = capacity.max_storing_blocks
         self._paused_until_ns = 0
 
     # --- storing ---
 
     def store(self, keys: list[bytes]) -> None:
-        """See `Tier.store`."""
         name = keys[-1]
         if name in self.known:
             self.mark_present(name)
@@ -90,7 +84,7 @@ class StorePool(Tier):
         """See `Tier.take_stores`. The other chunks stay queued."""
         stores = []
         num_storing = sum(self._storing.values())
-        while self.due and num_storing < self._max_storing:
+        while self.due and num_storing < self.capacity.max_storing_blocks:
             name, keys = self.due.popitem(last=False)
             blocks = [block_of[key] for key in keys if key in block_of]
             if len(blocks) == len(keys):  # otherwise some were evicted
@@ -129,17 +123,14 @@ class StorePool(Tier):
         return found
 
     def is_cheaper(self, sources: Sequence[Source], computing_ns: int | None) -> bool:
-        """See `Tier.is_cheaper`."""
         return self.fetch_cost.is_cheaper(len({source for source, _, _ in sources}), computing_ns)
 
     def forget(self, request_id: int) -> None:
-        """See `Tier.forget`."""
         self.lookups.pop(request_id, None)
         super().forget(request_id)
 
     @property
     def is_awaited(self) -> bool:
-        """See `Tier.is_awaited`."""
         return super().is_awaited or any(lookup.is_pending for lookup in self.lookups.values())
 
     def expire(self, now_ns: int) -> None:
@@ -167,7 +158,6 @@ class StorePool(Tier):
                 lookup.deadline_ns = now_ns + FETCH_TIMEOUT_NS
 
     def apply(self, results: KvTierResults) -> None:
-        """See `Tier.apply`."""
         for found in results.found:
             self._note_found(found.request_id, unpack_i32(found.counts))
         if results.num_searches:
@@ -175,14 +165,12 @@ class StorePool(Tier):
         super().apply(results)
 
     def note_stored(self, results: KvTierResults) -> None:
-        """See `Tier.note_stored`."""
         for name in (*results.stored, *results.unstored):
             self._storing.pop(name, None)
         for name in results.stored:
             self.mark_present(name)
 
     def note_lost(self, names: Sequence[bytes]) -> None:
-        """See `Tier.note_lost`."""
         for name in names:
             self.known.pop(name, None)
 
@@ -196,7 +184,6 @@ class StorePool(Tier):
                 self.mark_present(name)
 
     def check(self, waiting: set[int]) -> None:
-        """See `Tier.check`."""
         assert waiting.issuperset(self.lookups), (waiting, list(self.lookups))
         assert self._storing.keys().isdisjoint(self.due), "queued and being stored"
         super().check(waiting)

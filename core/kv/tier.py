@@ -44,22 +44,23 @@ class Wanted:
     """Blocks that this server has."""
 
 
+@dataclass(eq=False)
 class Tier(ABC):
-    """Contents and transfers of one back end."""
+    """Contents and transfers of one back end. Subclasses add their state in ``__post_init__``."""
 
     name: ClassVar[TierName]
     does_wait: ClassVar[bool] = False
     """True: requests wait for free host blocks. Otherwise they are computed when these are short."""
+    groups: Groups
+    checkpoint_every: int
+    """Tokens between states of recurrent layers."""
+    first_host_block: int
+    """Number of the first host block; fetches are written into them."""
+    capacity: TierCapacity
 
-    def __init__(
-        self, groups: Groups, checkpoint_every: int, first_host_block: int, capacity: TierCapacity
-    ) -> None:
-        """Host blocks are numbered from ``first_host_block``; fetches are written into them.
-
-        checkpoint_every: tokens between states of recurrent layers.
-        """
-        self.chunks = Chunks(groups)
-        self.fetches = Prefetches(first_host_block, capacity.num_staging_blocks)
+    def __post_init__(self) -> None:
+        self.chunks = Chunks(self.groups)
+        self.fetches = Prefetches(self.first_host_block, self.capacity.num_staging_blocks)
         self.fetch_cost = FetchCost()
         """Cost of fetching an object."""
         self.due: OrderedDict[bytes, list[bytes]] = OrderedDict()
@@ -78,14 +79,14 @@ class Tier(ABC):
         """
         length = self.chunks.num_blocks
         for index in range(first // length, end // length):
-            for group in self.chunks.groups.tokens:
+            for group in self.groups.tokens:
                 self.store(self.chunks.keys(digests, group, index))
 
     def completed_state(self, digests: Sequence[bytes], num_blocks: int) -> None:
         """Queue the states after the first ``num_blocks`` blocks of a request."""
         index, rest = divmod(num_blocks, self.chunks.every)
         if index and not rest:
-            for group in self.chunks.groups.states:
+            for group in self.groups.states:
                 self.store(self.chunks.keys(digests, group, index - 1))
 
     def store(self, keys: list[bytes]) -> None:
@@ -128,14 +129,7 @@ class Tier(ABC):
         """Return True when fetching these blocks takes less time than computing, or nothing is measured yet."""
         return self.fetch_cost.is_cheaper(len(sources), computing_ns)
 
-    def fetch(
-        self,
-        wanted: Wanted,
-        sources: Mapping[bytes, Source],
-        num_tokens: int,
-        *,
-        whole: bool,
-    ) -> bool:
+    def fetch(self, wanted: Wanted, sources: Mapping[bytes, Source], num_tokens: int, *, whole: bool) -> bool:
         """Fetch contents for a request: see `Prefetches.ask`. Return False when host blocks are short.
 
         sources: locations of the contents, in token order.

@@ -36,16 +36,6 @@ class Tiers:
         """Return the back end of this kind, if it is configured."""
         return next((tier for tier in self.remote if isinstance(tier, kind)), None)
 
-    def completed(self, digests: Sequence[bytes], first: int, end: int) -> None:
-        """See `Tier.completed`."""
-        for tier in self.remote:
-            tier.completed(digests, first, end)
-
-    def completed_state(self, digests: Sequence[bytes], num_blocks: int) -> None:
-        """See `Tier.completed_state`."""
-        for tier in self.remote:
-            tier.completed_state(digests, num_blocks)
-
     def on_evict(self, key: bytes, block: int) -> None:
         """Called before the device overwrites ``block``. The copies at the start of the next plan still read the old
         content.
@@ -59,20 +49,3 @@ class Tiers:
         self.host.forget(request_id)
         for tier in self.remote:
             tier.forget(request_id)
-
-    @property
-    def is_fetching(self) -> bool:
-        """True while a request waits for a lookup or a fetch; `expire` limits the time."""
-        return any(tier.is_awaited for tier in self.remote)
-
-    def expire(self, now_ns: int) -> None:
-        """See `Tier.expire`."""
-        for tier in self.remote:
-            tier.expire(now_ns)
-
-    def check(self, waiting: Iterable[int]) -> None:
-        """Assert every invariant; ``waiting``: the requests that may want contents."""
-        requests = set(waiting)
-        self.host.check(requests)
-        for tier in self.remote:
-            tier.check(requests)

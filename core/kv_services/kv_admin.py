@@ -17,15 +17,7 @@ from quintet.core.kv_services.prefix_export import FileTasks
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import ErrorCode, RequestError, invalid
-from quintet.wire.kv_admin import (
-    MAX_LISTED,
-    MAX_LISTED_TOKENS,
-    MIN_NAME,
-    KvPrefix,
-    KvQuery,
-    KvReport,
-    KvUsage,
-)
+from quintet.wire.kv_admin import MAX_LISTED_TOKENS, MIN_NAME, KvPrefix, KvQuery, KvReport, KvUsage
 from quintet.wire.kv_tiers import KvPin, KvPins
 from quintet.wire.messages import Failed
 
@@ -82,19 +74,15 @@ class KvAdmin:
     def advance(self, state: SchedulerState | None, now_ns: int) -> None:
         """Continue the first query; while requests are alive, only for a bounded time per iteration."""
         while self.queries:
-            if state is not None and not self._grow(state, now_ns):
-                return
+            if state is not None:
+                self._partial_tree = self._partial_tree or self._tree(state, now_ns)
+                if not self._partial_tree.grow(BLOCKS_PER_ITERATION if state.live else None):
+                    return
             query, core = self.queries.popleft()
             report = self.answer(state, query, core, now_ns)
             self._partial_tree = None
             if report is not None:
-                self.files.queue_report(query, report)
-
-    def _grow(self, state: SchedulerState, now_ns: int) -> bool:
-        """Return True when the tree for the first query is complete."""
-        if self._partial_tree is None:
-            self._partial_tree = self._tree(state, now_ns)
-        return self._partial_tree.grow(BLOCKS_PER_ITERATION if state.live else None)
+                self.files.done.append((query.frontend, report))
 
     def answer(self, state: SchedulerState | None, query: KvQuery, core: int, now_ns: int) -> KvReport | None:
         """Execute a query and return its report; None while a file must be written or read for it."""
@@ -105,7 +93,7 @@ class KvAdmin:
             if not state.limits.prefix_caching:
                 raise invalid(
                     "Prefix caching is off (--no-enable-prefix-caching, or a model that rotates long sequences "
-                    "differently), so there are no prefixes.",
+                    "differently), so there are no prefixes."
                 )
             self._do(state, query, report, now_ns)
             report.usage = self._usage(state)
@@ -149,7 +137,7 @@ class KvAdmin:
     def _list(
         self, tree: PrefixTree, locations: Locations, query: KvQuery, report: KvReport, now_ns: int
     ) -> None:
-        ends, limit = tree.ends(), min(query.limit, MAX_LISTED)
+        ends, limit = tree.ends(), query.limit
         listed = list(dict.fromkeys((*self.pins.by_digest, *ends[:limit])))
         num_left = MAX_LISTED_TOKENS
         for digest in listed[:limit]:
@@ -183,7 +171,7 @@ class KvAdmin:
         num_blocks = len(tokens) // block_size
         if not num_blocks:
             raise invalid(
-                f"The prefix has {len(tokens)} tokens; only full blocks of {block_size} are cached. Send a longer prefix.",
+                f"The prefix has {len(tokens)} tokens; only full blocks of {block_size} are cached. Send a longer prefix."
             )
         extend_chain(digests, salt_digest(query.salt), tokens, block_size, num_blocks)
         return digests
@@ -210,7 +198,7 @@ class KvAdmin:
             raise invalid(
                 f"The prefix needs {num_more} blocks, and {num_pinned} are pinned; of {limits.num_blocks} blocks at most {most} "
                 "may be pinned: half, and a request of full length must fit. Unpin another prefix, or start the server "
-                "with a larger --kv-cache-memory or a smaller --max-model-len.",
+                "with a larger --kv-cache-memory or a smaller --max-model-len."
             )
         pool.pin(pin)
         self.has_changes = True
@@ -226,7 +214,7 @@ class KvAdmin:
         """Evict a prefix, all its continuations, and the part of it that no other prefix shares."""
         evicted = tree.following(path)
         for position in range(len(path) - 1, -1, -1):
-            if position < len(path) - 1 and tree.num_next(path[position]) > 1:
+            if position < len(path) - 1 and tree.num_next[path[position]] > 1:
                 break
             evicted.add(path[position])
         pool, disk = state.pool, state.pool.tiers.find(DiskPool)
@@ -277,9 +265,7 @@ def _max_pinned(limits: Limits) -> int:
 def _only(name: str, known: Collection[bytes], what: str) -> bytes:
     """Return the one digest with this name prefix. Raises `RequestError`."""
     if len(name) < MIN_NAME:
-        raise invalid(
-            f"{name!r} is too short for a prefix name; send at least {MIN_NAME} digits.",
-        )
+        raise invalid(f"{name!r} is too short for a prefix name; send at least {MIN_NAME} digits.")
     begin = bytes.fromhex(name[: len(name) // 2 * 2])
     found = [digest for digest in known if digest.startswith(begin) and digest.hex().startswith(name)]
     if len(found) == 1:

@@ -63,23 +63,22 @@ class FileTasks:
         self._tasks[self._last_id] = task
         return self._last_id
 
-    def apply(self, state: SchedulerState | None, answers: Sequence[FileResult]) -> None:
+    def apply(self, state: SchedulerState, answers: Sequence[FileResult]) -> None:
         """Continue tasks with these results, after the results for their blocks."""
         for answer in answers:
             task = self._tasks.pop(answer.task_id, None)
             if task is None:
                 continue
             if answer.error:
-                if state is not None:
-                    _disk_of(state).give_up(task.new)
+                _disk_of(state).give_up(task.new)
                 self._fail(task, ErrorCode.INVALID, answer.error[:1].upper() + answer.error[1:] + ".")
-            elif task.query.verb == "import" and not task.new and state is not None:
+            elif task.query.verb == "import" and not task.new:
                 self._bring(_disk_of(state), task, answer)
             else:
                 task.report.num_bytes = answer.num_bytes
                 task.report.num_damaged = len(answer.keys)
                 task.report.num_imported = len(task.new) - len(answer.keys)
-                self.queue_report(task.query, task.report)
+                self.done.append((task.query.frontend, task.report))
 
     def _bring(self, disk: DiskPool, task: _Task, answer: FileResult) -> None:
         """Reserve places for the file's blocks that are not on disk, while unpinned places are left."""
@@ -94,7 +93,7 @@ class FileTasks:
             places.append(place)
             task.new.append(key)
         if not task.new:
-            self.queue_report(task.query, task.report)
+            self.done.append((task.query.frontend, task.report))
             return
         order = FileRequest(self._take(task), "import", task.query.file, pack_i32(places), task.new)
         disk.file_requests.append(order)
@@ -108,14 +107,9 @@ class FileTasks:
 
     def _fail(self, task: _Task, code: ErrorCode, words: str) -> None:
         task.report.error = Failed(0, code, words)
-        self.queue_report(task.query, task.report)
-
-    def queue_report(self, query: KvQuery, report: KvReport) -> None:
-        """Queue the report of a query."""
-        self.done.append((query.frontend, report))
+        self.done.append((task.query.frontend, task.report))
 
     def take_done(self) -> list[tuple[int, KvReport]]:
-        """Return ``done`` and clear it."""
         done, self.done = self.done, []
         return done
 
@@ -123,7 +117,5 @@ class FileTasks:
 def _disk_of(state: SchedulerState) -> DiskPool:
     disk = state.pool.tiers.find(DiskPool)
     if disk is None:
-        raise invalid(
-            "Prefix export and import need the disk tier; start the server with --kv-disk.",
-        )
+        raise invalid("Prefix export and import need the disk tier; start the server with --kv-disk.")
     return disk

@@ -14,16 +14,10 @@ from quintet.deploy.config.device import default_device
 from quintet.deploy.config.draft_head import HeadFacts
 from quintet.deploy.config.draft_model import DraftFacts, read_draft
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.kv.disk import kv_disk_config
 from quintet.deploy.config.kv.events import kv_events_config
 from quintet.deploy.config.kv.peers import kv_peers_config
-from quintet.deploy.config.kv.store import kv_store_config
-from quintet.deploy.config.kv.transfer import (
-    KvSource,
-    notes_on_transfer,
-    num_parts,
-    with_kv_transfer_config,
-)
+from quintet.deploy.config.kv.storage import kv_disk_config, kv_store_config
+from quintet.deploy.config.kv.transfer import KvSource, notes_on_transfer, with_kv_transfer_config
 from quintet.deploy.config.memory import (
     ATTENTION_SCRATCH_BYTES,
     available_ram_bytes,
@@ -293,7 +287,7 @@ def _cache_config(
         )
         * options.decode_context_parallel_size
         // options.tensor_parallel_size,
-        num_parts=num_parts(options),
+        num_parts=source.parts,
         events=kv_events_config(options, kv, has_prefix_cache=has_prefix_cache),
         peers=kv_peers_config(source),
         disk=kv_disk_config(source),

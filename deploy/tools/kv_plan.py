@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from quintet.deploy.config.kv.disk import free_bytes
+from quintet.deploy.config.kv.storage import free_bytes
 from quintet.deploy.config.memory import format_size
 from quintet.wire.config import EngineConfig, KvPeersConfig, KvStoreConfig
 

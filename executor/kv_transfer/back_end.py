@@ -28,14 +28,7 @@ from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait, WholeBloc
 from quintet.executor.memory import lazy_zeros
 from quintet.process.os_tuning import set_batch_scheduling
 from quintet.wire.codec import pack_i32
-from quintet.wire.kv_tiers import (
-    Fetch,
-    KvTierRequests,
-    KvTierResults,
-    Search,
-    TierCapacity,
-    TierName,
-)
+from quintet.wire.kv_tiers import Fetch, KvTierRequests, KvTierResults, Search, TierCapacity, TierName
 
 PRIORITY = ("search", "fetch", "store", "idle")
 REPORT_AFTER_NS = 50_000_000

@@ -19,9 +19,8 @@ Wait = Callable[[], None]
 class WholeBlocks(Protocol):
     """The bytes of a model's KV blocks, in one or several processes. Used by the executor's loop."""
 
-    @property
-    def block_bytes(self) -> int:
-        """Size of a whole block."""
+    block_bytes: int
+    """Size of a whole block."""
 
     def take_into(self, blocks: Int, memory: Bytes, rows: Int) -> Wait:
         """Copy the current content of blocks to these rows of ``memory``, ``[rows, bytes]``."""
@@ -30,8 +29,8 @@ class WholeBlocks(Protocol):
         """Set the contents of blocks from ``taken``, ``[blocks, bytes]``, before the next computation."""
 
 
-class BlockBytes:
-    """The blocks of one process that does not share them with other ranks. A `WholeBlocks`."""
+class BlockBytes(WholeBlocks):
+    """The blocks of one process that does not share them with other ranks."""
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
         """layers: KV memory on the CPU, ``[blocks, ...]`` each; empty layers are skipped."""
@@ -43,12 +42,10 @@ class BlockBytes:
         self.block_bytes = ends[-1]
 
     def take_into(self, blocks: Int, memory: Bytes, rows: Int) -> Wait:
-        """See `WholeBlocks`."""
         for layer, columns in zip(self._layers, self._columns, strict=True):
             memory[rows, columns] = layer[blocks]
         return lambda: None
 
     def put(self, blocks: Int, taken: Bytes) -> None:
-        """See `WholeBlocks`."""
         for layer, columns in zip(self._layers, self._columns, strict=True):
             layer[blocks] = taken[:, columns]

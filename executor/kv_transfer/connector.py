@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -102,8 +102,7 @@ class KvConnector:
             return
         blocks, first = open_blocks(), num_swap_blocks
         for section in config.cache.remote_tiers:
-            module, _, name = BACK_ENDS[type(section)].partition(":")
-            open_back_end: OpenBackEnd = getattr(import_module(module), name)
+            open_back_end: OpenBackEnd = resolve_name(BACK_ENDS[type(section)])
             end = first + config.model.kv.num_offloaded_blocks(section.staging_bytes)
             self.back_ends.append(open_back_end(blocks, range(first, end), section, config, runner))
             first = end
@@ -145,13 +144,11 @@ class KvConnector:
                 self._send(StoredBlocks(capacity.executor_epoch, capacity.tables_epoch, places, keys))
 
     def order(self, requests: KvTierRequests) -> None:
-        """Pass requests to their back end."""
         for each in self.back_ends:
             if each.tier == requests.tier:
                 each.order(requests)
 
     def send_results(self) -> None:
-        """Send the back ends' results to the core."""
         for each in self.back_ends:
             results = each.take_results()
             if results is not None and self._process is not None:

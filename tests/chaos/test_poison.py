@@ -14,7 +14,7 @@ from math import ceil, log2
 import pytest
 from bench.chaos.streams import Run, StreamRequest, differences, random_requests, run_requests
 
-from quintet.core.poison_isolation.suspects import DEATHS_ALONE
+from quintet.core.poison_isolation import DEATHS_ALONE
 from tests.processes.poison import Effect, poison
 from tests.processes.server import Server, serve, wait_until
 

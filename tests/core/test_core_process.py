@@ -350,7 +350,7 @@ def test_invalid_result_ends_requests_of_its_step(stepped_core: SteppedCore) -> 
         device.execute(plan)
     peer_processes.send(msgspec.structs.replace(device.results.popleft(), token_ids=codec.pack_i32([VOCAB])))
     stepped_core.deliver(2)
-    assert list(stepped_core.core.engine.live_ids()) == [kept.request_id]
+    assert list(stepped_core.core.engine.live) == [kept.request_id]
     failed: list[object] = []
     while len(failed) < 2:
         failed += peer_processes.receive_all(FRONTEND)
@@ -477,7 +477,7 @@ def test_request_without_frontend_is_dropped(stepped_core: SteppedCore) -> None:
     assert stepped_core.core.engine.num_live == 2
     peer_processes.send(Live(FRONTEND, codec.pack_i64([kept])))
     stepped_core.deliver(1)
-    assert list(stepped_core.core.engine.live_ids()) == [kept]
+    assert list(stepped_core.core.engine.live) == [kept]
 
 
 @pytest.fixture

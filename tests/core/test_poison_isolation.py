@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from quintet.core.hooks import FEATURES, Feature, Setup
-from quintet.core.poison_isolation.rejections import MAX_REJECTIONS, REJECTION_TTL_S, Rejections
-from quintet.core.poison_isolation.suspects import DEATHS_ALONE
+from quintet.core.poison_isolation import DEATHS_ALONE, MAX_REJECTIONS, REJECTION_TTL_S, Rejections
 from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire import codec

@@ -12,16 +12,11 @@ from quintet.wire.kv_spec import KvSpec
 FLAG = "--kv-events-config"
 
 
-class _EventsJson(msgspec.Struct, forbid_unknown_fields=True):
+class _EventsJson(KvEventsConfig, forbid_unknown_fields=True, frozen=True, kw_only=True):
     enable_kv_cache_events: bool = False
     publisher: str | None = None
-    endpoint: str = KvEventsConfig().endpoint
-    replay_endpoint: str | None = None
-    buffer_steps: int = KvEventsConfig().buffer_steps
-    hwm: int = KvEventsConfig().hwm
     max_queue_size: int = 100_000
     """Accepted and ignored: ``buffer_steps`` bounds the queue."""
-    topic: str = ""
 
 
 def kv_events_config(options: Options, kv: KvSpec, *, has_prefix_cache: bool) -> KvEventsConfig | None:

@@ -133,11 +133,6 @@ def leaves_executor(options: Options) -> bool:
     return any(_is_set(options, name) for name in enabling)
 
 
-def num_parts(options: Options) -> int:
-    """Return the number of KV memories that each hold a part of every block; resolved sizes are per KV memory."""
-    return options.tensor_parallel_size // options.decode_context_parallel_size
-
-
 @dataclass(frozen=True, slots=True)
 class KvSource:
     """KV memory of an engine, as a source of the back ends' blocks."""
@@ -168,8 +163,8 @@ class KvSource:
 
     @property
     def parts(self) -> int:
-        """KV memories that each hold a part of every block."""
-        return num_parts(self.options)
+        """KV memories that each hold a part of every block; resolved sizes are per KV memory."""
+        return self.options.tensor_parallel_size // self.options.decode_context_parallel_size
 
     @property
     def request_bytes(self) -> int:

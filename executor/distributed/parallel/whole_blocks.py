@@ -127,8 +127,8 @@ class _Transfer:
     """Completion, called after all ranks have copied."""
 
 
-class BlocksOfAllRanks:
-    """See `quintet.executor.kv_transfer.block_bytes.WholeBlocks`."""
+class BlocksOfAllRanks(WholeBlocks):
+    """The blocks of several ranks, as the leader sees them."""
 
     def __init__(
         self,

@@ -61,11 +61,9 @@ class DiskBackEnd(BackEnd):
 
     @property
     def capacity(self) -> TierCapacity:
-        """See `BackEnd.capacity`."""
         return TierCapacity("disk", len(self.host_blocks), self._file.num_places)
 
     def stored(self) -> list[tuple[int, bytes]]:
-        """See `BackEnd.stored`."""
         with self.changed:
             return [stored for stored in self._file.kept() if stored not in self._dropping]
 
@@ -87,7 +85,6 @@ class DiskBackEnd(BackEnd):
                 yield Task("store", requests.tables_epoch, run, len(block))
 
     def tasks(self, requests: KvTierRequests) -> Iterator[Task]:
-        """See `BackEnd.tasks`."""
         self._dropping.update(zip(unpack_i32(requests.drops), requests.drop_keys, strict=True))
         for fetch in requests.fetches:
             columns = zip(unpack_i32(fetch.positions), unpack_i32(fetch.host_blocks), fetch.keys, strict=True)
@@ -103,7 +100,6 @@ class DiskBackEnd(BackEnd):
         self.queues["store"].extend(drops)
 
     def close_storage(self) -> None:
-        """See `BackEnd.close_storage`."""
         self._file.close()
 
     # --- the thread's side ---

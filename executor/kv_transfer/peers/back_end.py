@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -18,9 +18,10 @@ import zmq
 from quintet.executor.kv_transfer.back_end import BackEnd, Task
 from quintet.executor.kv_transfer.block_bytes import WholeBlocks
 from quintet.executor.kv_transfer.kv_identity import parts_of, whole_of
-from quintet.executor.kv_transfer.peers.keys import Context, PeerKey, read_key
+from quintet.executor.kv_transfer.peers.keys import Context, read_key
 from quintet.executor.kv_transfer.peers.kv_server import KvServer, OfferedBlocks
 from quintet.executor.kv_transfer.peers.link import Link, PeerLost
+from quintet.executor.kv_transfer.peers.messages import OwnIdentity
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig, KvPeersConfig
 from quintet.wire.errors import ConfigError
@@ -37,22 +38,12 @@ class PeerBackEnd(BackEnd):
     close_timeout_s = 1.0
 
     def __init__(
-        self,
-        blocks: WholeBlocks,
-        host_blocks: range,
-        parts: Mapping[str, str],
-        identity: bytes,
-        listen: str,
-        key: PeerKey,
-        num_offered: int,
+        self, blocks: WholeBlocks, host_blocks: range, own: OwnIdentity, listen: str, num_offered: int
     ) -> None:
-        """parts, identity: see `quintet.executor.kv_transfer.kv_identity`.
-
-        listen: ``host:port``, "" for none. num_offered: capacity for offered blocks. Raises `ConfigError`.
-        """
+        """listen: ``host:port``, "" for none. num_offered: capacity for offered blocks. Raises `ConfigError`."""
         super().__init__(blocks, host_blocks)
         self._offered = OfferedBlocks(blocks, num_offered)
-        self._parts, self._identity, self._key = parts, identity, key
+        self._own = own
         self._context: Context = zmq.Context()
         self._backoff_until: dict[str, float] = {}
         """Lost peer -> time until which it is not used."""
@@ -60,7 +51,7 @@ class PeerBackEnd(BackEnd):
         self._server: KvServer | None = None
         if listen:
             try:
-                self._server = KvServer(self._context, listen, key, self._offered, identity, parts)
+                self._server = KvServer(self._context, listen, own, self._offered)
             except ConfigError:
                 self.close_storage()
                 raise
@@ -103,17 +94,15 @@ class PeerBackEnd(BackEnd):
             if peer in self._backoff_until:
                 return None
         try:
-            return Link(self._context, peer, self._key, self._identity, self._parts, self.blocks.block_bytes)
+            return Link(self._context, peer, self._own, self.blocks.block_bytes)
         except zmq.ZMQError as error:
             log.warning("invalid KV peer address %s: %s", peer, error.strerror)
             return None
 
     def wake(self) -> None:
-        """See `BackEnd.wake`."""
         os.eventfd_write(self._wakeup_fd, 1)
 
     def close_storage(self) -> None:
-        """See `BackEnd.close_storage`."""
         if self._server is not None:
             self._server.close()
         self._context.term()
@@ -127,7 +116,8 @@ def open_peers(
     num_offered = config.model.kv.num_offloaded_blocks(peers.offered_bytes)
     parts = parts_of(config, runner)
     key = read_key(peers.key_file, "--kv-peer-key", b"quintet peers")
-    opened = PeerBackEnd(blocks, host_blocks, parts, whole_of(parts), peers.listen, key, num_offered)
+    own = OwnIdentity(key, whole_of(parts), parts)
+    opened = PeerBackEnd(blocks, host_blocks, own, peers.listen, num_offered)
     if peers.listen:
         log.info("KV for other servers: %d blocks at %s", num_offered, peers.listen)
     return opened

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ import zmq
 
 from quintet.executor.kv_transfer.block_bytes import Bytes, Int, WholeBlocks
 from quintet.executor.kv_transfer.kv_identity import digest_of
-from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, PeerKey
+from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator
 from quintet.executor.kv_transfer.peers.messages import (
     MAX_HEAD_BYTES,
     VERSION,
@@ -21,6 +21,7 @@ from quintet.executor.kv_transfer.peers.messages import (
     BlockReply,
     BlocksMissing,
     IdentityMismatch,
+    OwnIdentity,
     max_requests,
 )
 from quintet.executor.memory import lazy_zeros
@@ -71,7 +72,6 @@ class OfferedBlocks:
         return self._row_of.pop(next(iter(self._row_of)))
 
     def get(self, key: bytes) -> bytes | None:
-        """Return the block of this key, or None."""
         with self._lock:
             row = self._row_of.pop(key, None)
             if row is None:
@@ -83,26 +83,16 @@ class OfferedBlocks:
 class KvServer:
     """The listening socket and its request handler, which answers one request at a time."""
 
-    def __init__(
-        self,
-        context: Context,
-        address: str,
-        key: PeerKey,
-        offered: OfferedBlocks,
-        identity: bytes,
-        parts: Mapping[str, str],
-    ) -> None:
-        """address: ``host:port``. identity, parts: see `quintet.executor.kv_transfer.kv_identity`.
+    def __init__(self, context: Context, address: str, own: OwnIdentity, offered: OfferedBlocks) -> None:
+        """address: ``host:port``.
 
         Raises `ConfigError` for an address of another machine. An occupied address is retried with `open`.
         """
         self.address = address
         self.is_open = False
-        self._offered = offered
-        self._identity = identity
-        self._parts = dict(parts)
+        self._own, self._offered = own, offered
         self._invalid_requests = LogLimit()
-        self._authenticator = PeerAuthenticator(context, key)
+        self._authenticator = PeerAuthenticator(context, own.key)
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         # A peer that does not read loses replies. Twice the window: ZeroMQ updates its read count late, in halves.
@@ -111,7 +101,7 @@ class KvServer:
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEAD_BYTES)
         if address.startswith("["):
             self.socket.setsockopt(zmq.IPV6, 1)
-        key.protect(self.socket, listens=True)
+        own.key.protect(self.socket, listens=True)
         try:
             self.open()
         except ConfigError:
@@ -119,7 +109,6 @@ class KvServer:
             raise
 
     def close(self) -> None:
-        """Close the sockets."""
         self._authenticator.socket.close(linger=0)
         self.socket.close(linger=0)
 
@@ -164,13 +153,15 @@ class KvServer:
             if self._invalid_requests.count():
                 log.warning("ignored an invalid request for KV blocks from an unknown client")
             return
-        if ask.identity != self._identity or ask.version != VERSION:
-            self.socket.send_multipart((routing_id, encode(IdentityMismatch(ask.number, self._parts))))
+        if ask.identity != self._own.identity or ask.version != VERSION:
+            self.socket.send_multipart(
+                (routing_id, encode(IdentityMismatch(ask.number, dict(self._own.parts))))
+            )
             return
         (key,) = ask.keys
         block = self._offered.get(key)
         if block is None:
             self.socket.send_multipart((routing_id, encode(BlocksMissing(ask.number, [0]))))
             return
-        head = encode(BlockReply(ask.number, 0, digest_of(self._identity, key, memoryview(block))))
+        head = encode(BlockReply(ask.number, 0, digest_of(self._own.identity, key, memoryview(block))))
         self.socket.send_multipart((routing_id, head, block), copy=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from quintet.executor.kv_transfer.kv_identity import digest_of
-from quintet.executor.kv_transfer.peers.keys import Context, PeerKey
+from quintet.executor.kv_transfer.peers.keys import Context
 from quintet.executor.kv_transfer.peers.messages import (
     MAX_HEAD_BYTES,
     VERSION,
@@ -20,6 +20,7 @@ from quintet.executor.kv_transfer.peers.messages import (
     Ask,
     BlocksMissing,
     IdentityMismatch,
+    OwnIdentity,
     max_requests,
 )
 from quintet.wire.codec import UNREADABLE, encode
@@ -56,17 +57,9 @@ class PeerLost(Exception):
 class Link:
     """Used by one thread at a time."""
 
-    def __init__(
-        self,
-        context: Context,
-        peer: str,
-        key: PeerKey,
-        identity: bytes,
-        parts: Mapping[str, str],
-        block_bytes: int,
-    ) -> None:
+    def __init__(self, context: Context, peer: str, own: OwnIdentity, block_bytes: int) -> None:
         """Raises `zmq.ZMQError` if ``peer`` is not a valid address."""
-        self._identity, self._parts, self._block_bytes = identity, parts, block_bytes
+        self._own, self._block_bytes = own, block_bytes
         self._max_requests = max_requests(block_bytes)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -74,7 +67,7 @@ class Link:
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEAD_BYTES, block_bytes))
         if peer.startswith("["):
             self._socket.setsockopt(zmq.IPV6, 1)
-        key.protect(self._socket, listens=False)
+        own.key.protect(self._socket, listens=False)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_LOST_EVENTS)
         try:
             self._socket.connect(f"tcp://{peer}")
@@ -83,7 +76,6 @@ class Link:
             raise
 
     def close(self) -> None:
-        """Close the sockets."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -116,9 +108,8 @@ class Link:
                 raise PeerLost(f"took more than {REQUEST_TIMEOUT_S:.0f} s for a request")
 
     def _ask(self, number: int, key: bytes) -> None:
-        """Request a block."""
         try:
-            self._socket.send(encode(Ask(VERSION, number, self._identity, [key])), zmq.NOBLOCK)
+            self._socket.send(encode(Ask(VERSION, number, self._own.identity, [key])), zmq.NOBLOCK)
         except zmq.Again:  # the connection is gone after a protocol error, before its event
             raise PeerLost("closed the connection") from None
 
@@ -152,12 +143,14 @@ class Link:
             return None
         if isinstance(answer, IdentityMismatch):
             # By our own names: the peer's names are untrusted.
-            differing = sorted(name for name, part in self._parts.items() if part != answer.parts.get(name))
+            differing = sorted(
+                name for name, part in self._own.parts.items() if part != answer.parts.get(name)
+            )
             words = ", ".join(differing) or "version"
             raise PeerLost(f"has another identity: its {words} differ", MISMATCH_BACKOFF_S)
         if answer.index or len(frames) != 2:
             raise PeerLost("sent a block that was not requested")
         block = memoryview(frames[1].buffer)
-        if len(block) != self._block_bytes or digest_of(self._identity, key, block) != answer.digest:
+        if len(block) != self._block_bytes or digest_of(self._own.identity, key, block) != answer.digest:
             raise PeerLost("sent a block with a wrong hash", MISMATCH_BACKOFF_S)
         return block

@@ -14,8 +14,12 @@ no block is accepted by accident. `quintet.executor.kv_transfer.peers.keys` auth
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import msgspec
 
+from quintet.executor.kv_transfer.peers.keys import PeerKey
 from quintet.wire.kv_tiers import KEY_BYTES
 
 VERSION = 2
@@ -30,9 +34,16 @@ def max_requests(block_bytes: int) -> int:
     return max(2, min(MAX_REQUESTS, WINDOW_BYTES // block_bytes))
 
 
-class Ask(msgspec.Struct, array_like=True, tag="ask"):
-    """A request for a block."""
+@dataclass(slots=True, frozen=True)
+class OwnIdentity:
+    """Key and identity that servers which exchange blocks share; see `quintet.executor.kv_transfer.kv_identity`."""
 
+    key: PeerKey
+    identity: bytes
+    parts: Mapping[str, str]
+
+
+class Ask(msgspec.Struct, array_like=True, tag="ask"):
     version: int
     number: int
     identity: bytes

@@ -66,12 +66,10 @@ class StoreBackEnd(BackEnd):
 
     @property
     def capacity(self) -> TierCapacity:
-        """See `BackEnd.capacity`."""
         max_storing_blocks = self._waiting_bytes // self.blocks.block_bytes
         return TierCapacity("store", len(self.host_blocks), max_storing_blocks=max_storing_blocks)
 
     def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
-        """See `BackEnd.store_tasks`."""
         for store in requests.stores:
             content, blocks = self.format.new(len(store.keys))
             wait = copy_out(self.blocks, np.frombuffer(store.blocks, np.int32), blocks)
@@ -90,13 +88,11 @@ class StoreBackEnd(BackEnd):
         self.queues["store"] = kept
 
     def close_storage(self) -> None:
-        """See `BackEnd.close_storage`."""
         self._connector.close()
 
     # --- the threads' side ---
 
     def run_search(self, search: Search, task: Task) -> None:
-        """See `BackEnd.run_search`."""
         begun_ns = time.monotonic_ns()
         counts = [self._num_present([self.format.name_of(key) for key in chain]) for chain in search.chains]
         with self.changed:
@@ -116,7 +112,6 @@ class StoreBackEnd(BackEnd):
         return self._call(None, lambda: self._connector.count(candidates)) if candidates else 0
 
     def run_fetch(self, fetch: Fetch, task: Task) -> None:
-        """See `BackEnd.run_fetch`."""
         name, host_blocks = self.format.name_of(fetch.source), unpack_i32(fetch.host_blocks)
         content, blocks = self.format.new(fetch.num_blocks)
         is_there = self._call(False, lambda: self._connector.get(name, content.data))

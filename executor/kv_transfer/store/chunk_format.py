@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,16 +26,15 @@ ENTRY = struct.Struct("<B34s32s")
 
 
 def entry_of(identity: bytes, key: bytes, block: memoryview) -> bytes:
-    """Return the entry of a block."""
     return ENTRY.pack(len(key), key, digest_of(identity, key, block))
 
 
+@dataclass(slots=True, frozen=True)
 class ChunkFormat:
     """Format of chunks of one model's blocks."""
 
-    def __init__(self, identity: bytes, block_bytes: int) -> None:
-        self.identity = identity
-        self.block_bytes = block_bytes
+    identity: bytes
+    block_bytes: int
 
     def name_of(self, key: bytes) -> str:
         """Return the name of the chunk that ends with the block of this key; unique across identities."""

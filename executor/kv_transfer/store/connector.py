@@ -6,9 +6,9 @@ miss, and slow stores are bypassed. A failed write must not leave an incomplete 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Protocol
 
 from quintet.wire.config import KvStoreConfig
@@ -25,7 +25,7 @@ MAX_DAMAGED = 4096
 
 
 class ObjectStore(Protocol):
-    """A store of objects."""
+    """A store of objects. Ours are subclasses."""
 
     def count(self, names: Sequence[str]) -> int:
         """Return the number of leading objects that exist; objects after the first missing one need no lookup."""
@@ -40,13 +40,13 @@ class ObjectStore(Protocol):
         """Remove a damaged object."""
 
     def close(self) -> None:
-        """Close connections and files."""
+        """Close connections and files, if any are left open."""
+        return  # by default none is
 
 
 def open_connector(config: KvStoreConfig) -> ObjectStore:
     """Return the connector of a store. Raises `ConfigError` for an invalid configuration, not for an unreachable store."""
-    module, _, name = connector_path(config.url).partition(":")
-    opener: Callable[[KvStoreConfig], ObjectStore] = getattr(importlib.import_module(module), name)
+    opener: Callable[[KvStoreConfig], ObjectStore] = resolve_name(connector_path(config.url))
     return opener(config)
 
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quintet.executor.kv_transfer.disk.block_file import read_whole, write_whole
+from quintet.executor.kv_transfer.store.connector import ObjectStore
 from quintet.process.own_files import OwnFolder
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
@@ -32,21 +33,17 @@ LOCK_S = 2.0
 SUBFOLDER = "quintet-kv"
 
 
-def folder_of(url: str) -> Path:
-    """Return the folder of a store's URL."""
-    return Path(url.removeprefix("file://").removeprefix("file:")) / SUBFOLDER
-
-
 def open_folder(config: KvStoreConfig) -> FolderStore:
     """See `quintet.executor.kv_transfer.store.connector.open_connector`."""
+    path = Path(config.url.removeprefix("file://").removeprefix("file:"))
     try:
-        return FolderStore(folder_of(config.url), config.size_bytes)
+        return FolderStore(path / SUBFOLDER, config.size_bytes)
     except OSError as error:
         raise ConfigError(f"--kv-store {config.url}: {error.filename}: {error.strerror}") from None
 
 
-class FolderStore:
-    """See `quintet.executor.kv_transfer.store.connector.ObjectStore`."""
+class FolderStore(ObjectStore):
+    """Objects as files. Its methods raise `OSError`."""
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         """Raises `OSError` if the folder belongs to another user, or is not writable."""
@@ -60,12 +57,10 @@ class FolderStore:
     # --- the connector ---
 
     def count(self, names: Sequence[str]) -> int:
-        """See `ObjectStore.count`."""
         existing = itertools.takewhile(lambda name: self._folder.size_of(name) is not None, names)
         return sum(1 for _ in existing)
 
     def put(self, name: str, content: memoryview) -> bool:
-        """See `ObjectStore.put`. Raises `OSError`."""
         if self._folder.size_of(name) == len(content):
             self._use(name)
             return True
@@ -87,7 +82,6 @@ class FolderStore:
         return is_whole
 
     def get(self, name: str, into: memoryview) -> bool:
-        """See `ObjectStore.get`. Raises `OSError`."""
         try:
             file = self._folder.open(name, os.O_RDONLY)
         except FileNotFoundError:
@@ -101,11 +95,9 @@ class FolderStore:
         return is_there
 
     def drop(self, name: str) -> None:
-        """See `ObjectStore.drop`."""
         self._folder.remove(name)
 
     def close(self) -> None:
-        """See `ObjectStore.close`."""
         self._folder.close()
 
     def _use(self, name: str) -> None:

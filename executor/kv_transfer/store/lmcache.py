@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED
+from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, ObjectStore
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
@@ -62,7 +62,6 @@ class _Exchange:
     until_s: float
 
     def send(self, content: bytes | memoryview) -> None:
-        """Send all of ``content``."""
         self._set_timeout()
         self.connection.sendall(content)
 
@@ -88,15 +87,14 @@ class _Exchange:
         return code, num_bytes
 
     def _set_timeout(self) -> None:
-        """Set the socket timeout to the remaining time."""
         left_s = self.until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("LMCache's server did not finish in time")
         self.connection.settimeout(left_s)
 
 
-class LmStore:
-    """See `quintet.executor.kv_transfer.store.connector.ObjectStore`. Raises `OSError`."""
+class LmStore(ObjectStore):
+    """Objects of an LMCache server. Its methods raise `OSError`."""
 
     def __init__(self, host: str, port: int, timeout_s: float = TIMEOUT_S) -> None:
         self._address = host, port
@@ -105,7 +103,6 @@ class LmStore:
         """Damaged objects, treated as missing until overwritten."""
 
     def count(self, names: Sequence[str]) -> int:
-        """See `ObjectStore.count`."""
         for first in range(0, len(names), LOOKUP_BATCH):
             batch = names[first : first + LOOKUP_BATCH]
             with self._exchange() as exchange:
@@ -117,7 +114,6 @@ class LmStore:
         return len(names)
 
     def put(self, name: str, content: memoryview) -> bool:
-        """See `ObjectStore.put`."""
         if self.count([name]):
             return True
         with self._exchange() as exchange:
@@ -130,7 +126,6 @@ class LmStore:
         return is_there
 
     def get(self, name: str, into: memoryview) -> bool:
-        """See `ObjectStore.get`."""
         if name in self._damaged:
             return False
         with self._exchange() as exchange:
@@ -148,17 +143,12 @@ class LmStore:
             return False
 
     def drop(self, name: str) -> None:
-        """See `ObjectStore.drop`."""
         if len(self._damaged) >= MAX_DAMAGED:
             self._damaged.pop()
         self._damaged.add(name)
 
-    def close(self) -> None:
-        """See `ObjectStore.close`: no connection is left open."""
-
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[_Exchange]:
-        """Open a connection for a request."""
         with socket.create_connection(self._address, CONNECT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             yield _Exchange(connection, time.monotonic() + self._timeout_s)

@@ -16,12 +16,12 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED
+from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, ObjectStore
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
@@ -32,47 +32,6 @@ POLL_S = 0.001
 """Polling interval of a transfer."""
 TIMEOUT_S = 60.0
 """Timeout of a transfer."""
-
-Descriptors = Any
-"""Lists of regions in NIXL's own representation."""
-
-
-class Agent(Protocol):
-    """The used part of ``nixl._api.nixl_agent``."""
-
-    name: str
-
-    def query_memory(self, reg_list: Descriptors, backend: str, mem_type: str) -> list[dict[str, str] | None]:
-        """Return the properties of each object; None for a missing one."""
-
-    def register_memory(self, reg_list: Descriptors, mem_type: str, backends: list[str]) -> Descriptors:
-        """Register regions or objects: ``(address, size, number, name)``."""
-
-    def deregister_memory(self, dereg_list: Descriptors, backends: list[str]) -> None:
-        """Unregister regions or objects."""
-
-    def get_xfer_descs(self, descs: Descriptors, mem_type: str) -> Descriptors:
-        """Return regions to transfer: ``(address, size, number)``."""
-
-    def initialize_xfer(
-        self,
-        operation: str,
-        local_descs: Descriptors,
-        remote_descs: Descriptors,
-        remote_agent: str,
-        notif_msg: bytes,
-        backends: list[str],
-    ) -> Any:
-        """Return a transfer that has not started."""
-
-    def transfer(self, handle: Any) -> str:
-        """Start a transfer; return ``DONE``, ``PROC`` or ``ERR``."""
-
-    def check_xfer_state(self, handle: Any) -> str:
-        """Return the state of a transfer."""
-
-    def release_xfer_handle(self, handle: Any) -> None:
-        """Release a transfer; cancel it if it is in progress."""
 
 
 def open_nixl(config: KvStoreConfig) -> NixlStore:
@@ -93,11 +52,11 @@ def open_nixl(config: KvStoreConfig) -> NixlStore:
     return NixlStore(agent, url.path.strip("/"))
 
 
-class NixlStore:
-    """See `quintet.executor.kv_transfer.store.connector.ObjectStore`. Raises NIXL's errors."""
+class NixlStore(ObjectStore):
+    """Objects of NIXL's plug-in. Its methods raise NIXL's errors."""
 
-    def __init__(self, agent: Agent, prefix: str) -> None:
-        """prefix: path before the names of all objects."""
+    def __init__(self, agent: Any, prefix: str) -> None:
+        """agent: a ``nixl_agent``, which has no types. prefix: path before the names of all objects."""
         self._agent = agent
         self._prefix = prefix
         self._lock = threading.Lock()
@@ -110,7 +69,6 @@ class NixlStore:
         """Damaged objects, treated as missing until overwritten: NIXL cannot remove objects."""
 
     def count(self, names: Sequence[str]) -> int:
-        """See `ObjectStore.count`."""
         objects = [(0, 0, 0, self._path(name)) for name in names]
         with self._lock:
             known = self._agent.query_memory(objects, PLUGIN, mem_type=OBJECTS)
@@ -120,33 +78,31 @@ class NixlStore:
         return sum(1 for _ in remote)
 
     def put(self, name: str, content: memoryview) -> bool:
-        """See `ObjectStore.put`."""
         if not self.count([name]):
             self._move("WRITE", name, content)
             self._damaged.discard(name)
         return True
 
     def get(self, name: str, into: memoryview) -> bool:
-        """See `ObjectStore.get`. A shorter object leaves the end of ``into`` undefined; the block hashes detect that."""
+        """Read an object. A shorter one leaves the end of ``into`` undefined; the block hashes detect that."""
         if not self.count([name]):
             return False
         self._move("READ", name, into)
         return True
 
     def drop(self, name: str) -> None:
-        """See `ObjectStore.drop`."""
         if len(self._damaged) >= MAX_DAMAGED:
             self._damaged.pop()
         self._damaged.add(name)
-
-    def close(self) -> None:
-        """See `ObjectStore.close`: the agent is released with its last reference."""
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
     def _move(self, operation: str, name: str, content: memoryview) -> None:
-        """Write an object from memory, or read it into memory. Raises `OSError`."""
+        """Write an object from memory, or read it into memory. Raises `OSError`.
+
+        NIXL describes regions and objects as ``(address, size, number, name)``.
+        """
         agent, plugins = self._agent, [PLUGIN]
         address, size = np.frombuffer(content, np.uint8).ctypes.data, len(content)
         with self._lock, contextlib.ExitStack() as known:

@@ -13,32 +13,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any
 
+from quintet.executor.kv_transfer.store.connector import ObjectStore
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
 NUM_PARALLEL_LOOKUPS = 8
 """Parallel lookups of one search."""
-
-
-class FileSystem(Protocol):
-    """The used part of ``fsspec.AbstractFileSystem``."""
-
-    def info(self, path: str) -> dict[str, object]:
-        """Return a file's properties, including ``size``. Raises `FileNotFoundError`."""
-
-    def cat_file(self, path: str) -> bytes:
-        """Return a file's content."""
-
-    def pipe_file(self, path: str, value: bytes) -> None:
-        """Write a file."""
-
-    def rm_file(self, path: str) -> None:
-        """Remove a file."""
-
-    def mkdir(self, path: str, create_parents: bool) -> None:
-        """Create a folder, if the storage has folders."""
 
 
 def open_objects(config: KvStoreConfig) -> FsspecStore:
@@ -61,16 +43,16 @@ def open_objects(config: KvStoreConfig) -> FsspecStore:
     return FsspecStore(files, path)
 
 
-class FsspecStore:
-    """See `quintet.executor.kv_transfer.store.connector.ObjectStore`. Raises fsspec's errors."""
+class FsspecStore(ObjectStore):
+    """Objects as files of fsspec. Its methods raise fsspec's errors."""
 
-    def __init__(self, files: FileSystem, path: str) -> None:
-        """path: prefix of all objects."""
+    def __init__(self, files: Any, path: str) -> None:
+        """files: an ``fsspec.AbstractFileSystem``, which has no types. path: prefix of all objects."""
         self._files = files
         self._path = path.rstrip("/")
 
     def count(self, names: Sequence[str]) -> int:
-        """See `ObjectStore.count`. Assumes that all objects before an existing one exist."""
+        """Return the number of leading objects that exist, if all objects before an existing one exist."""
         return count_first(len(names), lambda indexes: self._exist([names[each] for each in indexes]))
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
@@ -87,14 +69,13 @@ class FsspecStore:
             threading.Thread(target=ask, args=(index,), daemon=True).start()
         return [each.result() for each in found]
 
-    def _size_of(self, name: str) -> object | None:
+    def _size_of(self, name: str) -> Any:
         try:
             return self._files.info(f"{self._path}/{name}")["size"]
         except FileNotFoundError:
             return None
 
     def put(self, name: str, content: memoryview) -> bool:
-        """See `ObjectStore.put`."""
         if self._size_of(name) == len(content):
             return True
         path = f"{self._path}/{name}"
@@ -107,7 +88,6 @@ class FsspecStore:
         return True
 
     def get(self, name: str, into: memoryview) -> bool:
-        """See `ObjectStore.get`."""
         try:
             content = self._files.cat_file(f"{self._path}/{name}")
         except FileNotFoundError:
@@ -118,12 +98,8 @@ class FsspecStore:
         return True
 
     def drop(self, name: str) -> None:
-        """See `ObjectStore.drop`."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(f"{self._path}/{name}")
-
-    def close(self) -> None:
-        """See `ObjectStore.close`: connections close with the process."""
 
 
 def count_first(number: int, exist: Callable[[Sequence[int]], Sequence[bool]]) -> int:

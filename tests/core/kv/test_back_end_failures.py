@@ -160,7 +160,7 @@ def test_slow_back_end_is_limited_by_total_timeout(case: Case) -> None:
     case.begin_fetch(2)
     whole = case.back_end.answers.popleft()
     start_ns, blocks = case.world.now, [*unpack_i32(whole.fetched)] * 9
-    while case.state.pool.tiers.is_fetching:
+    while any(tier.is_awaited for tier in case.state.pool.tiers.remote):
         case.world.now += FETCH_TIMEOUT_NS // 2
         case.world.apply(case.world.engine.expire(case.world.now))
         one = pack_i32([blocks.pop()]) if len(blocks) > 9 * case.num_blocks - 3 else b""

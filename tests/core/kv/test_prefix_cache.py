@@ -7,9 +7,8 @@ import time
 import pytest
 
 from quintet.core.kv.pool import BlockPool
-from quintet.core.kv.prefix import content_of, extend_chain, salt_digest
+from quintet.core.kv.prefix import extend_chain, reach, salt_digest
 from quintet.wire.embeds import EmbedsSpan
-from quintet.wire.kv_spec import KvGroup
 from tests.core.fake import World
 from tests.core.fake_model import expected
 
@@ -92,12 +91,12 @@ def test_lru_eviction_tails_before_heads() -> None:
     cached(world, 2, other)
     cached(world, 3, [*PROMPT, 98])  # the other prefix is now the older one
     assert world.engine.state is not None
-    pool = world.engine.state.pool
+    pool, groups = world.engine.state.pool, world.engine.state.limits.groups
     assert (len(pool.cached), len(pool.free)) == (10, 2)
     for _ in range(2 + 3):  # the free blocks, then the three oldest
         pool.take()
     keys = [extended(prompt) for prompt in (PROMPT, other)]
-    assert [pool.index.longest(chain, 5, [KvGroup("full", [0])], 4)[0] for chain in keys] == [5, 2]
+    assert [reach(pool.index.block_of, chain, 5, groups) for chain in keys] == [5, 2]
 
 
 def extended(prompt: list[int]) -> list[bytes]:
@@ -127,14 +126,6 @@ def test_a_span_changes_the_keys_from_its_first_block_on() -> None:
     for position in range(1, 4):
         assert len({chain[position] for chain in chains}) == len(chains)
     assert chains[1] == with_span(6, 4, b"a")
-
-
-def test_content_of_a_block_continues_that_of_its_first_tokens() -> None:
-    """Ends inside a block are hashed piece by piece."""
-    tokens, span = [*range(16)], EmbedsSpan(6, "F16", 1, bytes(2 * 3), bytes(32))
-    whole = content_of(tokens, 4, 4, 12, [span])
-    for end in range(4, 12):
-        assert content_of(tokens, 4, 4, end, [span]) + content_of(tokens, 4, end, 12, [span]) == whole
 
 
 def test_same_content_twice_is_registered_once() -> None:

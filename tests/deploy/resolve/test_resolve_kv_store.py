@@ -71,7 +71,7 @@ def test_url_with_a_secret_is_rejected_without_printing_it(tmp_path: Path) -> No
 
 
 def test_missing_fsspec_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quintet.deploy.config.kv.store.find_spec", lambda name: None)
+    monkeypatch.setattr("quintet.deploy.config.kv.storage.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'quintet\[store\]'"):
         config_of(tmp_path, kv_store="s3://bucket/prefix")
 

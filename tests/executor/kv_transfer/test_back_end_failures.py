@@ -26,6 +26,7 @@ from quintet.executor.kv_transfer.peers import kv_server
 from quintet.executor.kv_transfer.peers.back_end import PeerBackEnd
 from quintet.executor.kv_transfer.peers.keys import PeerKey
 from quintet.executor.kv_transfer.peers.kv_server import OfferedBlocks
+from quintet.executor.kv_transfer.peers.messages import OwnIdentity
 from quintet.executor.kv_transfer.store.back_end import StoreBackEnd
 from quintet.executor.kv_transfer.store.connector import ObjectStore, open_connector
 from quintet.executor.kv_transfer.store.folder import FolderStore
@@ -165,7 +166,7 @@ class PeerRig(Rig):
 
     def _side(self, identity: bytes, listen: str) -> PeerBackEnd:
         parts = {"weights": identity.hex()}
-        return PeerBackEnd(BlockBytes(self.layers), HOST_BLOCKS, parts, identity, listen, KEY, 8)
+        return PeerBackEnd(BlockBytes(self.layers), HOST_BLOCKS, OwnIdentity(KEY, identity, parts), listen, 8)
 
     def fill(self) -> None:
         address = f"127.0.0.1:{free_port()}"

@@ -19,7 +19,13 @@ from quintet.executor.kv_transfer.peers import link, messages
 from quintet.executor.kv_transfer.peers.back_end import PeerBackEnd
 from quintet.executor.kv_transfer.peers.keys import PeerKey, read_key
 from quintet.executor.kv_transfer.peers.link import Link, PeerLost
-from quintet.executor.kv_transfer.peers.messages import Ask, BlockReply, BlocksMissing, IdentityMismatch
+from quintet.executor.kv_transfer.peers.messages import (
+    Ask,
+    BlockReply,
+    BlocksMissing,
+    IdentityMismatch,
+    OwnIdentity,
+)
 from quintet.wire.codec import encode, pack_i32, unpack_i32
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_tiers import Fetch, KvTierRequests, Store
@@ -29,6 +35,7 @@ HOST_BLOCKS = range(FIRST, FIRST + 4)
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]
 PARTS = {"weights": "w", "hf_config": "c"}
 KEY = PeerKey(*zmq.curve_keypair())
+OWN = OwnIdentity(KEY, b"w" * 32, PARTS)
 
 
 def fetch(peer: str, host_blocks: list[int], keys: list[bytes], tables: int = 0) -> KvTierRequests:
@@ -54,7 +61,7 @@ class Side:
         self.address = address or f"127.0.0.1:{free_port()}"
         parts = PARTS | {"weights": identity.hex()}
         self.peers = PeerBackEnd(
-            BlockBytes(self.layers), HOST_BLOCKS, parts, identity, self.address, key, num_offered
+            BlockBytes(self.layers), HOST_BLOCKS, OwnIdentity(key, identity, parts), self.address, num_offered
         )
         self._rung = threading.Event()
         self.peers.begin(self._rung.set)
@@ -229,7 +236,7 @@ def test_an_invalid_message_between_requests_closes_the_link(monkeypatch: pytest
     monkeypatch.setattr(messages, "WINDOW_BYTES", 1)
     with raw_socket(zmq.ROUTER) as peer, zmq.Context() as context:
         port = peer.bind_to_random_port("tcp://127.0.0.1")
-        with closing(Link(context, f"127.0.0.1:{port}", KEY, b"w" * 32, PARTS, 2 * LAYER_BYTES)) as asks:
+        with closing(Link(context, f"127.0.0.1:{port}", OWN, 2 * LAYER_BYTES)) as asks:
             blocks = asks.fetch(KEYS)
 
             def send_invalid_message() -> None:
@@ -280,10 +287,8 @@ def test_an_address_in_use_is_retried(closed: ExitStack) -> None:
     late = PeerBackEnd(
         BlockBytes(gives.layers),
         HOST_BLOCKS,
-        PARTS | {"weights": (b"w" * 32).hex()},
-        b"w" * 32,
+        OwnIdentity(KEY, b"w" * 32, PARTS | {"weights": (b"w" * 32).hex()}),
         gives.address,
-        KEY,
         8,
     )
     late.begin(lambda: None)
@@ -302,7 +307,7 @@ def test_an_address_in_use_is_retried(closed: ExitStack) -> None:
 def test_an_address_of_another_machine_is_rejected(closed: ExitStack) -> None:
     gives, _ = sides(closed)
     with pytest.raises(ConfigError, match=r"--kv-peer-listen 192\.0\.2\.1:7"):
-        PeerBackEnd(BlockBytes(gives.layers), HOST_BLOCKS, PARTS, b"w" * 32, "192.0.2.1:7", KEY, 1)
+        PeerBackEnd(BlockBytes(gives.layers), HOST_BLOCKS, OWN, "192.0.2.1:7", 1)
 
 
 def test_a_restarted_peer_is_used_again(closed: ExitStack) -> None:
