@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 
+from quintet.detokenizer_proc.parsers.interface import MAX_NAME
 from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
-from quintet.detokenizer_proc.parsers.machine import MAX_NAME, Machine, Prose
+from quintet.detokenizer_proc.parsers.machine import Machine, Prose
 from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.wire.channels import Channel
 

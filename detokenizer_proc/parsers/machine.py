@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable, Sequence
 
 from quintet.detokenizer_proc.parsers.interface import ChannelText
+from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
+from quintet.detokenizer_proc.parsers.json_scan import JsonValue, quoted
 from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.wire.channels import Channel
 
-MAX_NAME = 256
-"""Characters of a function's or parameter's name; a longer name is invalid, which bounds the text held back."""
 LINE = "\n"
 """Mark before a call that begins a line."""
 FENCE = "```"
@@ -114,6 +114,9 @@ class CallReader(Machine):
         self._begins = begins
         self._prose = Prose(Channel.CONTENT, leading=False)
         self._num_calls = 0
+        self._num_values = 0  # of the current call
+        self._object = JsonValue("{")
+        self._repair = JsonRepair()
         self._expects_calls = False
         """True once the output has a call, or a mark around a group of calls."""
         self._raw: list[str] = []
@@ -190,6 +193,10 @@ class CallReader(Machine):
         """Read the text after the mark that begins a call."""
         raise NotImplementedError
 
+    def _after(self) -> bool:
+        """Read the text after a call."""
+        raise NotImplementedError
+
     def _emit_prose(self, text: str) -> None:
         self._emit(Channel.CONTENT, self._prose.take(text))
 
@@ -217,10 +224,35 @@ class CallReader(Machine):
         self._prose.at_mark()
         self._emit(Channel.NAME, name, self._num_calls)
         self._num_calls += 1
+        self._num_values = 0
         self._expects_calls = True
 
     def _emit_arguments(self, text: str) -> None:
         self._emit(Channel.ARGUMENTS, text, self._num_calls - 1)
+
+    def _next_key(self, key: str) -> str:
+        """Return the JSON of a key, with a comma after the last value."""
+        self._num_values += 1
+        return ("" if self._num_values == 1 else ", ") + quoted(key) + ": "
+
+    def _begin_object(self) -> bool:
+        """Read all arguments as one JSON object, which some models write in place of their format's."""
+        self._object, self._repair = JsonValue("{"), JsonRepair()
+        self._state = CallReader._in_object
+        return True
+
+    def _in_object(self) -> bool:
+        self._emit_arguments(self._repair.take(self._take(self._object.read(self._text))))
+        if self._object.is_over or self._over:
+            self._emit_arguments(self._repair.end(is_cut=self._is_cut and not self._object.is_over))
+        return self._end_once(self._object.is_over)
+
+    def _end_once(self, is_read: bool) -> bool:
+        """Continue after a call once it ``is_read``, or when the output ends within it."""
+        if not (is_read or self._over):
+            return False
+        self._state = type(self)._after
+        return True
 
     def _is_partial_call(self) -> bool:
         """Return whether the consumed text is very likely the beginning of a call."""
@@ -306,13 +338,6 @@ class ListReader(CallReader):
         self._raw, self._is_raw = [], False
         self._prose.at_mark()
         self._is_list = False
-        self._state = type(self)._after
-        return True
-
-    def _end_once(self, is_read: bool) -> bool:
-        """Continue after a call once it ``is_read``, or when the output ends within it."""
-        if not (is_read or self._over):
-            return False
         self._state = type(self)._after
         return True
 
