@@ -15,7 +15,7 @@ from quintet.detokenizer_proc.parsers.machine import FENCE, LINE
 from quintet.detokenizer_proc.parsers.messages import MessageFormat
 from quintet.detokenizer_proc.parsers.nested_calls import NestedFormat
 from quintet.detokenizer_proc.parsers.tag_format import TagFormat, attribute, key_attributes, key_before_type
-from quintet.detokenizer_proc.parsers.thinking import KeptFormat, ThinkFormat
+from quintet.detokenizer_proc.parsers.thinking import ThinkFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class MessageCalls:
 
 
 ToolFormat = JsonFormat | LiteralFormat | TagFormat | NestedFormat | HarmonyFormat | MessageCalls
-ReasoningFormat = ThinkFormat | KeptFormat | HarmonyFormat | MessageFormat
+ReasoningFormat = ThinkFormat | HarmonyFormat | MessageFormat
 
 _SEPARATOR = "<｜tool▁sep｜>"
 _CALL_ID = "[CALL_ID]"
@@ -197,7 +197,7 @@ REASONING: dict[str, ReasoningFormat] = {
         within=_K3_TOKENS,
     ),
     "minimax_m2": _THINK_FIRST,
-    "minimax_m2_append_think": KeptFormat(_THINK_FIRST),
+    "minimax_m2_append_think": replace(_THINK_FIRST, is_kept=True),
     "minimax_m3": ThinkFormat(("<mm:think>",), ("</mm:think>",)),
     "mistral": ThinkFormat(("[THINK]",), ("[/THINK]",)),
     "muse_glimmer": _MUSE,

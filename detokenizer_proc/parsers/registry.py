@@ -8,13 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from quintet.detokenizer_proc.parsers.formats import (
-    REASONING,
-    SECOND,
-    TOOLS,
-    HarmonyFormat,
-    MessageCalls,
-)
+from quintet.detokenizer_proc.parsers.formats import REASONING, SECOND, TOOLS, HarmonyFormat, MessageCalls
 from quintet.detokenizer_proc.parsers.harmony import Harmony
 from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser
 from quintet.detokenizer_proc.parsers.json_calls import JsonCalls, JsonFormat
@@ -28,7 +22,6 @@ from quintet.detokenizer_proc.parsers.tag_format import TagFormat
 from quintet.detokenizer_proc.parsers.tagged_calls import TaggedCalls
 from quintet.detokenizer_proc.parsers.thinking import (
     EmbeddedCalls,
-    KeptFormat,
     KeptReasoning,
     LateCloseFilter,
     ThinkFormat,
@@ -171,7 +164,7 @@ def call_ids(tools: str) -> CallIds:
 def fit(reasoning: str, tools: str) -> bool:
     """Return whether two parsers (empty: none) can be combined for one output."""
     thought, form = REASONING.get(reasoning), TOOLS.get(tools)
-    thought = None if isinstance(thought, ThinkFormat | KeptFormat) else thought
+    thought = None if isinstance(thought, ThinkFormat) else thought
     calls = (
         form.messages if isinstance(form, MessageCalls) else form if isinstance(form, HarmonyFormat) else None
     )
@@ -193,8 +186,8 @@ def build(reasoning: str, tools: str, schemas: bytes, prompt: str) -> Parser:
     thought = REASONING[reasoning] if reasoning else None
     if isinstance(thought, HarmonyFormat) or (tools and isinstance(TOOLS[tools], HarmonyFormat)):
         return Harmony(with_reasoning=bool(reasoning), with_calls=bool(tools))
-    if isinstance(thought, KeptFormat):
-        return KeptReasoning(thought.form, prompt, build("", tools, schemas, prompt) if tools else None)
+    if isinstance(thought, ThinkFormat) and thought.is_kept:
+        return KeptReasoning(thought, prompt, build("", tools, schemas, prompt) if tools else None)
     form, types = TOOLS[tools] if tools else None, Schemas(schemas)
     if isinstance(thought, MessageFormat) or isinstance(form, MessageCalls):
         messages = form.messages if isinstance(form, MessageCalls) else thought

@@ -32,23 +32,13 @@ class ThinkFormat:
     """Reasoning may also follow content, and a closing mark without reasoning may end the output."""
     within: tuple[str, ...] = ()
     """Special tokens inside marks."""
+    is_kept: bool = False
+    """Reasoning stays in the content with its marks, for clients that return only the content."""
 
     @property
     def marks(self) -> frozenset[str]:
         """Special tokens that the parser must see as text."""
         return frozenset({*self.opens, *self.closes, *self.breaks, *self.around, *self.within})
-
-
-@dataclass(frozen=True, slots=True)
-class KeptFormat:
-    """Reasoning that stays in the content with its marks, for clients that return only the content."""
-
-    form: ThinkFormat
-
-    @property
-    def marks(self) -> frozenset[str]:
-        """Special tokens that the parser must see as text."""
-        return self.form.marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +189,11 @@ class Thinking(Machine):
         if self._over and not end:
             before, rest = before + rest, ""
         found, num_read = None, 0
-        while found is None and num_read < len(
-            before
-        ):  # by character: text after the decision is not consumed
-            sign = before[num_read]
+        while found is None and num_read < len(before):
+            sign = before[num_read]  # by character: text after the decision is not consumed
             self._attempted.append(sign)
-            found = _first_channel(self._probe.push(sign))
+            deltas = self._probe.push(sign)
+            found = deltas[0].channel if deltas else None
             num_read += 1
         self._text = before[num_read:] + end + rest
         if found is Channel.NAME or (found is None and self._is_cut and not end):
@@ -225,10 +214,6 @@ class Thinking(Machine):
             return
         self._emit_prose(self._reasoning, mark)
         self._text = following + self._text
-
-
-def _first_channel(deltas: list[ChannelText]) -> Channel | None:
-    return deltas[0].channel if deltas else None
 
 
 class LateCloseFilter(Machine):
@@ -258,7 +243,7 @@ class LateCloseFilter(Machine):
 
 
 class KeptReasoning:
-    """Keeps reasoning of a `KeptFormat` in the content. The opening mark that the prompt has precedes it."""
+    """Keeps reasoning in the content, for a format that ``is_kept``. The opening mark that the prompt has precedes it."""
 
     is_reasoning = False
 
