@@ -19,11 +19,16 @@ from quintet.process.child import child_main
 from quintet.process.pending_topology import PendingTopology
 from quintet.process.runtime import Process
 from quintet.process.work_journal import REQUEST, Journal, WorkId, entries_of, open_journal
+from quintet.tokenizer_proc.answers import (
+    check_embeds,
+    dropped_answers,
+    error_answer,
+    request_error,
+    send_answer,
+    tokenized,
+)
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
-from quintet.tokenizer_proc.inbox_checks import check_embeds, dropped_answers, error_answer, request_error
-from quintet.tokenizer_proc.lanes import Lanes
-from quintet.tokenizer_proc.offloaded import OffloadedRequests
-from quintet.tokenizer_proc.queries import send_answer, tokenized
+from quintet.tokenizer_proc.lanes import Lanes, OffloadedRequests
 from quintet.tokenizer_proc.structured import Forms
 from quintet.tokenizer_proc.thinking import Budgets
 from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i32, unpack_i64
