@@ -16,11 +16,15 @@ import msgspec
 
 from quintet.tokenizer_proc.chat_messages import name_of, normal_messages
 from quintet.tokenizer_proc.continued_message import cut_at_tag, tag_final
-from quintet.tokenizer_proc.system_messages import hides_system, rearranged
 from quintet.tokenizer_proc.template_environment import make_environment
+from quintet.tokenizer_proc.template_fallbacks import (
+    hides_system,
+    rearranged,
+    with_optional_fields,
+    with_other_efforts,
+)
 from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
 from quintet.tokenizer_proc.template_values import TracedMessage
-from quintet.tokenizer_proc.variable_fallbacks import with_optional_fields, with_other_efforts
 from quintet.wire.chat import Message, decode_messages
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.config import ChatContentFormat
