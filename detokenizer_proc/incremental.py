@@ -20,9 +20,8 @@ import copy
 from collections.abc import Sequence
 from typing import Protocol
 
-from quintet.detokenizer_proc.decoder_spec import byte_level_bytes, byte_of
 from quintet.detokenizer_proc.other_decoders import LibraryDecoder, MetaspaceDecoder, PieceDecoder
-from quintet.detokenizer_proc.vocabulary import Vocabulary
+from quintet.detokenizer_proc.vocabulary import Vocabulary, byte_level_bytes, byte_of
 
 
 class Decoder(Protocol):
@@ -48,7 +47,7 @@ class Decoder(Protocol):
 
 
 class PieceTable:
-    """Text of every id, special tokens included. `skipping_special_tokens` returns the table without them."""
+    """Text of every id, special tokens included; `skipping` is the table without them."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -66,6 +65,7 @@ class PieceTable:
         """Table for a request without detokenization."""
         self.is_byte = bytearray(self.num_ids)
         self._fill()
+        self.skipping = self.skipping_special_tokens()
 
     def skipping_special_tokens(self, but: frozenset[str] = frozenset()) -> PieceTable:
         """Return a copy in which special tokens have empty text, except tokens that are a substring of a mark in ``but``."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 import codecs
 from typing import Protocol
 
-from quintet.detokenizer_proc.decoder_spec import DecoderSpec
-from quintet.detokenizer_proc.vocabulary import Vocabulary
+from quintet.detokenizer_proc.vocabulary import DecoderSpec, Vocabulary
 
 REPLACEMENT = "\ufffd"
 

@@ -87,8 +87,7 @@ class OutputReader:
 class OutputParsers:
     """Selects the piece table and the parsers of a request."""
 
-    def __init__(self, skipping: PieceTable, showing: PieceTable) -> None:
-        self._skipping = skipping
+    def __init__(self, showing: PieceTable) -> None:
         self._showing = showing
         self._tables: dict[tuple[str, str], PieceTable] = {}
         """Tables that show only the special tokens in the parsers' marks, by the parsers' names."""
@@ -98,7 +97,7 @@ class OutputParsers:
         if not opened.skip_special_tokens:
             return self._showing
         if not _is_read(opened):
-            return self._skipping
+            return self._showing.skipping
         assert opened.parsing is not None
         key = opened.parsing.reasoning, opened.parsing.tools
         table = self._tables.get(key)
