@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from quintet.detokenizer_proc.incremental import PieceTable
-from quintet.detokenizer_proc.queries import Queries
+from quintet.detokenizer_proc.queries import Queries, failed_query
 from quintet.detokenizer_proc.rows import Cores, Steps
 from quintet.detokenizer_proc.vocabulary import load_vocabulary
 from quintet.process.child import child_main
@@ -19,7 +19,6 @@ from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of, is_newer
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import (
-    Detokenized,
     DetokenizeQuery,
     Failed,
     Live,
@@ -47,9 +46,7 @@ class Detokenizer:
         first = Steps(table)
         self._cores = Cores(first)
         self._queries = Queries(process.peers, first, table.num_ids)
-        self._queued_texts: PendingTopology[tuple[int, int], tuple[int, int, Text]] = PendingTopology(
-            MAX_QUEUED_TEXTS
-        )
+        self._queued_texts = PendingTopology[tuple[int, int], tuple[int, int, Text]](MAX_QUEUED_TEXTS)
         self._is_retiring = False
         """True after `Drain`, until `Drained` is sent."""
         self._failed: dict[int, Failed] = {}
@@ -110,9 +107,8 @@ class Detokenizer:
         """Fail the query and the requests of a dropped message."""
         error = dropped.error(Role.DETOKENIZER)
         if dropped.query_id is not None and dropped.frontend is not None:
-            failed = Failed(dropped.query_id, error.code, error.message)
-            answer = Detokenized(dropped.query_id, "", failed)
-            self._process.peers.send(Role.FRONTEND, dropped.frontend, answer)
+            failed = failed_query(dropped.query_id, error)
+            self._process.peers.send(Role.FRONTEND, dropped.frontend, failed)
         self._fail_requests(dropped.request_ids, error.code, error.message)
         self._send_failures()
 

@@ -264,7 +264,7 @@ class Steps:
             if num_silent:
                 if offsets is not None:
                     offsets.append(request.text_length)
-                request.add_silently(num_silent)
+                request.num_tokens += num_silent
             delta += request.finish(is_cut=finish is not FinishReason.STOP)
         token_ids = token_ids[: request.num_tokens - applied]
         if token_ids or delta:

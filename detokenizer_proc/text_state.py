@@ -117,10 +117,6 @@ class TextState:
         self._update_pieces()
         return "".join(released)
 
-    def add_silently(self, num_tokens: int) -> None:
-        """Count tokens without text: the stop token that ended the request."""
-        self.num_tokens += num_tokens
-
     def finish(self, *, is_cut: bool = False) -> str:
         """End the text; return the pending part, in which a stop string is a hit too.
 
@@ -128,17 +124,13 @@ class TextState:
         """
         if not self.opened.detokenize:
             return ""
-        text = self._end()
-        is_cut = is_cut or self.hit is not None
-        return text if self.reader is None else self.reader.finish(text, is_cut=is_cut)
-
-    def _end(self) -> str:
         text, search = self._decoder.flush(), self._search
         if search is not None:
             text = search.release(text, self.num_tokens >= self.opened.min_tokens, self.reader)
             text += search.take_held() if search.hit is None else ""
         self.length += len(text)
-        return text
+        is_cut = is_cut or self.hit is not None
+        return text if self.reader is None else self.reader.finish(text, is_cut=is_cut)
 
     def _update_pieces(self) -> None:
         if not self.opened.detokenize:

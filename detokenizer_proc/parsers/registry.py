@@ -20,13 +20,7 @@ from quintet.detokenizer_proc.parsers.nested_calls import NestedCalls, NestedFor
 from quintet.detokenizer_proc.parsers.schemas import Schemas
 from quintet.detokenizer_proc.parsers.tag_format import TagFormat
 from quintet.detokenizer_proc.parsers.tagged_calls import TaggedCalls
-from quintet.detokenizer_proc.parsers.thinking import (
-    EmbeddedCalls,
-    KeptReasoning,
-    LateCloseFilter,
-    ThinkFormat,
-    Thinking,
-)
+from quintet.detokenizer_proc.parsers.thinking import KeptReasoning, LateCloseFilter, ThinkFormat, Thinking
 from quintet.wire.channels import Channel
 from quintet.wire.config import CallIds
 
@@ -197,10 +191,11 @@ def build(reasoning: str, tools: str, schemas: bytes, prompt: str) -> Parser:
     if form is None:
         assert thought is not None
         return Thinking(thought, prompt)
-    parser: Parser = _calls(tools, types)
+    build_calls = partial(_calls, tools, types)
+    parser = build_calls()
     if thought is not None:
-        within = EmbeddedCalls(call_marks(tools), lambda: _calls(tools, types))
-        parser = Chain(Thinking(thought, prompt, within), parser, LateCloseFilter(thought))
+        thinking = Thinking(thought, prompt, call_marks(tools), build_calls)
+        parser = Chain(thinking, parser, LateCloseFilter(thought))
     if isinstance(form, TagFormat) and form.spellings:
         return Spellings(parser, dict(form.spellings))
     return parser

@@ -41,16 +41,6 @@ class ThinkFormat:
         return frozenset({*self.opens, *self.closes, *self.breaks, *self.around, *self.within})
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddedCalls:
-    """Tool calls that may begin inside unclosed reasoning."""
-
-    marks: frozenset[str]
-    """Marks that begin a call or a group of calls."""
-    reader: Callable[[], Parser]
-    """Builds a call parser, to check that a mark begins a call."""
-
-
 class Thinking(Machine):
     """Parses reasoning of a `ThinkFormat`: the first one, or all if it ``is_repeated``.
 
@@ -60,7 +50,14 @@ class Thinking(Machine):
     certain to be no call.
     """
 
-    def __init__(self, form: ThinkFormat, prompt: str, calls: EmbeddedCalls | None = None) -> None:
+    def __init__(
+        self,
+        form: ThinkFormat,
+        prompt: str,
+        call_marks: frozenset[str] = frozenset(),
+        build_calls: Callable[[], Parser] | None = None,
+    ) -> None:
+        """``call_marks`` begin a call, or a group of calls; ``build_calls`` builds a parser to check that one does."""
         inside = is_inside(prompt, form.opens, form.closes, form.begins_inside)
         super().__init__(Thinking._first if inside else Thinking._start)
         self.is_reasoning = inside
@@ -69,8 +66,8 @@ class Thinking(Machine):
         self._closes = Marks(*form.closes)
         self._firsts = Marks(*form.closes, *form.first)
         self._ends = Marks(*form.closes, *form.breaks)
-        self._calls = calls
-        self._begins = calls.marks - self._ends.marks if calls is not None else frozenset[str]()
+        self._build_calls = build_calls
+        self._begins = call_marks - self._ends.marks
         self._turns = Marks(*self._ends.marks, *self._begins)
         self._probe: Parser | None = None
         self._attempted: list[str] = []
@@ -156,9 +153,9 @@ class Thinking(Machine):
         before, mark = self._until(self._turns)
         self._emit_prose(self._reasoning, before)
         if mark in self._begins:
-            assert self._calls is not None
+            assert self._build_calls is not None
             self.is_reasoning = False
-            self._probe, self._attempted = self._calls.reader(), [mark]
+            self._probe, self._attempted = self._build_calls(), [mark]
             self._probe.push(mark)
             self._state = Thinking._in_attempt
         elif mark in self._form.breaks:
