@@ -26,6 +26,7 @@ from quintet.wire.codec import (
 )
 from quintet.wire.config import MAX_DRAFTS, EngineConfig
 from quintet.wire.embeds import EmbedsPrompt, RowEmbeds, are_ordered
+from quintet.wire.ids import MAX_ID
 from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.kv_validate import (
     are_swaps,
@@ -36,16 +37,10 @@ from quintet.wire.kv_validate import (
     tier_checks,
 )
 from quintet.wire.metrics import decode_snapshot
-from quintet.wire.params import (
-    MAX_COUNT,
-    SamplingParams,
-    ThinkingBound,
-    first_unknown,
-)
+from quintet.wire.params import MAX_COUNT, SamplingParams, ThinkingBound, first_unknown
 from quintet.wire.pooling import ITEM_BYTES, Pooled, PoolingType, are_pooled, are_vectors
 from quintet.wire.request import RequestSpec
 
-MAX_ID = 1 << 63
 LAST_FINISH = max(m.FinishReason)
 
 Check = Callable[[Any], bool]
