@@ -66,7 +66,7 @@ class Forms:
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._named: dict[str, int] = {}
-        self._known: OrderedDict[StructuredKey, StructuredOutputsParams] = OrderedDict()
+        self._known: OrderedDict[bytes, StructuredOutputsParams] = OrderedDict()
         self._num_chars = 0
 
     def is_known(self, wanted: StructuredOutputsParams) -> bool:
@@ -108,7 +108,7 @@ class Forms:
             raise refused("the grammar", "it is too long in combination with reasoning: make it smaller")
         return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(compiled=grammar))
 
-    def _keep(self, key: StructuredKey, found: StructuredOutputsParams) -> None:
+    def _keep(self, key: bytes, found: StructuredOutputsParams) -> None:
         with self._lock:
             if key not in self._known:
                 self._known[key] = found
@@ -184,10 +184,7 @@ def _any_of(bitmask: bytes, draw: random.Random) -> int:
     return at + (rest & -rest).bit_length() - 1
 
 
-StructuredKey = bytes
-
-
-def _key(wanted: StructuredOutputsParams) -> StructuredKey:
+def _key(wanted: StructuredOutputsParams) -> bytes:
     return msgspec.msgpack.encode(wanted)
 
 
