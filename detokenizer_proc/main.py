@@ -64,7 +64,6 @@ class Detokenizer:
         self._num_open = metrics.gauge("detokenizer_open_requests", "Requests open in the detokenizer.")
 
     def run(self) -> None:
-        """Handle messages until stopped."""
         process = self._process
         while True:
             messages = process.receive(0.0 if self._queries.jobs else None)

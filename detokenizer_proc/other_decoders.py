@@ -164,7 +164,6 @@ class MetaspaceDecoder:
         self.clean = not (at_start and table.spec.strip_first)
 
     def push(self, token_id: int) -> str:
-        """Add a token."""
         table = self._table
         if self.clean or token_id in table.absent:
             return table.pieces[token_id] or ""

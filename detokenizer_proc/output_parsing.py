@@ -44,7 +44,6 @@ class OutputReader:
 
     @property
     def is_reasoning(self) -> bool:
-        """See `Parser`."""
         return self._parser.is_reasoning
 
     def read(self, text: str) -> str:
@@ -108,7 +107,6 @@ class OutputParsers:
         return table
 
     def echo_table_of(self, opened: Open) -> PieceTable:
-        """Return the table of an echoed prompt."""
         return self._showing if opened.echo is Echo.WHOLE else self.table_of(opened)
 
     def reader_of(self, opened: Open) -> OutputReader | None:

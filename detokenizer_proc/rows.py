@@ -67,7 +67,6 @@ class Steps:
 
     @property
     def num_open(self) -> int:
-        """Number of open requests."""
         return len(self._open)
 
     def take_stop_hits(self) -> list[tuple[int, int]]:
@@ -355,7 +354,6 @@ class Cores:
 
     @property
     def num_open(self) -> int:
-        """Number of open requests."""
         return sum(steps.num_open for steps in self._steps.values())
 
     def of(self, core: int) -> Steps:

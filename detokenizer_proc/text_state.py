@@ -156,7 +156,6 @@ class TextBuilder:
         self.token_ids: list[int] = []
 
     def add(self, request_id: int, delta: str, offset: int, first: int, token_ids: Sequence[int]) -> None:
-        """Add a row."""
         text = self.text
         text.request_ids.append(request_id)
         text.deltas.append(delta)

@@ -131,7 +131,6 @@ class Recorder:
         self._flushed_at = time.monotonic()
 
     def close(self) -> None:
-        """Write the rest."""
         self._write_out()
         self._ring.close()
 

@@ -104,7 +104,6 @@ class Process(Generic[MessageT]):
         self.beat()
 
     def beat(self) -> None:
-        """Send a heartbeat now."""
         self._next_beat = time.monotonic() + self._beat_s
         self._beat(self.peers, with_metrics=self._heartbeat_thread is None)
 

@@ -68,7 +68,6 @@ class ChatTemplates:
 
     @property
     def names(self) -> list[str]:
-        """Names of the model's templates."""
         return list(self._templates)
 
     def compile(self) -> None:

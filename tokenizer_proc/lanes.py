@@ -119,7 +119,6 @@ class OffloadedRequests:
         return msgspec.structs.replace(cancel, request_ids=rest) if rest else None
 
     def clear(self) -> None:
-        """Remove all requests."""
         self._waiting.clear()
         self._first.clear()
 

@@ -44,14 +44,12 @@ class Machine:
         self._deltas: list[ChannelText] = []
 
     def push(self, text: str) -> list[ChannelText]:
-        """See `Parser`."""
         if len(text) <= MAX_SLICE:
             self._text += text
             return self._run()
         return [delta for part in slices(text) for delta in self.push(part)]
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
-        """See `Parser`."""
         self._over, self._is_cut = True, is_cut
         return self._run()
 
@@ -184,7 +182,6 @@ class CallReader(Machine):
         return False
 
     def _on_mark(self, mark: str) -> bool:
-        """Handle a mark in the content."""
         self._attempt(mark)
         self._state = type(self)._read_start
         return True
@@ -205,7 +202,6 @@ class CallReader(Machine):
         self._raw, self._is_raw = [consumed], True
 
     def _take(self, num_chars: int) -> str:
-        """Consume characters."""
         taken, self._text = self._text[:num_chars], self._text[num_chars:]
         if self._is_raw:
             self._raw.append(taken)
@@ -273,7 +269,6 @@ class CallReader(Machine):
         return self._return()
 
     def _return(self) -> bool:
-        """Return to reading content."""
         self._raw, self._is_raw = [], False
         self._state = type(self)._content
         return True

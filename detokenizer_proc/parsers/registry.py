@@ -36,15 +36,12 @@ class Chain:
 
     @property
     def is_reasoning(self) -> bool:
-        """See `Parser`."""
         return self._reasoning.is_reasoning
 
     def push(self, text: str) -> list[ChannelText]:
-        """See `Parser`."""
         return self._forward(self._reasoning.push(text))
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
-        """See `Parser`."""
         found = self._forward(self._reasoning.finish(is_cut=is_cut))
         parsed = self._tools.finish(is_cut=is_cut)
         found += parsed if self._reasoning.content_before_break is None else self._filter_close(parsed)
@@ -85,13 +82,11 @@ class EitherCalls:
         second.stop_at_content()
 
     def push(self, text: str) -> list[ChannelText]:
-        """See `Parser`."""
         if len(text) <= MAX_SLICE:
             return self._follow(self._reader.push(text))
         return [delta for part in slices(text) for delta in self.push(part)]
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
-        """See `Parser`."""
         return self._follow(self._reader.finish(is_cut=is_cut))
 
     def _follow(self, deltas: list[ChannelText]) -> list[ChannelText]:
@@ -113,11 +108,9 @@ class Spellings:
 
     @property
     def is_reasoning(self) -> bool:
-        """See `Parser`."""
         return self._parser.is_reasoning
 
     def push(self, text: str) -> list[ChannelText]:
-        """See `Parser`."""
         parts, at, text = list[str](), 0, self._held + text
         while True:
             begin, mark = self._marks.search(text, at)

@@ -251,7 +251,6 @@ class KeptReasoning:
         self._calls = calls
 
     def push(self, text: str) -> list[ChannelText]:
-        """See `Parser`."""
         if self._opening:
             self._held += text
             begin = self._held.lstrip()[: len(self._opening)]
@@ -263,7 +262,6 @@ class KeptReasoning:
         return [ChannelText(Channel.CONTENT, 0, text)] if text else []
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
-        """See `Parser`."""
         deltas = self.push(self._take_held("")) if self._held else []
         return deltas + (self._calls.finish(is_cut=is_cut) if self._calls is not None else [])
 
