@@ -140,10 +140,7 @@ class _PushSocket:
         self._socket.send(self._sign(payload), zmq.NOBLOCK)
 
     def close(self, *, drop: bool) -> None:
-        if drop:
-            self._socket.close(linger=0)
-        else:
-            self._socket.close()
+        self._socket.close(linger=0 if drop else None)
 
 
 class Rejection(enum.Enum):
@@ -185,8 +182,9 @@ class Inbox(Generic[MessageT]):
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + HMAC_BYTES)
-        if address.startswith("ipc://"):
-            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
         self._socket.bind(address)
         self._verify = bus.hmac.verify
         self._decode = msgspec.msgpack.Decoder(accepts).decode
@@ -196,7 +194,6 @@ class Inbox(Generic[MessageT]):
         self._timeout_ms: int | None = None
         self._wakeups: list[Wakeup] = []
         self._poller = zmq.Poller()
-        self._path = address.removeprefix("ipc://") if address.startswith("ipc://") else None
         self.address = address
         self.rejected = dict.fromkeys(Rejection, 0)
 
@@ -281,7 +278,7 @@ class Inbox(Generic[MessageT]):
         """Close the socket and remove its file."""
         self._socket.close(linger=0)
         if self._path is not None:
-            Path(self._path).unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
 
 
 class Peers:

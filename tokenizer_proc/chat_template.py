@@ -7,22 +7,18 @@ become errors of the request.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jinja2
 import msgspec
 
+from quintet.tokenizer_proc import template_fallbacks as fallbacks
 from quintet.tokenizer_proc.chat_messages import name_of, normal_messages
 from quintet.tokenizer_proc.continued_message import cut_at_tag, tag_final
 from quintet.tokenizer_proc.template_environment import make_environment
-from quintet.tokenizer_proc.template_fallbacks import (
-    hides_system,
-    rearranged,
-    with_optional_fields,
-    with_other_efforts,
-)
 from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
 from quintet.tokenizer_proc.template_values import TracedMessage
 from quintet.wire.chat import Message, decode_messages
@@ -106,10 +102,10 @@ class ChatTemplates:
         try:
             return _render(compiled, messages, variables, prompt)
         except RequestError:
-            if (complete := with_optional_fields(tools)) != tools:
+            if (complete := fallbacks.with_optional_fields(tools)) != tools:
                 with contextlib.suppress(RequestError):
                     return self.render(msgspec.structs.replace(prompt, tools=msgspec.json.encode(complete)))
-            others = with_other_efforts(variables, compiled.source)
+            others = fallbacks.with_other_efforts(variables, compiled.source)
             if not others:
                 raise
         text = _render(compiled, messages, others.pop(), prompt)  # raises if the effort is not the cause
@@ -183,24 +179,19 @@ def _render(
     may_hide = messages[0]["role"] == "developer" or any(
         message["role"] in ("system", "developer") for message in messages[1:]
     )
-    for arranged in _arrangements(messages):
+    for arranged in itertools.chain([messages.copy()], fallbacks.rearranged(messages)):
         final = tag_final(arranged, compiled.source) if prompt.continue_final_message else None
         try:
             text = _run(compiled, arranged, variables)
         except _TemplateFailed:
             continue
         text = text if final is None else cut_at_tag(text, final)
-        if not (may_hide and hides_system(arranged, text)):
+        if not (may_hide and fallbacks.hides_system(arranged, text)):
             return text
         rendered = text if rendered is None else rendered
     if rendered is not None:
         return rendered
     raise _error_of(compiled, messages, variables, prompt)
-
-
-def _arrangements(messages: list[Message]) -> Iterator[list[Message]]:
-    yield messages.copy()
-    yield from rearranged(messages)
 
 
 def _run(compiled: CompiledTemplate, messages: Sequence[Message], variables: dict[str, Any]) -> str:

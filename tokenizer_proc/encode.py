@@ -64,7 +64,7 @@ class Encoder:
         num_reserved = reserved_output_tokens(max_tokens, clamp_max_tokens, self._max_model_len)
         keep = self._tokens_to_keep(params.truncate_prompt_tokens, num_reserved)
         if isinstance(prompt, TokenPrompt):
-            ids = _ids_of(prompt)
+            ids = unpack_i32(prompt.token_ids)
             if keep is not None:
                 ids = ids[max(0, len(ids) - keep) :] if params.truncation_side == "left" else ids[:keep]
         else:
@@ -213,12 +213,6 @@ class Encoder:
 
 def _not_unicode(error: Exception) -> RequestError:
     return invalid(f"the prompt is not valid Unicode text: {error}.")
-
-
-def _ids_of(prompt: TokenPrompt) -> Sequence[int]:
-    if len(prompt.token_ids) % 4:
-        raise invalid("the prompt's ids are not whole 32-bit integers.", "prompt")
-    return unpack_i32(prompt.token_ids)
 
 
 def load_encoder(model: ModelConfig) -> Encoder:
