@@ -7,6 +7,7 @@ become errors of the request.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class ChatTemplates:
         self._special_tokens = dict(special_tokens)
         self._content_format = None if content_format == "auto" else content_format
         self._environment = make_environment()
-        self._compiled: dict[str, CompiledTemplate] = {}
+        self._template = functools.lru_cache(MAX_COMPILED)(self._compiled)
 
     @property
     def names(self) -> list[str]:
@@ -160,15 +161,9 @@ class ChatTemplates:
                 f"the chat template cannot be compiled: {type(error).__name__}: {error}", "chat_template"
             ) from error
 
-    def _template(self, source: str) -> CompiledTemplate:
-        compiled = self._compiled.get(source)
-        if compiled is None:
-            template = self._environment.from_string(source)
-            compiled = CompiledTemplate(source, template, traits_of(self._environment.parse(source)))
-            if len(self._compiled) >= MAX_COMPILED:
-                self._compiled.clear()
-            self._compiled[source] = compiled
-        return compiled
+    def _compiled(self, source: str) -> CompiledTemplate:
+        template = self._environment.from_string(source)
+        return CompiledTemplate(source, template, traits_of(self._environment.parse(source)))
 
 
 def _render(

@@ -17,34 +17,12 @@ FORMATS = frozenset(
 """Formats that the library enforces."""
 TIMES = frozenset({"date-time", "time"})
 """Formats that require a time zone, which patterns beside them may exclude, as zod's of times do."""
-ANNOTATIONS = frozenset(
-    {
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$comment",
-    }
-)
-APPLICATORS = frozenset(
-    {
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "not",
-        "if",
-        "then",
-        "else",
-        "$ref",
-        "$dynamicRef",
-        "$recursiveRef",
-        "dependentSchemas",
-    }
-)
+ANNOTATIONS = frozenset({
+    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment",
+})  # fmt: skip
+APPLICATORS = frozenset({
+    "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "$recursiveRef", "dependentSchemas",
+})  # fmt: skip
 """Keys with schemas that apply to the same value."""
 ROOT_KEYWORDS = {"$schema", "$id", "$defs", "definitions"}
 """Keys that references expect in the outermost schema."""
