@@ -182,16 +182,13 @@ class Detokenizer:
 
     def _follow(self) -> None:
         """Apply a new topology: drop requests of replaced frontends and cores, then send queued messages."""
-        for worker in self._process.replaced:
-            if worker.role is Role.FRONTEND:
-                self._cores.forget_frontend(worker.index, epoch_tag(worker.epoch))
-            elif worker.role is Role.CORE:
-                self._cores.forget_core(worker.index, worker.epoch - 1)
-        for slot in self._process.topology.slots:
-            if slot.retired and slot.worker.role is Role.FRONTEND:
-                self._cores.forget_frontend(slot.worker.index, epoch_tag(slot.worker.epoch + 1))
-            elif slot.retired and slot.worker.role is Role.CORE:
-                self._cores.forget_core(slot.worker.index, slot.worker.epoch)
+        retired = [slot.worker for slot in self._process.topology.slots if slot.retired]
+        gone = [(each.role, each.index, each.epoch - 1) for each in self._process.replaced]
+        for role, index, epoch in gone + [(each.role, each.index, each.epoch) for each in retired]:
+            if role is Role.FRONTEND:
+                self._cores.forget_frontend(index, epoch_tag(epoch + 1))
+            elif role is Role.CORE:
+                self._cores.forget_core(index, epoch)
         for index, tag, text in self._queued_texts.take():
             self._deliver(index, tag, text)
         self._send_failures()

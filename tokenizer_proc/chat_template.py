@@ -116,12 +116,10 @@ class ChatTemplates:
         return text
 
     def _choose(self, requested: str | None, has_tools: bool) -> str:
+        if requested in self._templates:
+            return self._templates[requested]
         if requested is not None:
-            return (
-                self._templates[requested]
-                if requested in self._templates
-                else self._request_template(requested)
-            )
+            return self._request_template(requested)
         if has_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" in self._templates:

@@ -194,8 +194,8 @@ def _grammar(wanted: StructuredOutputsParams, kind: str, named: Mapping[str, int
     value = getattr(wanted, kind)
     if kind in {"json", "json_object"}:
         schema = _schema(value, wanted)
-        options = cast("JsonCompileOptions", with_blanks(_json_options(wanted), msgspec.json.decode(schema)))
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        options = cast("JsonCompileOptions", with_blanks(_json_options(wanted), schema))
+        return LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=options)
     if kind == "regex":
         return LLMatcher.grammar_from_lark(f"start: {_expression(value)}")
     if kind == "choice":
@@ -231,19 +231,19 @@ def _keys(value: object) -> set[str]:
     return set(value) if isinstance(value, dict) else set()
 
 
-def _schema(value: str | bool, wanted: StructuredOutputsParams) -> str:
+def _schema(value: str | bool, wanted: StructuredOutputsParams) -> dict[str, Any]:
     """Return the rewritten schema for the library. Raises `RequestError`."""
     if not isinstance(value, str):
-        return '{"type":"object"}'
-    schema = plain_schema(msgspec.json.decode(value))
+        return {"type": "object"}
+    schema: dict[str, Any] | bool = plain_schema(msgspec.json.decode(value))
     check_schema(schema)
     if schema is True:
-        return "{}"
+        return {}
     if schema is False:
         raise refused("json", "the schema is false, which no value matches")
     if wanted.disable_additional_properties:
         _close(schema)
-    return msgspec.json.encode(schema).decode()
+    return schema
 
 
 def _close(schema: dict[str, Any]) -> None:

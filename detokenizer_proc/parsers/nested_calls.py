@@ -211,25 +211,23 @@ class NestedCalls(CallReader):
         """Read a tag after a mark within a value."""
         is_end, key, _ = tag.groups()
         keys = [node.key for node in self._open]
-        if is_end and key in keys:
-            self._text = self._text[tag.end() :]
-            self._close(len(keys) - 1 - keys[::-1].index(key))
-        elif key in {_GROUP, _CALL}:
+        if key in {_GROUP, _CALL} and not (is_end and key in keys):
             self._close(0)
+            return
+        self._text = self._text[tag.end() :]
+        if is_end and key in keys:
+            self._close(len(keys) - 1 - keys[::-1].index(key))
         elif is_end and keys == [""]:
-            self._text, self._open[0].key = self._text[tag.end() :], key
+            self._open[0].key = key
             self._close(0)
         elif is_end and not self._is_text and self._open[-1].text:
-            self._text = self._text[tag.end() :]
             node = _Node(key, self._open[-1].text)
             self._open[-1].text = []
             self._open.append(node)
             self._close(len(self._open) - 1)
         elif self._is_text or is_end or len(keys) >= MAX_DEPTH or keys == [""]:
-            self._text = self._text[tag.end() :]
             self._add_text(tag[0])
         else:
-            self._text = self._text[tag.end() :]
             self._open.append(_Node(key))
             self._set_value_ends()
 
