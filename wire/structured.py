@@ -23,6 +23,11 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 JSON_ONLY = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "calls")
 """Fields that apply to JSON only."""
 FIELD = "structured_outputs"
+PYTHON_TYPES = {
+    "str": "string", "text": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean",
+    "dict": "object", "list": "array",
+}  # fmt: skip
+"""JSON Schema's names of types, by the names in some tools' schemas."""
 
 
 class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, omit_defaults=True):
@@ -149,3 +154,20 @@ def _in_words(error: Exception) -> str:
 
 def _bad(what: str) -> RequestError:
     return invalid(f"{FIELD} {what}.", FIELD)
+
+
+def json_type_of(value: object) -> str:
+    """Return JSON Schema's name of a value's type: ``number`` for integers too."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case str():
+            return "string"
+        case int() | float():
+            return "number"
+        case list():
+            return "array"
+        case _:
+            return "object"

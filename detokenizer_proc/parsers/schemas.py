@@ -13,6 +13,7 @@ import msgspec
 from quintet.detokenizer_proc.parsers.json_repair import repaired
 from quintet.detokenizer_proc.parsers.json_scan import encodable, quoted
 from quintet.detokenizer_proc.parsers.literals import PYTHON, Literals
+from quintet.wire.structured import PYTHON_TYPES, json_type_of
 
 MAX_DEPTH = 8
 """Maximum nesting of alternatives and references for the types of a value."""
@@ -20,10 +21,6 @@ MAX_ALTERNATIVES = 32
 """Schemas that are searched for a nested value."""
 
 Types = frozenset[str]
-_TYPE_NAMES = {
-    "str": "string", "text": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean",
-    "dict": "object", "list": "array",
-}  # fmt: skip
 _COMBINED = ("anyOf", "oneOf", "allOf")
 
 
@@ -195,7 +192,7 @@ class _Types:
             return frozenset(_json_type(str(part)) for part in stated)
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list):
-            return frozenset(map(_type_name, values))
+            return frozenset(map(json_type_of, values))
         return frozenset().union(*(self.of(part, depth + 1) for part in _parts(schema)))
 
     def _named(self, name: str, depth: int) -> Types:
@@ -212,23 +209,7 @@ def _parts(schema: Mapping[str, Any]) -> list[Any]:
 
 def _json_type(name: str) -> str:
     """Return JSON Schema's name of a type; some tools write Python's names or capitals."""
-    return _TYPE_NAMES.get(name.lower(), name.lower())
-
-
-def _type_name(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case str():
-            return "string"
-        case int() | float():
-            return "number"
-        case list():
-            return "array"
-        case _:
-            return "object"
+    return PYTHON_TYPES.get(name.lower(), name.lower())
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

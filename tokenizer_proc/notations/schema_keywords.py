@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from quintet.tokenizer_proc.notations.regexes import as_rust
+from quintet.wire.structured import PYTHON_TYPES
 
 Schema = dict[str, Any]
 
@@ -30,10 +31,6 @@ MAX_NAME_LENGTH = 1000
 MAX_EXCLUSIVE = 20
 """Branches of a ``oneOf`` that each require another property."""
 TYPES = {"null", "boolean", "string", "integer", "number", "array", "object"}
-PYTHON_TYPES = {
-    "str": "string", "text": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean",
-    "dict": "object", "list": "array",
-}  # fmt: skip
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 MAX_INTEGER, MAX_NUMBER = 1 << 62, 1e18
 """Largest bounds of integers and numbers that the library supports."""
