@@ -135,17 +135,13 @@ class PieceTable:
     def _fill_pieces(self, tokens: Sequence[str]) -> None:
         spec = self.spec
         for token_id, token in enumerate(tokens):
-            text = _replaced(token, spec.replacements)
+            text = token
+            for old, new in spec.replacements:
+                text = text.replace(old, new)
             byte = byte_of(text) if spec.byte_fallback else None
             self.is_byte[token_id] = byte is not None
             self.raw.append(text.encode() if byte is None else bytes([byte]))
             self.pieces.append(text if byte is None else None)
-
-
-def _replaced(token: str, replacements: Sequence[tuple[str, str]]) -> str:
-    for old, new in replacements:
-        token = token.replace(old, new)
-    return token
 
 
 def _text_or_none(raw: bytes) -> str | None:

@@ -213,7 +213,9 @@ class Steps:
             table = self._showing.skipping if opened.skip_special_tokens else self._showing
             request = OpenRequest(opened, table, self._stops_of(opened))
         else:
-            request = self._parsed_request(opened)
+            table, reader = self._parsers.table_of(opened), self._parsers.reader_of(opened)
+            echo_table = self._parsers.echo_table_of(opened)
+            request = OpenRequest(opened, table, self._stops_of(opened), reader, echo_table)
         request.builder = self._builder_of(request_id)
         request.prompt_offsets = request.drafts = None
         self._open[request_id] = request
@@ -225,11 +227,6 @@ class Steps:
             self._apply_row(
                 request, opened.num_seen, outputs[opened.num_seen :], FinishReason.NONE, False, None
             )
-
-    def _parsed_request(self, opened: Open) -> OpenRequest:
-        """Return a request with parsed output or an echoed prompt."""
-        table, reader = self._parsers.table_of(opened), self._parsers.reader_of(opened)
-        return OpenRequest(opened, table, self._stops_of(opened), reader, self._parsers.echo_table_of(opened))
 
     def _builder_of(self, request_id: int) -> TextBuilder:
         key = frontend_of(request_id)
@@ -283,10 +280,26 @@ class Steps:
             self._end(request, finish, stop_id)
 
     def _queue_started(self, request: OpenRequest) -> None:
-        if not request.started:
-            request.builder.text.started.append(self._started(request))
-            request.prompt_offsets = None
-            request.start()
+        if request.started:
+            return
+        opened, first_token = request.opened, None
+        if opened.echo and opened.prompt_ids and request.prompt_logprobs is not None:
+            (first_id,) = unpack_i32(opened.prompt_ids[:4])
+            first_token = logprobs.position(self._showing, [first_id], [0.0], 0, 0).chosen
+        started = Started(
+            opened.request_id,
+            opened.num_prompt_tokens,
+            opened.num_cached_tokens,
+            opened.arrival_ns,
+            opened.scheduled_ns,
+            opened.prompt_ids if opened.return_prompt_ids else b"",
+            request.prompt_text,
+            request.prompt_logprobs,
+            first_token,
+        )
+        request.builder.text.started.append(started)
+        request.prompt_offsets = None
+        request.start()
 
     def _end(self, request: OpenRequest, finish: FinishReason, stop_id: int | None) -> None:
         request_id = request.opened.request_id
@@ -321,24 +334,6 @@ class Steps:
             table = self._parsers.echo_table_of(opened)
             request.prompt_offsets = logprobs.prompt_offsets(table, unpack_i32(opened.prompt_ids))
         logprobs.of_prompt(self._showing, entry, request.prompt_logprobs, request.prompt_offsets)
-
-    def _started(self, request: OpenRequest) -> Started:
-        opened = request.opened
-        first_token = None
-        if opened.echo and opened.prompt_ids and request.prompt_logprobs is not None:
-            (first_id,) = unpack_i32(opened.prompt_ids[:4])
-            first_token = logprobs.position(self._showing, [first_id], [0.0], 0, 0).chosen
-        return Started(
-            opened.request_id,
-            opened.num_prompt_tokens,
-            opened.num_cached_tokens,
-            opened.arrival_ns,
-            opened.scheduled_ns,
-            opened.prompt_ids if opened.return_prompt_ids else b"",
-            request.prompt_text,
-            request.prompt_logprobs,
-            first_token,
-        )
 
 
 class Cores:

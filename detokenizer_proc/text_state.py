@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from quintet.detokenizer_proc.incremental import Decoder, PieceTable
+from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.output_parsing import OutputReader
 from quintet.detokenizer_proc.stops import StopAutomaton, StopSearch
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -55,7 +55,11 @@ class TextState:
         )
         """If requested: one entry per prompt token; the first is always None."""
         self._table = table
-        self._decoder = self._begin(echo_table or table)
+        prompt_ids = unpack_i32(opened.prompt_ids)
+        if opened.echo:
+            decoder = (echo_table or table).decoder()
+            self.prompt_text = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.seal()
+        self._decoder = table.decoder(prompt_ids, whole=len(prompt_ids) == opened.num_prompt_tokens)
         self._search = None if stops is None else StopSearch(stops, self._decoder, opened.include_stop)
         self.pieces = table.pending
         """Table for the row loop's fast path; all entries are None while `add` must be called."""
@@ -79,14 +83,6 @@ class TextState:
         """Characters of output text, released or held."""
         num_held = 0 if self._search is None else len(self._search.held)
         return self.length + num_held + self._decoder.tentative_length
-
-    def _begin(self, echo_table: PieceTable) -> Decoder:
-        opened = self.opened
-        prompt_ids = unpack_i32(opened.prompt_ids)
-        if opened.echo:
-            decoder = echo_table.decoder()
-            self.prompt_text = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.seal()
-        return self._table.decoder(prompt_ids, whole=len(prompt_ids) == opened.num_prompt_tokens)
 
     def start(self) -> None:
         """Mark the request as started, which enables ``pieces`` for the row loop."""
