@@ -183,27 +183,23 @@ def cutter_of(tokenizer: Tokenizer) -> Cutter | None:
     contents = tuple(token.content for token in added)
     if _keeps_borders(normalizer) and splitter is not None and _splits_words(splitter):
         return Cutter(tokenizer, BORDER, MAX_CHUNK_CHARS, added=contents)
-    writing = _spaces_written_by(normalizer, splitter)
-    if writing is None or not (writing.splits or _merges_within_borders(tokenizer)):
+    written = _spaces_written_by(normalizer, splitter)
+    if written is None:
         return None
-    return Cutter(tokenizer, _SPACED, drops_space=writing.prepends, added=contents)
+    prepends, splits = written
+    if not (splits or _merges_within_borders(tokenizer)):
+        return None
+    return Cutter(tokenizer, _SPACED, drops_space=prepends, added=contents)
 
 
-@dataclass(frozen=True, slots=True)
-class _Writing:
-    """Conversion of spaces to `SPACE`."""
+def _spaces_written_by(normalizer: _Step | None, splitter: _Step | None) -> tuple[bool, bool] | None:
+    """Return whether a SentencePiece-like tokenizer prepends `SPACE` to every text, and whether each begins a word.
 
-    prepends: bool
-    """One is prepended to every text, even if it begins with a space."""
-    splits: bool
-    """Each begins a new word."""
-
-
-def _spaces_written_by(normalizer: _Step | None, splitter: _Step | None) -> _Writing | None:
-    """Return the conversion of spaces of a SentencePiece-like tokenizer; None if it has other or further steps."""
+    None if it has other or further steps.
+    """
     if normalizer is None:
         is_metaspace = splitter is not None and (splitter.type, splitter.replacement) == ("Metaspace", SPACE)
-        return _Writing(prepends=False, splits=splitter.split) if is_metaspace and splitter else None
+        return (False, splitter.split) if is_metaspace and splitter else None
     steps = normalizer.normalizers if normalizer.type == "Sequence" else [normalizer]
     match steps:
         case [_Step(type="Prepend", prepend=prefix), last] if prefix == SPACE:
@@ -216,7 +212,7 @@ def _spaces_written_by(normalizer: _Step | None, splitter: _Step | None) -> _Wri
         return None
     if splitter is not None and (splitter.type, splitter.pattern.string) != ("Split", " "):
         return None
-    return _Writing(prepends=prepends, splits=False)  # no space is left to split at
+    return prepends, False  # no space is left to split at
 
 
 def _merges_within_borders(tokenizer: Tokenizer) -> bool:

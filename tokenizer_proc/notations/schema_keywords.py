@@ -175,19 +175,15 @@ def _drop_conditions(schema: Schema) -> None:
 
 def _plain_contains(schema: Schema) -> None:
     """Drop ``contains`` without effect. If it matches all elements, convert its bounds to bounds of the length."""
-    if "contains" not in schema or (schema.get("minContains") == 0 and "maxContains" not in schema):
-        for key in ("contains", "minContains", "maxContains"):
-            schema.pop(key, None)
-        return
-    least, most = schema.get("minContains", 1), schema.get("maxContains")
-    lengths = [schema.get(key, 0) for key in ("minItems", "maxItems")]
-    if not is_anything(schema["contains"]) or not all(
-        type(each) is int for each in (least, 0 if most is None else most, *lengths)
-    ):
-        return
-    schema["minItems"] = max(least, lengths[0])
-    if most is not None:
-        schema["maxItems"] = min(most, schema.get("maxItems", most))
+    if "contains" in schema and (schema.get("minContains") != 0 or "maxContains" in schema):
+        least, most = schema.get("minContains", 1), schema.get("maxContains")
+        lengths = [schema.get(key, 0) for key in ("minItems", "maxItems")]
+        are_counts = all(type(each) is int for each in (least, 0 if most is None else most, *lengths))
+        if not is_anything(schema["contains"]) or not are_counts:
+            return
+        schema["minItems"] = max(least, lengths[0])
+        if most is not None:
+            schema["maxItems"] = min(most, schema.get("maxItems", most))
     for key in ("contains", "minContains", "maxContains"):
         schema.pop(key, None)
 
