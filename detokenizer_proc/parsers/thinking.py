@@ -217,26 +217,21 @@ class LateCloseFilter(Machine):
     """Removes a late closing mark of reasoning from the content after a call that ended the reasoning."""
 
     def __init__(self, form: ThinkFormat) -> None:
-        super().__init__(LateCloseFilter._before)
+        super().__init__(LateCloseFilter._in_content)
         self._closes = Marks(*form.closes)
         self._prose = Prose(Channel.CONTENT, leading=False)
 
-    def _before(self) -> bool:
+    def _in_content(self) -> bool:
         before, mark, self._text = self._closes.split(self._text)
         if self._over and not mark:
             before, self._text = before + self._text, ""
         self._emit(Channel.CONTENT, self._prose.take(before))
         if mark:
             self._prose.at_mark()
-            self._state = LateCloseFilter._after_reasoning
+            self._closes = Marks()  # further ones are content
         elif self._over:
             self._emit(Channel.CONTENT, self._prose.end())
         return bool(mark)
-
-    def _after_reasoning(self) -> bool:
-        text, self._text = self._text, ""
-        self._emit(Channel.CONTENT, self._prose.take(text) + (self._prose.end() if self._over else ""))
-        return False
 
 
 class KeptReasoning:
