@@ -127,9 +127,7 @@ class PieceDecoder:
     def flush(self) -> str:
         """Return the text of the open run."""
         self.revoked = False
-        text = self._end_run()
-        if self._strip_left:
-            text = self._strip(text)
+        text = self._strip(self._end_run())
         self.clean = not self._strip_left
         self.tentative = ""
         return text
@@ -141,9 +139,7 @@ class PieceDecoder:
         partial = self._partial
         self._num_bytes -= len(partial)
         self._partial = b""
-        text = self._end_run()
-        if self._strip_left:
-            text = self._strip(text)
+        text = self._strip(self._end_run())
         self._partial, self._num_bytes = partial, len(partial)
         self.clean = not (self._strip_left or partial)
         self.tentative = ""

@@ -86,7 +86,16 @@ def load_vocabulary(folder: str | Path, num_ids: int) -> Vocabulary:
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; set --tokenizer to a folder with a tokenizer.json.")
-    return read_plain(path, num_ids) or _by_library(path, num_ids)
+    plain = read_plain(path, num_ids)
+    if plain is not None:
+        return plain
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{path}: the tokenizers library cannot read it: {error}") from error
+    return Vocabulary.of(tokenizer, num_ids)
 
 
 def read_plain(path: Path, num_ids: int) -> Vocabulary | None:
@@ -118,16 +127,6 @@ def _numbered_as_stated(file: _File) -> bool:
         contents.add(token.content)
         following = max(following, token.id + 1)
     return True
-
-
-def _by_library(path: Path, num_ids: int) -> Vocabulary:
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{path}: the tokenizers library cannot read it: {error}") from error
-    return Vocabulary.of(tokenizer, num_ids)
 
 
 def read_decoder(description: Mapping[str, Any] | None) -> DecoderSpec:
