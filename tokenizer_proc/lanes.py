@@ -1,8 +1,6 @@
 """Lanes: thread pools that encode large prompts, by size, and the requests in them.
 
-Encoding releases the GIL, so the event loop continues.
-
-Huge prompts have a separate lane, so large ones do not wait for them.
+Encoding releases the GIL, so the event loop continues. Huge prompts have a separate lane, so large ones do not wait for them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fallbacks for chat templates that reject a conversation or drop system messages, for all APIs.
 
-The arrangements of messages are tried in this order; the first one that the template renders, without a hidden message, is used:
+Arrangements of messages are tried in this order; the first one that the template renders, without a hidden message, is used:
 
 1. as the client sent them; then developer messages as system messages, which only some templates distinguish;
 2. the leading system messages merged into one, each later system message converted to a user message;
