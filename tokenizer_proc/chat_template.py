@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -172,7 +171,7 @@ def _render(
     may_hide = messages[0]["role"] == "developer" or any(
         message["role"] in ("system", "developer") for message in messages[1:]
     )
-    for arranged in itertools.chain([messages.copy()], fallbacks.rearranged(messages)):
+    for arranged in _arrangements(messages):
         final = tag_final(arranged, compiled.source) if prompt.continue_final_message else None
         try:
             text = _run(compiled, arranged, variables)
@@ -185,6 +184,11 @@ def _render(
     if rendered is not None:
         return rendered
     raise _error_of(compiled, messages, variables, prompt)
+
+
+def _arrangements(messages: list[Message]) -> Iterator[list[Message]]:
+    yield messages.copy()
+    yield from fallbacks.rearranged(messages)
 
 
 def _run(compiled: CompiledTemplate, messages: Sequence[Message], variables: dict[str, Any]) -> str:

@@ -16,7 +16,6 @@ from quintet.tokenizer_proc.infill import no_infill, open_infill
 from quintet.tokenizer_proc.long_texts import (
     CHUNK_CHARS,
     cutter_of,
-    encoded,
     most_chars_per_token,
     special_tokens_around,
 )
@@ -64,7 +63,7 @@ class Encoder:
         num_reserved = reserved_output_tokens(max_tokens, clamp_max_tokens, self._max_model_len)
         keep = self._tokens_to_keep(params.truncate_prompt_tokens, num_reserved)
         if isinstance(prompt, TokenPrompt):
-            ids = unpack_i32(prompt.token_ids)
+            ids = _ids_of(prompt)
             if keep is not None:
                 ids = ids[max(0, len(ids) - keep) :] if params.truncation_side == "left" else ids[:keep]
         else:
@@ -111,10 +110,13 @@ class Encoder:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the ids of a short text."""
+        # encode_batch_fast releases the GIL; encode does not.
         try:
-            return encoded(self._tokenizer, text, add_special_tokens=add_special_tokens)
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise _not_unicode(error) from error
+        ids: list[int] = encoding.ids
+        return ids
 
     def encode_long(self, text: str, add_special_tokens: bool, most: int | None = None) -> Sequence[int]:
         """Return the ids of a text, or more than ``most`` leading ones. Long texts are encoded in chunks, to bound the memory."""
@@ -213,6 +215,12 @@ class Encoder:
 
 def _not_unicode(error: Exception) -> RequestError:
     return invalid(f"the prompt is not valid Unicode text: {error}.")
+
+
+def _ids_of(prompt: TokenPrompt) -> Sequence[int]:
+    if len(prompt.token_ids) % 4:
+        raise invalid("the prompt's ids are not whole 32-bit integers.", "prompt")
+    return unpack_i32(prompt.token_ids)
 
 
 def load_encoder(model: ModelConfig) -> Encoder:

@@ -145,7 +145,10 @@ class Validator:
             self._request(msg.request_id, msg.spec)
             and self._are_tokens(msg.prompt_ids)
             and all(word and self._in_vocabulary(word) for word in msg.bad_word_ids)
-            and are_ordered(msg.embeds, self._embedding_width, len(msg.prompt_ids) // ID_BYTES)
+            and (
+                not msg.embeds
+                or are_ordered(msg.embeds, self._embedding_width, len(msg.prompt_ids) // ID_BYTES)
+            )
         )
 
     def _row_embeds(self, row: RowEmbeds) -> bool:
@@ -176,8 +179,8 @@ class Validator:
             and all_below(msg.copies, self._num_blocks)
             and are_spans(msg.starts, msg.counts, self._max_len + 1)
             and self._block_entries(msg.blocks)
-            and are_swaps(msg.swaps_out, self._num_blocks, self._num_host_blocks)
-            and are_swaps(msg.swaps_in, self._num_blocks, self._num_host_blocks)
+            and (not msg.swaps_out or are_swaps(msg.swaps_out, self._num_blocks, self._num_host_blocks))
+            and (not msg.swaps_in or are_swaps(msg.swaps_in, self._num_blocks, self._num_host_blocks))
             and all(self._new_row(row) for row in msg.new_rows)
             and all(self._row_embeds(row) for row in msg.embeds)
             and (not msg.pooled_rows or are_pooled(msg.pooled_rows, msg.samples))
