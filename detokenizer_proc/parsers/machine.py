@@ -123,17 +123,14 @@ class CallReader(Machine):
         """True if the reader of another format must continue (`EitherCalls`)."""
         self._openings: tuple[str, ...] = ()
         self._after_mark: Callable[..., bool] = CallReader._content
-        self._reads_one = False  # stops at content
+        self.reads_one = False
+        """True to read only the calls after one mark, then stop."""
 
     def stop_at(self, openings: tuple[str, ...]) -> None:
         """Stop after a mark that one of ``openings`` follows."""
         self._openings = openings
         if self._is_raw:  # the text may begin with a call
             self._after_mark, self._state = self._state, CallReader._before_call
-
-    def stop_at_content(self) -> None:
-        """Read only the calls after one mark, then stop."""
-        self._reads_one = True
 
     def resume(self, before: CallReader) -> list[ChannelText]:
         """Continue where a reader of another format stopped."""
@@ -142,7 +139,7 @@ class CallReader(Machine):
         self._prose, self._num_calls = before._prose, before._num_calls
         self._expects_calls = before._expects_calls
         self._over, self._is_cut = before._over, before._is_cut
-        if self._reads_one:
+        if self.reads_one:
             self._on_mark(before._raw[0])
             self._raw, before._raw, before._is_raw = before._raw, [], False
         else:
@@ -162,7 +159,7 @@ class CallReader(Machine):
         return True
 
     def _content(self) -> bool:
-        if self._reads_one:
+        if self.reads_one:
             self.is_stopped = True
             return False
         before, mark, self._text = self._begins.split(self._text)
@@ -370,4 +367,4 @@ class ListReader(CallReader):
             self._is_inside = False
             return True
         is_unmarked = LINE in self._bare and self._begins.at_start(self._text) is None
-        return self._on_mark(LINE) if is_unmarked and not self._reads_one else self._return()
+        return self._on_mark(LINE) if is_unmarked and not self.reads_one else self._return()

@@ -79,7 +79,7 @@ class EitherCalls:
         """``openings``: text after a mark that begins a call of the second format."""
         self._reader, self._other = first, second
         first.stop_at(openings)
-        second.stop_at_content()
+        second.reads_one = True
 
     def push(self, text: str) -> list[ChannelText]:
         if len(text) <= MAX_SLICE:
