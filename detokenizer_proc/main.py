@@ -18,15 +18,7 @@ from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of, is_newer
 from quintet.wire.limits import FrameTooLarge
-from quintet.wire.messages import (
-    DetokenizeQuery,
-    Failed,
-    Live,
-    StopHit,
-    Text,
-    Tokens,
-    Unknown,
-)
+from quintet.wire.messages import DetokenizeQuery, Failed, Live, StopHit, Text, Tokens, Unknown
 from quintet.wire.supervision import Drain, Drained, Topology
 
 MAX_QUEUED_TEXTS = 4096

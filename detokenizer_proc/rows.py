@@ -15,15 +15,7 @@ from quintet.detokenizer_proc.text_state import TextBuilder, TextState
 from quintet.wire.channels import RowSpans
 from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.ids import frontend_of
-from quintet.wire.messages import (
-    Finish,
-    FinishReason,
-    Open,
-    RowLogprobs,
-    Started,
-    Text,
-    Tokens,
-)
+from quintet.wire.messages import Finish, FinishReason, Open, RowLogprobs, Started, Text, Tokens
 from quintet.wire.step import DraftCounts, PromptLogprobs, TokenLogprobs
 
 MAX_ENDED = 1 << 16
