@@ -91,7 +91,6 @@ def main() -> None:
 
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
     showing = PieceTable(Vocabulary.of(tokenizer))
-    skipping = showing.skipping_special_tokens()
     stream = token_stream(tokenizer, arguments.rows, arguments.steps)
     plain, stopping = messages(stream, []), messages(stream, ["\n\n\n\n\n", "<nowhere>"])
     frames = [encode(message) for message in plain]
@@ -99,12 +98,12 @@ def main() -> None:
     decode = msgspec.msgpack.Decoder(Tokens).decode
 
     def walk(steps: list[Tokens]) -> None:
-        state = Steps(skipping, showing)
+        state = Steps(showing)
         for message in steps:
             state.apply(message)
 
     def row_loop(frames: list[bytes]) -> None:
-        state = Steps(skipping, showing)
+        state = Steps(showing)
         for frame in frames:
             for _, text in state.apply(decode(frame)):
                 encode(text)

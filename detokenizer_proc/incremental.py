@@ -20,9 +20,8 @@ import copy
 from collections.abc import Sequence
 from typing import Protocol
 
-from quintet.detokenizer_proc.decoder_spec import byte_level_bytes, byte_of
 from quintet.detokenizer_proc.other_decoders import LibraryDecoder, MetaspaceDecoder, PieceDecoder
-from quintet.detokenizer_proc.vocabulary import Vocabulary
+from quintet.detokenizer_proc.vocabulary import Vocabulary, byte_level_bytes, byte_of
 
 
 class Decoder(Protocol):
@@ -48,7 +47,7 @@ class Decoder(Protocol):
 
 
 class PieceTable:
-    """Text of every id, special tokens included. `skipping_special_tokens` returns the table without them."""
+    """Text of every id, special tokens included; `skipping` is the table without them."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -66,6 +65,7 @@ class PieceTable:
         """Table for a request without detokenization."""
         self.is_byte = bytearray(self.num_ids)
         self._fill()
+        self.skipping = self.skipping_special_tokens()
 
     def skipping_special_tokens(self, but: frozenset[str] = frozenset()) -> PieceTable:
         """Return a copy in which special tokens have empty text, except tokens that are a substring of a mark in ``but``."""
@@ -135,17 +135,13 @@ class PieceTable:
     def _fill_pieces(self, tokens: Sequence[str]) -> None:
         spec = self.spec
         for token_id, token in enumerate(tokens):
-            text = _replaced(token, spec.replacements)
+            text = token
+            for old, new in spec.replacements:
+                text = text.replace(old, new)
             byte = byte_of(text) if spec.byte_fallback else None
             self.is_byte[token_id] = byte is not None
             self.raw.append(text.encode() if byte is None else bytes([byte]))
             self.pieces.append(text if byte is None else None)
-
-
-def _replaced(token: str, replacements: Sequence[tuple[str, str]]) -> str:
-    for old, new in replacements:
-        token = token.replace(old, new)
-    return token
 
 
 def _text_or_none(raw: bytes) -> str | None:

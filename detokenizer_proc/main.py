@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from quintet.detokenizer_proc.cores import Cores
 from quintet.detokenizer_proc.incremental import PieceTable
-from quintet.detokenizer_proc.queries import Queries
-from quintet.detokenizer_proc.rows import Steps
+from quintet.detokenizer_proc.queries import Queries, failed_query
+from quintet.detokenizer_proc.rows import Cores, Steps
 from quintet.detokenizer_proc.vocabulary import load_vocabulary
 from quintet.process.child import child_main
 from quintet.process.pending_topology import PendingTopology
 from quintet.process.runtime import Process
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i64
-from quintet.wire.config import EngineConfig, ModelConfig
+from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of, is_newer
 from quintet.wire.limits import FrameTooLarge
-from quintet.wire.messages import (
-    Detokenized,
-    DetokenizeQuery,
-    Failed,
-    Live,
-    StopHit,
-    Text,
-    Tokens,
-    Unknown,
-)
+from quintet.wire.messages import DetokenizeQuery, Failed, Live, StopHit, Text, Tokens, Unknown
 from quintet.wire.supervision import Drain, Drained, Topology
 
 MAX_QUEUED_TEXTS = 4096
@@ -39,29 +28,17 @@ MAX_FAILED = 1 << 16
 """Failed requests kept until their frontend is in the topology."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """Tables of the tokenizer; independent of the slot."""
-
-    showing: PieceTable
-    skipping: PieceTable
-    """Table without special tokens."""
-
-
 class Detokenizer:
     """Message handlers and metrics of the process."""
 
-    def __init__(self, process: Process[Tokens | DetokenizeQuery | Live], tables: Tables) -> None:
+    def __init__(self, process: Process[Tokens | DetokenizeQuery | Live], table: PieceTable) -> None:
         self._process = process
         self._span = process.span
         self._sender = (process.me.index, process.me.epoch)
-        self._showing, self._skipping = tables.showing, tables.skipping
-        self._first = Steps(self._skipping, self._showing)
-        self._cores = Cores(self._first)
-        self._queries = Queries(process.peers, self._first, self._showing.num_ids)
-        self._queued_texts: PendingTopology[tuple[int, int], tuple[int, int, Text]] = PendingTopology(
-            MAX_QUEUED_TEXTS
-        )
+        first = Steps(table)
+        self._cores = Cores(first)
+        self._queries = Queries(process.peers, first, table.num_ids)
+        self._queued_texts = PendingTopology[tuple[int, int], tuple[int, int, Text]](MAX_QUEUED_TEXTS)
         self._is_retiring = False
         """True after `Drain`, until `Drained` is sent."""
         self._failed: dict[int, Failed] = {}
@@ -79,7 +56,6 @@ class Detokenizer:
         self._num_open = metrics.gauge("detokenizer_open_requests", "Requests open in the detokenizer.")
 
     def run(self) -> None:
-        """Handle messages until stopped."""
         process = self._process
         while True:
             messages = process.receive(0.0 if self._queries.jobs else None)
@@ -122,9 +98,8 @@ class Detokenizer:
         """Fail the query and the requests of a dropped message."""
         error = dropped.error(Role.DETOKENIZER)
         if dropped.query_id is not None and dropped.frontend is not None:
-            failed = Failed(dropped.query_id, error.code, error.message)
-            answer = Detokenized(dropped.query_id, "", failed)
-            self._process.peers.send(Role.FRONTEND, dropped.frontend, answer)
+            failed = failed_query(dropped.query_id, error)
+            self._process.peers.send(Role.FRONTEND, dropped.frontend, failed)
         self._fail_requests(dropped.request_ids, error.code, error.message)
         self._send_failures()
 
@@ -199,16 +174,13 @@ class Detokenizer:
 
     def _follow(self) -> None:
         """Apply a new topology: drop requests of replaced frontends and cores, then send queued messages."""
-        for worker in self._process.replaced:
-            if worker.role is Role.FRONTEND:
-                self._cores.forget_frontend(worker.index, epoch_tag(worker.epoch))
-            elif worker.role is Role.CORE:
-                self._cores.forget_core(worker.index, worker.epoch - 1)
-        for slot in self._process.topology.slots:
-            if slot.retired and slot.worker.role is Role.FRONTEND:
-                self._cores.forget_frontend(slot.worker.index, epoch_tag(slot.worker.epoch + 1))
-            elif slot.retired and slot.worker.role is Role.CORE:
-                self._cores.forget_core(slot.worker.index, slot.worker.epoch)
+        retired = [slot.worker for slot in self._process.topology.slots if slot.retired]
+        gone = [(each.role, each.index, each.epoch - 1) for each in self._process.replaced]
+        for role, index, epoch in gone + [(each.role, each.index, each.epoch) for each in retired]:
+            if role is Role.FRONTEND:
+                self._cores.forget_frontend(index, epoch_tag(epoch + 1))
+            elif role is Role.CORE:
+                self._cores.forget_core(index, epoch)
         for index, tag, text in self._queued_texts.take():
             self._deliver(index, tag, text)
         self._send_failures()
@@ -220,30 +192,27 @@ def _requests_in(text: Text) -> list[int]:
     return sorted(ids)
 
 
-def prepare(config: EngineConfig) -> Tables:
-    """Load the tables. Independent of the slot, so a standby process calls it in advance."""
-    return tables_of(config.model)
+def prepare(config: EngineConfig) -> PieceTable:
+    """Read the tokenizer and build its table. Raises `ConfigError`.
+
+    Independent of the slot, so a standby process calls it in advance.
+    """
+    return PieceTable(load_vocabulary(config.model.tokenizer_path, config.model.vocab_size))
 
 
-def tables_of(model: ModelConfig) -> Tables:
-    """Read the tokenizer and build its tables. Raises `ConfigError`."""
-    showing = PieceTable(load_vocabulary(model.tokenizer_path, model.vocab_size))
-    return Tables(showing, showing.skipping_special_tokens())
-
-
-def serve(process: Process[Tokens | DetokenizeQuery | Live], tables: Tables) -> None:
+def serve(process: Process[Tokens | DetokenizeQuery | Live], table: PieceTable) -> None:
     """Turn tokens into text until stopped."""
     try:
-        detokenizer = Detokenizer(process, tables)
-        process.ready(tokens=str(tables.showing.num_ids), style=tables.showing.spec.kind)
+        detokenizer = Detokenizer(process, table)
+        process.ready(tokens=str(table.num_ids), style=table.spec.kind)
         detokenizer.run()
     finally:
         process.close()
 
 
-def run(me: WorkerId, config: EngineConfig, tables: Tables) -> None:
+def run(me: WorkerId, config: EngineConfig, table: PieceTable) -> None:
     """Run the detokenizer process in slot ``me``."""
-    serve(Process(me, config, Tokens | DetokenizeQuery | Live), tables)
+    serve(Process(me, config, Tokens | DetokenizeQuery | Live), table)
 
 
 if __name__ == "__main__":

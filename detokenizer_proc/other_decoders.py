@@ -8,8 +8,7 @@ from __future__ import annotations
 import codecs
 from typing import Protocol
 
-from quintet.detokenizer_proc.decoder_spec import DecoderSpec
-from quintet.detokenizer_proc.vocabulary import Vocabulary
+from quintet.detokenizer_proc.vocabulary import DecoderSpec, Vocabulary
 
 REPLACEMENT = "\ufffd"
 
@@ -128,9 +127,7 @@ class PieceDecoder:
     def flush(self) -> str:
         """Return the text of the open run."""
         self.revoked = False
-        text = self._end_run()
-        if self._strip_left:
-            text = self._strip(text)
+        text = self._strip(self._end_run())
         self.clean = not self._strip_left
         self.tentative = ""
         return text
@@ -142,9 +139,7 @@ class PieceDecoder:
         partial = self._partial
         self._num_bytes -= len(partial)
         self._partial = b""
-        text = self._end_run()
-        if self._strip_left:
-            text = self._strip(text)
+        text = self._strip(self._end_run())
         self._partial, self._num_bytes = partial, len(partial)
         self.clean = not (self._strip_left or partial)
         self.tentative = ""
@@ -165,7 +160,6 @@ class MetaspaceDecoder:
         self.clean = not (at_start and table.spec.strip_first)
 
     def push(self, token_id: int) -> str:
-        """Add a token."""
         table = self._table
         if self.clean or token_id in table.absent:
             return table.pieces[token_id] or ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.parsers import registry
 from quintet.detokenizer_proc.parsers.formats import REASONING, TOOLS
@@ -44,7 +46,6 @@ class OutputReader:
 
     @property
     def is_reasoning(self) -> bool:
-        """See `Parser`."""
         return self._parser.is_reasoning
 
     def read(self, text: str) -> str:
@@ -87,29 +88,24 @@ class OutputReader:
 class OutputParsers:
     """Selects the piece table and the parsers of a request."""
 
-    def __init__(self, skipping: PieceTable, showing: PieceTable) -> None:
-        self._skipping = skipping
+    def __init__(self, showing: PieceTable) -> None:
         self._showing = showing
-        self._tables: dict[tuple[str, str], PieceTable] = {}
-        """Tables that show only the special tokens in the parsers' marks, by the parsers' names."""
+        self._table_for = functools.lru_cache(MAX_TABLES)(self._showing_marks)
 
     def table_of(self, opened: Open) -> PieceTable:
         """Return the table of a request. Parsers see their marks even if the request skips special tokens."""
         if not opened.skip_special_tokens:
             return self._showing
         if not _is_read(opened):
-            return self._skipping
+            return self._showing.skipping
         assert opened.parsing is not None
-        key = opened.parsing.reasoning, opened.parsing.tools
-        table = self._tables.get(key)
-        if table is None:
-            if len(self._tables) >= MAX_TABLES:
-                self._tables.clear()
-            table = self._tables[key] = self._showing.skipping_special_tokens(registry.marks_of(*key))
-        return table
+        return self._table_for(opened.parsing.reasoning, opened.parsing.tools)
+
+    def _showing_marks(self, reasoning: str, tools: str) -> PieceTable:
+        """Return a table that shows only the special tokens in the marks of these parsers."""
+        return self._showing.skipping_special_tokens(registry.marks_of(reasoning, tools))
 
     def echo_table_of(self, opened: Open) -> PieceTable:
-        """Return the table of an echoed prompt."""
         return self._showing if opened.echo is Echo.WHOLE else self.table_of(opened)
 
     def reader_of(self, opened: Open) -> OutputReader | None:

@@ -47,6 +47,11 @@ class QueryJob:
         return answer
 
 
+def failed_query(query_id: int, error: RequestError) -> Detokenized:
+    """Return the error answer to a query."""
+    return Detokenized(query_id, "", Failed(query_id, error.code, error.message, error.param))
+
+
 def _open_without_request(query_id: int) -> Open:
     """Return the `Open` of a text without a request: empty prompt, special tokens shown."""
     return Open(query_id, 0, 0, b"", [], False, False, True, True, Echo.NONE, False, 0, 0, 0)
@@ -68,8 +73,7 @@ class Queries:
         try:
             check_token_ids(token_ids, self._vocab_size, "tokens")
         except RequestError as error:
-            failed = Failed(query.query_id, error.code, error.message, error.param)
-            self._peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
+            self._peers.send(Role.FRONTEND, query.frontend, failed_query(query.query_id, error))
             return
         state = self._steps.text_state(query.opened or _open_without_request(query.query_id))
         self.jobs.append(QueryJob(query, token_ids, state))
@@ -77,16 +81,13 @@ class Queries:
     def advance(self) -> None:
         """Decode one slice of the first query; send the answer after its last slice."""
         job = self.jobs.popleft()
-        answer = job.advance()
+        query, answer = job.query, job.advance()
         if answer is None:
             self.jobs.append(job)
-        else:
-            self._answer(job.query, answer)
-
-    def _answer(self, query: DetokenizeQuery, answer: Detokenized) -> None:
+            return
         try:
             self._peers.send(Role.FRONTEND, query.frontend, answer)
         except FrameTooLarge as error:
             cause = f"The text has {error.num_bytes} bytes, but at most {error.most} are allowed; send fewer tokens."
-            failed = Failed(query.query_id, ErrorCode.TOO_LARGE, cause, "tokens")
-            self._peers.send(Role.FRONTEND, query.frontend, Detokenized(query.query_id, "", failed))
+            failed = failed_query(query.query_id, RequestError(ErrorCode.TOO_LARGE, cause, "tokens"))
+            self._peers.send(Role.FRONTEND, query.frontend, failed)

@@ -1,6 +1,6 @@
 """Detokenization of one step: `Tokens` of a core to one `Text` per frontend. This is the hot loop.
 
-Owns the open requests and the columns of the messages in progress. `main` sends the messages of `Steps.apply`.
+Owns the open requests and the columns of the messages in progress. `main` sends the messages of `Cores.apply`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,7 @@ from quintet.detokenizer_proc.text_state import TextBuilder, TextState
 from quintet.wire.channels import RowSpans
 from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.ids import frontend_of
-from quintet.wire.messages import (
-    Finish,
-    FinishReason,
-    Open,
-    PositionLogprobs,
-    RowLogprobs,
-    Started,
-    Text,
-    Tokens,
-)
+from quintet.wire.messages import Finish, FinishReason, Open, RowLogprobs, Started, Text, Tokens
 from quintet.wire.step import DraftCounts, PromptLogprobs, TokenLogprobs
 
 MAX_ENDED = 1 << 16
@@ -45,11 +36,10 @@ class OpenRequest(TextState):
 class Steps:
     """Open requests of one core, and the application of steps to them."""
 
-    def __init__(self, skipping: PieceTable, showing: PieceTable) -> None:
-        """``skipping`` and ``showing`` are the tables with and without ``skip_special_tokens``."""
-        self._skipping = skipping
+    def __init__(self, showing: PieceTable) -> None:
+        """``showing`` is the table with special tokens."""
         self._showing = showing
-        self._parsers = OutputParsers(skipping, showing)
+        self._parsers = OutputParsers(showing)
         self._stops = StopCache()
         self._open: dict[int, OpenRequest] = {}
         self._builders: dict[tuple[int, int], TextBuilder] = {}
@@ -63,13 +53,12 @@ class Steps:
 
     def clone_empty(self) -> Steps:
         """Return an empty `Steps` for another core that shares tables, parsers and automata."""
-        steps = Steps(self._skipping, self._showing)
+        steps = Steps(self._showing)
         steps._parsers, steps._stops = self._parsers, self._stops
         return steps
 
     @property
     def num_open(self) -> int:
-        """Number of open requests."""
         return len(self._open)
 
     def take_stop_hits(self) -> list[tuple[int, int]]:
@@ -184,8 +173,9 @@ class Steps:
                 add_first(first)
                 add_count(1)
                 add_token(token_ids[start])
-            elif request is None:
-                self._drop_row(request_id, ended=bool(finish))
+            elif request is None:  # a stop string ended it, or its `Open` has not arrived
+                if finish:
+                    self._ended.pop(request_id, None)
             elif count or finish:
                 self._apply_row(
                     request,
@@ -212,10 +202,12 @@ class Steps:
             return
         self._ended.pop(request_id, None)
         if opened.parsing is None and not opened.echo:
-            table = self._skipping if opened.skip_special_tokens else self._showing
+            table = self._showing.skipping if opened.skip_special_tokens else self._showing
             request = OpenRequest(opened, table, self._stops_of(opened))
         else:
-            request = self._parsed_request(opened)
+            table, reader = self._parsers.table_of(opened), self._parsers.reader_of(opened)
+            echo_table = self._parsers.echo_table_of(opened)
+            request = OpenRequest(opened, table, self._stops_of(opened), reader, echo_table)
         request.builder = self._builder_of(request_id)
         request.prompt_offsets = request.drafts = None
         self._open[request_id] = request
@@ -227,11 +219,6 @@ class Steps:
             self._apply_row(
                 request, opened.num_seen, outputs[opened.num_seen :], FinishReason.NONE, False, None
             )
-
-    def _parsed_request(self, opened: Open) -> OpenRequest:
-        """Return a request with parsed output or an echoed prompt."""
-        table, reader = self._parsers.table_of(opened), self._parsers.reader_of(opened)
-        return OpenRequest(opened, table, self._stops_of(opened), reader, self._parsers.echo_table_of(opened))
 
     def _builder_of(self, request_id: int) -> TextBuilder:
         key = frontend_of(request_id)
@@ -265,12 +252,16 @@ class Steps:
             if num_silent:
                 if offsets is not None:
                     offsets.append(request.text_length)
-                request.add_silently(num_silent)
+                request.num_tokens += num_silent
             delta += request.finish(is_cut=finish is not FinishReason.STOP)
         token_ids = token_ids[: request.num_tokens - applied]
         if token_ids or delta:
             if entries is not None and offsets is not None:
-                positions = self._positions(request, entries[replayed:], offsets)
+                base = len(request.prompt_text or "")
+                positions = [
+                    logprobs.of_token(self._showing, entry, base + token_offset)
+                    for entry, token_offset in zip(entries[replayed:], offsets, strict=False)
+                ]
                 builder.text.logprobs.append(RowLogprobs(len(builder.text.request_ids), positions))
             if request.reader is not None and delta:
                 builder.text.spans.append(
@@ -281,10 +272,26 @@ class Steps:
             self._end(request, finish, stop_id)
 
     def _queue_started(self, request: OpenRequest) -> None:
-        if not request.started:
-            request.builder.text.started.append(self._started(request))
-            request.prompt_offsets = None
-            request.start()
+        if request.started:
+            return
+        opened, first_token = request.opened, None
+        if opened.echo and opened.prompt_ids and request.prompt_logprobs is not None:
+            (first_id,) = unpack_i32(opened.prompt_ids[:4])
+            first_token = logprobs.position(self._showing, [first_id], [0.0], 0, 0).chosen
+        started = Started(
+            opened.request_id,
+            opened.num_prompt_tokens,
+            opened.num_cached_tokens,
+            opened.arrival_ns,
+            opened.scheduled_ns,
+            opened.prompt_ids if opened.return_prompt_ids else b"",
+            request.prompt_text,
+            request.prompt_logprobs,
+            first_token,
+        )
+        request.builder.text.started.append(started)
+        request.prompt_offsets = None
+        request.start()
 
     def _end(self, request: OpenRequest, finish: FinishReason, stop_id: int | None) -> None:
         request_id = request.opened.request_id
@@ -310,20 +317,6 @@ class Steps:
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    def _drop_row(self, request_id: int, *, ended: bool) -> None:
-        """Drop a row of a request that is not open: a stop string ended it, or its `Open` has not arrived."""
-        if ended:
-            self._ended.pop(request_id, None)
-
-    def _positions(
-        self, request: OpenRequest, entries: list[TokenLogprobs], offsets: list[int]
-    ) -> list[PositionLogprobs]:
-        base = len(request.prompt_text or "")
-        return [
-            logprobs.of_token(self._showing, entry, base + offset)
-            for entry, offset in zip(entries, offsets, strict=False)
-        ]
-
     def _record_prompt(self, request_id: int, entry: PromptLogprobs) -> None:
         request = self._open.get(request_id)
         if request is None or request.prompt_logprobs is None or request.started:
@@ -334,20 +327,54 @@ class Steps:
             request.prompt_offsets = logprobs.prompt_offsets(table, unpack_i32(opened.prompt_ids))
         logprobs.of_prompt(self._showing, entry, request.prompt_logprobs, request.prompt_offsets)
 
-    def _started(self, request: OpenRequest) -> Started:
-        opened = request.opened
-        first_token = None
-        if opened.echo and opened.prompt_ids and request.prompt_logprobs is not None:
-            (first_id,) = unpack_i32(opened.prompt_ids[:4])
-            first_token = logprobs.position(self._showing, [first_id], [0.0], 0, 0).chosen
-        return Started(
-            opened.request_id,
-            opened.num_prompt_tokens,
-            opened.num_cached_tokens,
-            opened.arrival_ns,
-            opened.scheduled_ns,
-            opened.prompt_ids if opened.return_prompt_ids else b"",
-            request.prompt_text,
-            request.prompt_logprobs,
-            first_token,
-        )
+
+class Cores:
+    """One `Steps` per core, created by its first message. A request belongs to the core with the newest attempt.
+
+    Cores do not communicate. When a core opens a newer attempt at a request, this process drops the rows that the previous
+    core still sends.
+    """
+
+    def __init__(self, first: Steps) -> None:
+        self._first = first
+        self._steps = {0: first}
+
+    @property
+    def num_open(self) -> int:
+        return sum(steps.num_open for steps in self._steps.values())
+
+    def of(self, core: int) -> Steps:
+        """Return the `Steps` of a core; create it if missing."""
+        steps = self._steps.get(core)
+        if steps is None:
+            steps = self._steps[core] = self._first.clone_empty()
+        return steps
+
+    def apply(self, message: Tokens) -> list[tuple[TextBuilder, Text]]:
+        """Apply one step's tokens; return the text for each frontend."""
+        steps = self.of(message.core)
+        moved = [opened.request_id for opened in message.opens if opened.attempt]
+        if moved and steps.accept_core(message.core_epoch):
+            for other in self._steps.values():
+                if other is not steps:
+                    other.release(moved)
+        return steps.apply(message)
+
+    def take_stop_hits(self) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Return per core the requests that a stop string ended, as (request id, attempt). Cores without hits are omitted."""
+        return [(core, hits) for core, steps in self._steps.items() if (hits := steps.take_stop_hits())]
+
+    def abandon(self, request_ids: Sequence[int]) -> None:
+        """Call `Steps.abandon` for every core."""
+        for steps in self._steps.values():
+            steps.abandon(request_ids)
+
+    def forget_frontend(self, index: int, epoch_tag: int) -> None:
+        """Call `Steps.forget_frontend` for every core."""
+        for steps in self._steps.values():
+            steps.forget_frontend(index, epoch_tag)
+
+    def forget_core(self, core: int, epoch: int) -> None:
+        """Drop the open requests of a core's process with this or an earlier epoch."""
+        if core in self._steps:
+            self._steps[core].accept_core(epoch + 1)

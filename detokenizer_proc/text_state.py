@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from quintet.detokenizer_proc.incremental import Decoder, PieceTable
+from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.output_parsing import OutputReader
 from quintet.detokenizer_proc.stops import StopAutomaton, StopSearch
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -55,7 +55,11 @@ class TextState:
         )
         """If requested: one entry per prompt token; the first is always None."""
         self._table = table
-        self._decoder = self._begin(echo_table or table)
+        prompt_ids = unpack_i32(opened.prompt_ids)
+        if opened.echo:
+            decoder = (echo_table or table).decoder()
+            self.prompt_text = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.seal()
+        self._decoder = table.decoder(prompt_ids, whole=len(prompt_ids) == opened.num_prompt_tokens)
         self._search = None if stops is None else StopSearch(stops, self._decoder, opened.include_stop)
         self.pieces = table.pending
         """Table for the row loop's fast path; all entries are None while `add` must be called."""
@@ -79,14 +83,6 @@ class TextState:
         """Characters of output text, released or held."""
         num_held = 0 if self._search is None else len(self._search.held)
         return self.length + num_held + self._decoder.tentative_length
-
-    def _begin(self, echo_table: PieceTable) -> Decoder:
-        opened = self.opened
-        prompt_ids = unpack_i32(opened.prompt_ids)
-        if opened.echo:
-            decoder = echo_table.decoder()
-            self.prompt_text = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.seal()
-        return self._table.decoder(prompt_ids, whole=len(prompt_ids) == opened.num_prompt_tokens)
 
     def start(self) -> None:
         """Mark the request as started, which enables ``pieces`` for the row loop."""
@@ -117,10 +113,6 @@ class TextState:
         self._update_pieces()
         return "".join(released)
 
-    def add_silently(self, num_tokens: int) -> None:
-        """Count tokens without text: the stop token that ended the request."""
-        self.num_tokens += num_tokens
-
     def finish(self, *, is_cut: bool = False) -> str:
         """End the text; return the pending part, in which a stop string is a hit too.
 
@@ -128,17 +120,13 @@ class TextState:
         """
         if not self.opened.detokenize:
             return ""
-        text = self._end()
-        is_cut = is_cut or self.hit is not None
-        return text if self.reader is None else self.reader.finish(text, is_cut=is_cut)
-
-    def _end(self) -> str:
         text, search = self._decoder.flush(), self._search
         if search is not None:
             text = search.release(text, self.num_tokens >= self.opened.min_tokens, self.reader)
             text += search.take_held() if search.hit is None else ""
         self.length += len(text)
-        return text
+        is_cut = is_cut or self.hit is not None
+        return text if self.reader is None else self.reader.finish(text, is_cut=is_cut)
 
     def _update_pieces(self) -> None:
         if not self.opened.detokenize:
@@ -164,7 +152,6 @@ class TextBuilder:
         self.token_ids: list[int] = []
 
     def add(self, request_id: int, delta: str, offset: int, first: int, token_ids: Sequence[int]) -> None:
-        """Add a row."""
         text = self.text
         text.request_ids.append(request_id)
         text.deltas.append(delta)

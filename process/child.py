@@ -32,9 +32,8 @@ CONFIG_FILE = "config.json"
 
 def die_with_parent() -> None:
     """Make the kernel kill this process when its parent dies (Linux)."""
-    libc = ctypes.CDLL(None, use_errno=True)
     pr_set_pdeathsig = 1
-    libc.prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
 
 
 def child_main(
@@ -67,9 +66,8 @@ def child_main(
     if os.getppid() != arguments.parent:
         raise SystemExit("the supervisor is gone")
     faulthandler.enable()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal's Ctrl-C reaches all processes; the supervisor decides
+    # A terminal's Ctrl-C reaches all processes; the supervisor decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if role is not Role.EXECUTOR:
         set_batch_scheduling()
     me = None if arguments.index is None else WorkerId(role, arguments.index, arguments.epoch or 1)
@@ -90,28 +88,26 @@ def child_main(
             log = _configure_process(me, config)
         gc.enable()
         if arguments.cores is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # the container's cores have changed meanwhile: keep the current affinity
+            # If the container's cores have changed meanwhile, keep the current affinity.
+            with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, map(int, arguments.cores.split(",")))
         run(me, config, *prepared)
     except Stopping:
         pass
     except ConfigError as error:
-        _write_error(arguments.run_dir, me or f"{role}-spare", str(error))
+        error_file(arguments.run_dir, me or f"{role}-spare").write_text(str(error))
         sys.exit(EXIT_CONFIG)
     except Exception as error:  # noqa: BLE001 - outermost handler: report the error, then exit
         what = str(error) if isinstance(error, HandlerError) else f"{type(error).__name__}: {error}"
-        _write_error(arguments.run_dir, me or f"{role}-spare", what)
+        error_file(arguments.run_dir, me or f"{role}-spare").write_text(what)
         log.critical("died of %s\n%s", what.partition(":")[0], traceback.format_exc())
         sys.exit(1)
 
 
 def _configure_process(me: WorkerId | str, config: EngineConfig) -> logging.Logger:
     """Set the process title and configure logging."""
-    setproctitle.setproctitle(
-        f"quintet-{me.role}-{me.index}" if isinstance(me, WorkerId) else f"quintet-{me}"
-    )
+    name = f"{me.role}-{me.index}" if isinstance(me, WorkerId) else me
+    setproctitle.setproctitle(f"quintet-{name}")
     return configure_logging(me, config.log_level)
 
 
@@ -122,10 +118,6 @@ def _await_slot(role: Role) -> WorkerId:
         raise Stopping
     index, epoch = map(int, words)
     return WorkerId(role, index, epoch)
-
-
-def _write_error(run_dir: Path, me: WorkerId | str, words: str) -> None:
-    error_file(run_dir, me).write_text(words)
 
 
 def error_file(run_dir: str | Path, worker: WorkerId | str) -> Path:

@@ -8,6 +8,8 @@ import time
 
 from quintet.wire.ids import WorkerId
 
+INTERVAL_S = 60.0
+
 
 def configure_logging(worker: WorkerId | str, level: str) -> logging.Logger:
     """Send this process's log to stderr, each line naming the process and its epoch; return the ``quintet`` logger."""
@@ -24,10 +26,9 @@ def configure_logging(worker: WorkerId | str, level: str) -> logging.Logger:
 
 
 class LogLimit:
-    """Limits a log line about repeated events to one per interval."""
+    """Limits a log line about repeated events to one per `INTERVAL_S`."""
 
-    def __init__(self, interval_s: float = 60.0) -> None:
-        self._interval_s = interval_s
+    def __init__(self) -> None:
         self._num_unlogged = 0
         self._quiet_until_s = 0.0
 
@@ -37,6 +38,6 @@ class LogLimit:
         now_s = time.monotonic()
         if now_s < self._quiet_until_s:
             return 0
-        self._quiet_until_s = now_s + self._interval_s
+        self._quiet_until_s = now_s + INTERVAL_S
         num_events, self._num_unlogged = self._num_unlogged, 0
         return num_events

@@ -22,7 +22,6 @@ from typing import BinaryIO
 
 import msgspec
 
-from quintet.process.sockets import OpensOutboxes, Outbox
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 
@@ -113,14 +112,12 @@ class Recorder:
         self._num_bytes += num_bytes + _HEAD.size
 
     def sent(self, worker: WorkerId, payload: bytes) -> None:
-        """Record a frame that was sent."""
+        """Record a frame that was sent, unless to the supervisor, which gets times and counts only."""
+        if worker.role is Role.SUPERVISOR:
+            return
         head = _HEAD.pack(_SENT, len(payload), _ROLES.index(worker.role) << 32 | worker.index)
         self._parts += (head, payload)
         self._num_bytes += len(payload) + _HEAD.size
-
-    def watch(self, bus: OpensOutboxes) -> OpensOutboxes:
-        """Return a bus with recorded outboxes, except the one to the supervisor, which gets times and counts only."""
-        return _WatchedBus(bus, self)
 
     def flush(self) -> None:
         """Write the recorded frames if they are many or old. Only between iterations."""
@@ -134,34 +131,8 @@ class Recorder:
         self._flushed_at = time.monotonic()
 
     def close(self) -> None:
-        """Write the rest."""
         self._write_out()
         self._ring.close()
-
-
-class _WatchedBus:
-    def __init__(self, bus: OpensOutboxes, recorder: Recorder) -> None:
-        self._bus = bus
-        self._recorder = recorder
-
-    def open_outbox(self, worker: WorkerId, address: str) -> Outbox:
-        outbox = self._bus.open_outbox(worker, address)
-        return outbox if worker.role is Role.SUPERVISOR else _WatchedOutbox(outbox, worker, self._recorder)
-
-
-class _WatchedOutbox:
-    def __init__(self, outbox: Outbox, worker: WorkerId, recorder: Recorder) -> None:
-        self._send = outbox.send
-        self._outbox = outbox
-        self._worker = worker
-        self._note = recorder.sent
-
-    def send(self, payload: bytes) -> None:
-        self._note(self._worker, payload)
-        self._send(payload)
-
-    def close(self, *, drop: bool) -> None:
-        self._outbox.close(drop=drop)
 
 
 def without_secrets(config: EngineConfig) -> EngineConfig:

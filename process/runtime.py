@@ -28,15 +28,7 @@ from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frames
 from quintet.wire.metrics import Metrics
-from quintet.wire.supervision import (
-    Drain,
-    Heartbeat,
-    MetricsReport,
-    Ready,
-    ReportMetrics,
-    Stop,
-    Topology,
-)
+from quintet.wire.supervision import Drain, Heartbeat, MetricsReport, Ready, ReportMetrics, Stop, Topology
 
 if TYPE_CHECKING:
     import asyncio  # the blocking loops start without it
@@ -81,7 +73,8 @@ class Process(Generic[MessageT]):
             me, config, accepts | Topology | Drain | Stop | MetricsReport | ReportMetrics, self._recorder
         )
         self.inbox = self._wires.inbox
-        self.peers = Peers(self._wires.bus, largest_frames(config))
+        recorded = None if self._recorder is None else self._recorder.sent
+        self.peers = Peers(self._wires.bus, largest_frames(config), recorded)
         self.now_ns = 0  # until the first batch: a replay has no earlier time
         self._rejected = {
             why: self.metrics.counter("rejected_frames", "Frames dropped by an inbox.", reason=why.value)
@@ -111,7 +104,6 @@ class Process(Generic[MessageT]):
         self.beat()
 
     def beat(self) -> None:
-        """Send a heartbeat now."""
         self._next_beat = time.monotonic() + self._beat_s
         self._beat(self.peers, with_metrics=self._heartbeat_thread is None)
 
@@ -125,22 +117,14 @@ class Process(Generic[MessageT]):
         progress, pending = self.account()
         if with_metrics and now >= self._next_metrics:
             self._next_metrics = now + METRICS_S
-            self._account_for_rejected()
-            metrics = self.metrics.encoded()
+            metrics = self._encoded_metrics()
             changed = metrics if metrics != self._last_metrics else b""
             self._last_metrics = metrics
-        heartbeat = Heartbeat(
-            self.me, progress, pending, time.process_time_ns(), changed, self.topology.version
-        )
-        peers.send(Role.SUPERVISOR, 0, heartbeat)
+        self._send_heartbeat(peers, progress, pending, changed)
 
-    def _send_last_metrics(self) -> None:
-        """Send the counts since the last heartbeat to the supervisor, which keeps them."""
-        self._account_for_rejected()
-        heartbeat = Heartbeat(
-            self.me, self.progress, 0, time.process_time_ns(), self.metrics.encoded(), self.topology.version
-        )
-        self.peers.send(Role.SUPERVISOR, 0, heartbeat)
+    def _send_heartbeat(self, peers: Peers, progress: int, pending: int, metrics: bytes) -> None:
+        cpu_ns, version = time.process_time_ns(), self.topology.version
+        peers.send(Role.SUPERVISOR, 0, Heartbeat(self.me, progress, pending, cpu_ns, metrics, version))
 
     def start_heartbeat_thread(self) -> None:
         """Start a heartbeat thread, for loops that may compute for seconds between messages.
@@ -216,7 +200,8 @@ class Process(Generic[MessageT]):
         if self._recorder is not None:
             self._recorder.begin_iteration(now_ns, was_idle=not self.pending)
 
-    def _account_for_rejected(self) -> None:
+    def _encoded_metrics(self) -> bytes:
+        """Return the metrics for a heartbeat, with the frames that the inbox has dropped."""
         for why, series in self._rejected.items():
             num = self.inbox.rejected[why] - round(series.value)
             if num:
@@ -228,6 +213,7 @@ class Process(Generic[MessageT]):
                 "the last dropped frame is %s with requests %s%s, which end",
                 last.kind, last.request_ids[:8], "" if last.step is None else f" in step {last.step}",
             )  # fmt: skip
+        return self.metrics.encoded()
 
     def _handle_common(self, message: msgspec.Struct) -> None:
         if isinstance(message, Topology):
@@ -249,7 +235,8 @@ class Process(Generic[MessageT]):
         self._closing.set()
         if self._heartbeat_thread is not None:
             self._heartbeat_thread.join()
-        self._send_last_metrics()
+        # The supervisor keeps the counts since the last heartbeat.
+        self._send_heartbeat(self.peers, self.progress, 0, self._encoded_metrics())
         if self._tracer is not None:
             self._tracer.try_to_write()
         self.inbox.close()

@@ -140,10 +140,7 @@ class _PushSocket:
         self._socket.send(self._sign(payload), zmq.NOBLOCK)
 
     def close(self, *, drop: bool) -> None:
-        if drop:
-            self._socket.close(linger=0)
-        else:
-            self._socket.close()
+        self._socket.close(linger=0 if drop else None)
 
 
 class Rejection(enum.Enum):
@@ -185,8 +182,9 @@ class Inbox(Generic[MessageT]):
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + HMAC_BYTES)
-        if address.startswith("ipc://"):
-            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
         self._socket.bind(address)
         self._verify = bus.hmac.verify
         self._decode = msgspec.msgpack.Decoder(accepts).decode
@@ -196,7 +194,6 @@ class Inbox(Generic[MessageT]):
         self._timeout_ms: int | None = None
         self._wakeups: list[Wakeup] = []
         self._poller = zmq.Poller()
-        self._path = address.removeprefix("ipc://") if address.startswith("ipc://") else None
         self.address = address
         self.rejected = dict.fromkeys(Rejection, 0)
 
@@ -215,7 +212,9 @@ class Inbox(Generic[MessageT]):
         """Return all messages that have arrived, without waiting."""
         messages: list[MessageT] = []
         for wakeup in self._wakeups:
-            self._answer(wakeup, messages)
+            message = wakeup.answer()
+            if message is not None:
+                self._append(message, messages)
         if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return messages  # usually there is one frame, and catching zmq.Again for the next costs more
         receive, take = self._socket.recv, self._take
@@ -243,14 +242,7 @@ class Inbox(Generic[MessageT]):
         except zmq.Again:
             return messages
         self._take(frame, messages)
-        messages += self.drain()
-        return messages
-
-    def _answer(self, wakeup: Wakeup, messages: list[Any]) -> None:
-        """Append the wakeup's message, if it was triggered."""
-        message = wakeup.answer()
-        if message is not None:
-            self._append(message, messages)
+        return messages + self.drain()
 
     def _take(self, frame: bytes, messages: list[MessageT]) -> None:
         """Append the frame's message, if it is valid."""
@@ -286,15 +278,24 @@ class Inbox(Generic[MessageT]):
         """Close the socket and remove its file."""
         self._socket.close(linger=0)
         if self._path is not None:
-            Path(self._path).unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
 
 
 class Peers:
     """Outboxes to the other processes, by role and index, following the topology."""
 
-    def __init__(self, bus: OpensOutboxes, most_bytes: Mapping[Role, int] | None = None) -> None:
-        """``most_bytes``: maximum payload per role (`quintet.wire.limits`); None for no limits."""
+    def __init__(
+        self,
+        bus: OpensOutboxes,
+        most_bytes: Mapping[Role, int] | None = None,
+        tap: Callable[[WorkerId, bytes], None] | None = None,
+    ) -> None:
+        """``most_bytes``: maximum payload per role (`quintet.wire.limits`); None for no limits.
+
+        ``tap`` is called with every frame that is sent.
+        """
         self._bus = bus
+        self._tap = tap
         self._most_bytes = most_bytes if most_bytes is not None else dict.fromkeys(Role, sys.maxsize)
         self._outboxes: dict[tuple[Role, int], tuple[WorkerId, Outbox | None]] = {}
         """Newest worker of each slot, and its outbox; None once the slot is retired."""
@@ -341,12 +342,14 @@ class Peers:
 
     def send_payload(self, role: Role, index: int, payload: bytes) -> bool:
         """Queue an encoded message for a peer."""
-        outbox = self._outboxes.get((role, index))
-        if outbox is None or outbox[1] is None:
+        known = self._outboxes.get((role, index))
+        if known is None or known[1] is None:
             return False
         if len(payload) > self._most_bytes[role]:
             raise FrameTooLarge(len(payload), role, self._most_bytes[role])
-        outbox[1].send(payload)
+        if self._tap is not None:
+            self._tap(known[0], payload)
+        known[1].send(payload)
         return True
 
     def epoch(self, role: Role, index: int) -> int | None:

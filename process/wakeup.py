@@ -20,7 +20,6 @@ class Wakeup:
         self._descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def notify(self) -> None:
-        """Wake the loop."""
         os.eventfd_write(self._descriptor, 1)
 
     def answer(self) -> msgspec.Struct | None:

@@ -51,7 +51,7 @@ class Wires:
 
 
 def open_wires(me: WorkerId, config: EngineConfig, accepts: Any, recorder: Recorder | None = None) -> Wires:
-    """Bind the inbox of ``me`` in the run folder; record its traffic if configured."""
+    """Bind the inbox of ``me`` in the run folder; record its frames if configured."""
     bus = Bus(config.run_dir)
     inbox: Inbox[Any] = Inbox(
         bus,
@@ -61,5 +61,4 @@ def open_wires(me: WorkerId, config: EngineConfig, accepts: Any, recorder: Recor
         Validator(config).accepts,
         tap=None if recorder is None else recorder.received,
     )
-    outward = bus if recorder is None else recorder.watch(bus)
-    return Wires(inbox, outward, time.monotonic_ns, bus.close)
+    return Wires(inbox, bus, time.monotonic_ns, bus.close)

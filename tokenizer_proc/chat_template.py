@@ -7,6 +7,7 @@ become errors of the request.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,13 +15,12 @@ from typing import Any, TypeVar
 import jinja2
 import msgspec
 
+from quintet.tokenizer_proc import template_fallbacks as fallbacks
 from quintet.tokenizer_proc.chat_messages import name_of, normal_messages
 from quintet.tokenizer_proc.continued_message import cut_at_tag, tag_final
-from quintet.tokenizer_proc.system_messages import hides_system, rearranged
 from quintet.tokenizer_proc.template_environment import make_environment
 from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
 from quintet.tokenizer_proc.template_values import TracedMessage
-from quintet.tokenizer_proc.variable_fallbacks import with_optional_fields, with_other_efforts
 from quintet.wire.chat import Message, decode_messages
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.config import ChatContentFormat
@@ -60,11 +60,10 @@ class ChatTemplates:
         self._special_tokens = dict(special_tokens)
         self._content_format = None if content_format == "auto" else content_format
         self._environment = make_environment()
-        self._compiled: dict[str, CompiledTemplate] = {}
+        self._template = functools.lru_cache(MAX_COMPILED)(self._compiled)
 
     @property
     def names(self) -> list[str]:
-        """Names of the model's templates."""
         return list(self._templates)
 
     def compile(self) -> None:
@@ -103,10 +102,10 @@ class ChatTemplates:
         try:
             return _render(compiled, messages, variables, prompt)
         except RequestError:
-            if (complete := with_optional_fields(tools)) != tools:
+            if (complete := fallbacks.with_optional_fields(tools)) != tools:
                 with contextlib.suppress(RequestError):
                     return self.render(msgspec.structs.replace(prompt, tools=msgspec.json.encode(complete)))
-            others = with_other_efforts(variables, compiled.source)
+            others = fallbacks.with_other_efforts(variables, compiled.source)
             if not others:
                 raise
         text = _render(compiled, messages, others.pop(), prompt)  # raises if the effort is not the cause
@@ -116,12 +115,10 @@ class ChatTemplates:
         return text
 
     def _choose(self, requested: str | None, has_tools: bool) -> str:
+        if requested in self._templates:
+            return self._templates[requested]
         if requested is not None:
-            return (
-                self._templates[requested]
-                if requested in self._templates
-                else self._request_template(requested)
-            )
+            return self._request_template(requested)
         if has_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" in self._templates:
@@ -161,15 +158,9 @@ class ChatTemplates:
                 f"the chat template cannot be compiled: {type(error).__name__}: {error}", "chat_template"
             ) from error
 
-    def _template(self, source: str) -> CompiledTemplate:
-        compiled = self._compiled.get(source)
-        if compiled is None:
-            template = self._environment.from_string(source)
-            compiled = CompiledTemplate(source, template, traits_of(self._environment.parse(source)))
-            if len(self._compiled) >= MAX_COMPILED:
-                self._compiled.clear()
-            self._compiled[source] = compiled
-        return compiled
+    def _compiled(self, source: str) -> CompiledTemplate:
+        template = self._environment.from_string(source)
+        return CompiledTemplate(source, template, traits_of(self._environment.parse(source)))
 
 
 def _render(
@@ -187,7 +178,7 @@ def _render(
         except _TemplateFailed:
             continue
         text = text if final is None else cut_at_tag(text, final)
-        if not (may_hide and hides_system(arranged, text)):
+        if not (may_hide and fallbacks.hides_system(arranged, text)):
             return text
         rendered = text if rendered is None else rendered
     if rendered is not None:
@@ -197,7 +188,7 @@ def _render(
 
 def _arrangements(messages: list[Message]) -> Iterator[list[Message]]:
     yield messages.copy()
-    yield from rearranged(messages)
+    yield from fallbacks.rearranged(messages)
 
 
 def _run(compiled: CompiledTemplate, messages: Sequence[Message], variables: dict[str, Any]) -> str:

@@ -7,18 +7,9 @@ from typing import Any
 from quintet.tokenizer_proc.template_values import ContentParts, Part, text_part
 from quintet.wire.chat import Message
 from quintet.wire.errors import invalid
-from quintet.wire.message_text import MEDIA_TYPES, omitted_media
+from quintet.wire.message_text import MEDIA_TYPES, TEXT_PARTS, omitted_media
 from quintet.wire.params import shown
 
-TEXT_PARTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-    "reasoning": "text",
-}
-"""Types of text parts, and the field with the text."""
 THINKING_PARTS = ("thinking", "reasoning")
 CALL_PARTS = ("tool_use", "tool_call", "tool-call", "function_call")
 """Types of parts that repeat a call of the message's ``tool_calls``."""

@@ -9,13 +9,17 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from quintet.tokenizer_proc.chat_template import ChatTemplates
 from quintet.tokenizer_proc.infill import no_infill, open_infill
+from quintet.tokenizer_proc.long_texts import (
+    CHUNK_CHARS,
+    cutter_of,
+    most_chars_per_token,
+    special_tokens_around,
+)
 from quintet.tokenizer_proc.template_files import load_templates
-from quintet.tokenizer_proc.text_chunks import CHUNK_CHARS, cutter_of
-from quintet.tokenizer_proc.token_lengths import most_chars_per_token
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.embeds import EmbedsPrompt, first_not_finite
@@ -106,24 +110,23 @@ class Encoder:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the ids of a short text."""
-        ids: list[int] = self._encoding(text, add_special_tokens).ids
+        # encode_batch_fast releases the GIL; encode does not.
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise _not_unicode(error) from error
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_long(self, text: str, add_special_tokens: bool, most: int | None = None) -> Sequence[int]:
         """Return the ids of a text, or more than ``most`` leading ones. Long texts are encoded in chunks, to bound the memory."""
         if len(text) <= CHUNK_CHARS or self._cutter is None:
             return self.encode(text, add_special_tokens)
-        before, after = self._special_tokens_around() if add_special_tokens else ([], [])
+        before, after = special_tokens_around(self._tokenizer) if add_special_tokens else ([], [])
         try:
             return array("i", before) + self._cutter.ids_of(text, most) + array("i", after)
         except (UnicodeEncodeError, TypeError) as error:
             raise _not_unicode(error) from error
-
-    def _special_tokens_around(self) -> tuple[list[int], list[int]]:
-        """Return the special tokens added before and after a text."""
-        bare, whole = (self._encoding("a", with_special).ids for with_special in (False, True))
-        begin = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
-        return whole[:begin], whole[begin + len(bare) :]
 
     def ends_of(self, prompt: Prompt) -> list[int]:
         """Return the extra stop tokens for a prompt, besides the model's end-of-sequence tokens."""
@@ -167,16 +170,9 @@ class Encoder:
             sequences += found
         return sequences
 
-    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
-        # encode_batch_fast releases the GIL; encode does not.
-        try:
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        except (UnicodeEncodeError, TypeError) as error:
-            raise _not_unicode(error) from error
-
     def _encode_truncated(self, text: str, add_special_tokens: bool, keep: int, side: str) -> list[int]:
         """Encode and truncate the text, but keep the special tokens around it."""
-        before, after = self._special_tokens_around() if add_special_tokens else ([], [])
+        before, after = special_tokens_around(self._tokenizer) if add_special_tokens else ([], [])
         ids = self.encode_long(text, False, None if side == "left" else keep)
         num_kept = min(len(ids), max(0, keep - len(before) - len(after)))
         kept = ids[len(ids) - num_kept :] if side == "left" else ids[:num_kept]

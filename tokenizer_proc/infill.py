@@ -10,6 +10,7 @@ from enum import Enum
 
 from tokenizers import Tokenizer
 
+from quintet.tokenizer_proc.long_texts import encoded, special_tokens_around
 from quintet.wire.errors import RequestError, invalid
 
 
@@ -51,34 +52,23 @@ class Infill:
 
     def ids(self, prefix: str, suffix: str, *, add_special_tokens: bool) -> list[int]:
         """Return the prompt ids for generating the text between ``prefix`` and ``suffix``."""
-        found = self._begin() if add_special_tokens else []
+        found = special_tokens_around(self.tokenizer)[0] if add_special_tokens else []
         for part in self.layout:
             match part:
                 case InfillPart.PREFIX:
-                    found += self._encode(prefix)
+                    found += encoded(self.tokenizer, prefix)
                 case InfillPart.SUFFIX:
                     found += self._bare(suffix)
                 case _:
                     found.append(part)
         return found
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
-
-    def _begin(self) -> list[int]:
-        """Return the special tokens that the tokenizer adds before every text."""
-        whole: list[int] = self.tokenizer.encode(NEUTRAL, add_special_tokens=True).ids
-        own = self._encode(NEUTRAL)
-        at = next(i for i in range(len(whole)) if whole[i : i + len(own)] == own)
-        return whole[:at]
-
     def _bare(self, text: str) -> list[int]:
         """Return a text's ids without the leading space that some tokenizers add."""
         if not self.tokenizer.encode("a", add_special_tokens=False).tokens[0].startswith("▁"):
-            return self._encode(text)
-        before, whole = self._encode(NEUTRAL), self._encode(NEUTRAL + text)
-        return whole[len(before) :] if whole[: len(before)] == before else self._encode(text)
+            return encoded(self.tokenizer, text)
+        before, whole = encoded(self.tokenizer, NEUTRAL), encoded(self.tokenizer, NEUTRAL + text)
+        return whole[len(before) :] if whole[: len(before)] == before else encoded(self.tokenizer, text)
 
 
 def open_infill(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> Infill | None:

@@ -19,11 +19,9 @@ from quintet.process.child import child_main
 from quintet.process.pending_topology import PendingTopology
 from quintet.process.runtime import Process
 from quintet.process.work_journal import REQUEST, Journal, WorkId, entries_of, open_journal
+from quintet.tokenizer_proc import answers
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
-from quintet.tokenizer_proc.inbox_checks import check_embeds, dropped_answers, error_answer, request_error
-from quintet.tokenizer_proc.lanes import Lanes
-from quintet.tokenizer_proc.offloaded import OffloadedRequests
-from quintet.tokenizer_proc.queries import send_answer, tokenized
+from quintet.tokenizer_proc.lanes import Lanes, OffloadedRequests
 from quintet.tokenizer_proc.structured import Forms
 from quintet.tokenizer_proc.thinking import Budgets
 from quintet.wire.codec import encode, pack_i32, pack_i64, unpack_i32, unpack_i64
@@ -77,7 +75,7 @@ class Tokenizer:
         self._journal = journal
         process.account = self._report_progress
         self._is_retiring = False
-        self._queued: PendingTopology[tuple[int, int | None], msgspec.Struct] = PendingTopology(
+        self._queued = PendingTopology[tuple[int, int | None], msgspec.Struct](
             MAX_QUEUED_BYTES, lambda message: len(encode(message)) + QUEUED_OVERHEAD
         )
         """Queued messages by the frontend's index and epoch tag."""
@@ -107,7 +105,7 @@ class Tokenizer:
             self._check_drained()
             return
         if isinstance(message, Dropped):
-            self._queued_errors += dropped_answers(message)
+            self._queued_errors += answers.dropped_answers(message)
             self._send_queued_errors()
             return
         sender = sender_of(message)
@@ -143,7 +141,7 @@ class Tokenizer:
                 "%d bytes queued for frontends that are not in the topology; further requests are rejected",
                 self._queued.size,
             )
-        error = error_answer(message)
+        error = answers.error_answer(message)
         if error is not None and len(self._queued_errors) < MAX_QUEUED_ERRORS:
             self._queued_errors.append((index, tag, error))
 
@@ -170,15 +168,18 @@ class Tokenizer:
                 self._hop.observe((time.monotonic_ns() - message.sent_ns) / 1e9)
                 self._submit(message)
             case Cancel():
-                self._cancel(message)
+                # Requests in lanes are cancelled when they leave the lane.
+                rest = self._offloaded.cancel(message)
+                if rest is not None:
+                    self._process.peers.send(Role.CORE, message.core, rest)
             case InFlightReport():
                 self._forward_report(message)
             case TokenizeQuery():
                 work = WorkId(1 + message.frontend, message.query_id)
                 self._dispatch(
                     size_of(message.prompt),
-                    lambda: self._isolated(work, lambda: tokenized(self._encoder, message)),
-                    lambda result: send_answer(self._process.peers, message, result),
+                    lambda: self._isolated(work, lambda: answers.tokenized(self._encoder, message)),
+                    lambda result: answers.send_answer(self._process.peers, message, result),
                 )
             case _:
                 pass
@@ -249,7 +250,7 @@ class Tokenizer:
         try:
             return encode()
         except BaseException as error:  # noqa: BLE001 - one request must not end the process
-            return request_error(error, str(work), self._process.log)
+            return answers.request_error(error, str(work), self._process.log)
         finally:
             entry[1] = 0
             self._journal.append(entry)
@@ -259,7 +260,7 @@ class Tokenizer:
         params, prompt = submit.spec.params, submit.prompt
         embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
         if embeds is not None:
-            check_embeds(submit.spec, embeds, self._process.config)
+            answers.check_embeds(submit.spec, embeds, self._process.config)
         is_pooled, clamp = submit.spec.pooling is not None, submit.clamp_max_tokens
         ids = self._encoder.prompt_ids(prompt, params, clamp_max_tokens=clamp, is_pooled=is_pooled)
         bad_words = self._encoder.bad_word_ids(params.bad_words) if params.bad_words else []
@@ -318,12 +319,6 @@ class Tokenizer:
         epoch = self._process.peers.epoch(Role.FRONTEND, index)
         if epoch is not None and epoch_tag(epoch) == tag:
             self._process.peers.send(Role.FRONTEND, index, message)
-
-    def _cancel(self, cancel: Cancel) -> None:
-        """Forward to the core, except for requests in lanes: they are cancelled when they leave the lane."""
-        rest = self._offloaded.cancel(cancel)
-        if rest is not None:
-            self._process.peers.send(Role.CORE, cancel.core, rest)
 
 
 def sender_of(message: object) -> tuple[int, int | None] | None:

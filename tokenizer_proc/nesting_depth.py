@@ -44,9 +44,8 @@ def check_schema(schema: object) -> None:
     """Raise `RequestError` for a JSON schema that is nested too deeply."""
     root, num_visited = _counted(schema, MAX_VISITED)
     parts, waiting = {"": root}, list(root.names)
-    has_inner_ids = b'"$id"' in msgspec.json.encode(
-        _without_id(schema)
-    )  # references may be relative to an inner id
+    # References may be relative to an inner id.
+    has_inner_ids = b'"$id"' in msgspec.json.encode(_without_id(schema))
     while waiting:
         name = waiting.pop()
         if name in parts:

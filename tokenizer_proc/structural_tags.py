@@ -81,7 +81,6 @@ class _Writer:
         return "\n".join((f"start: {start}", *self._rules))
 
     def write(self, node: Node, where: str) -> str:
-        """Convert a node."""
         kind = node.get("type") if isinstance(node, Mapping) else None
         if not isinstance(kind, str) or kind not in self.NODES:
             known = ", ".join(self.NODES)

@@ -66,7 +66,7 @@ class Forms:
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._named: dict[str, int] = {}
-        self._known: OrderedDict[StructuredKey, StructuredOutputsParams] = OrderedDict()
+        self._known: OrderedDict[bytes, StructuredOutputsParams] = OrderedDict()
         self._num_chars = 0
 
     def is_known(self, wanted: StructuredOutputsParams) -> bool:
@@ -108,7 +108,7 @@ class Forms:
             raise refused("the grammar", "it is too long in combination with reasoning: make it smaller")
         return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(compiled=grammar))
 
-    def _keep(self, key: StructuredKey, found: StructuredOutputsParams) -> None:
+    def _keep(self, key: bytes, found: StructuredOutputsParams) -> None:
         with self._lock:
             if key not in self._known:
                 self._known[key] = found
@@ -184,10 +184,7 @@ def _any_of(bitmask: bytes, draw: random.Random) -> int:
     return at + (rest & -rest).bit_length() - 1
 
 
-StructuredKey = bytes
-
-
-def _key(wanted: StructuredOutputsParams) -> StructuredKey:
+def _key(wanted: StructuredOutputsParams) -> bytes:
     return msgspec.msgpack.encode(wanted)
 
 
@@ -197,8 +194,8 @@ def _grammar(wanted: StructuredOutputsParams, kind: str, named: Mapping[str, int
     value = getattr(wanted, kind)
     if kind in {"json", "json_object"}:
         schema = _schema(value, wanted)
-        options = cast("JsonCompileOptions", with_blanks(_json_options(wanted), msgspec.json.decode(schema)))
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        options = cast("JsonCompileOptions", with_blanks(_json_options(wanted), schema))
+        return LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=options)
     if kind == "regex":
         return LLMatcher.grammar_from_lark(f"start: {_expression(value)}")
     if kind == "choice":
@@ -234,19 +231,19 @@ def _keys(value: object) -> set[str]:
     return set(value) if isinstance(value, dict) else set()
 
 
-def _schema(value: str | bool, wanted: StructuredOutputsParams) -> str:
+def _schema(value: str | bool, wanted: StructuredOutputsParams) -> dict[str, Any]:
     """Return the rewritten schema for the library. Raises `RequestError`."""
     if not isinstance(value, str):
-        return '{"type":"object"}'
-    schema = plain_schema(msgspec.json.decode(value))
+        return {"type": "object"}
+    schema: dict[str, Any] | bool = plain_schema(msgspec.json.decode(value))
     check_schema(schema)
     if schema is True:
-        return "{}"
+        return {}
     if schema is False:
         raise refused("json", "the schema is false, which no value matches")
     if wanted.disable_additional_properties:
         _close(schema)
-    return msgspec.json.encode(schema).decode()
+    return schema
 
 
 def _close(schema: dict[str, Any]) -> None:

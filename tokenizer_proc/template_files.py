@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from codecs import BOM_UTF8
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from quintet.tokenizer_proc.chat_template import ChatTemplates
 from quintet.wire.config import ModelConfig
-from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import read_json
 
 
 def load_templates(model: ModelConfig) -> ChatTemplates:
@@ -48,9 +45,4 @@ def named_tokens(source: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes().removeprefix(BOM_UTF8), type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is not a JSON object: {error}") from error
+    return read_json(path) if path.is_file() else {}

@@ -45,7 +45,6 @@ class PartsText(str):
     __slots__ = ()
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate the text as one part."""
         return iter([text_part(str(self))])
 
     def __getitem__(self, key: Any) -> Any:
@@ -95,11 +94,9 @@ class Arguments(dict[str, Any]):
         return self.text
 
     def __add__(self, other: Any) -> Any:
-        """Concatenate with text after it."""
         return self.text + other
 
     def __radd__(self, other: Any) -> Any:
-        """Concatenate with text before it."""
         return other + self.text
 
 
@@ -122,13 +119,11 @@ class TracedMessage(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a field or the default."""
         self._seen.append(self._index)
         return super().get(key, default)
 
 
 def text_part(text: str) -> Part:
-    """Build a text part."""
     return {"type": "text", "text": text}
 
 

@@ -40,26 +40,15 @@ def pack_f32(values: Iterable[float]) -> bytes:
 
 
 def unpack_i32(column: bytes) -> Sequence[int]:
-    """Unpack an int32 column."""
-    return _unpack("i", column)
+    return array("i", column)
 
 
 def unpack_i64(column: bytes) -> Sequence[int]:
-    """Unpack an int64 column."""
-    return _unpack("q", column)
+    return array("q", column)
 
 
 def unpack_f32(column: bytes) -> Sequence[float]:
-    """Unpack a float32 column."""
-    values = array("f")
-    values.frombytes(column)
-    return values
-
-
-def _unpack(code: str, column: bytes) -> Sequence[int]:
-    values: array[int] = array(code)
-    values.frombytes(column)
-    return values
+    return array("f", column)
 
 
 def all_below(column: bytes, limit: int) -> bool:

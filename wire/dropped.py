@@ -15,11 +15,9 @@ from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire.codec import REQUEST_BYTES, UNREADABLE, unpack_i64
 from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.ids import Role
+from quintet.wire.ids import MAX_ID, Role
 from quintet.wire.kv_admin import KvReport
 from quintet.wire.pooling import Pooled
-
-MAX_ID = 1 << 63
 
 CARRIERS: Mapping[type[msgspec.Struct], tuple[str, ...]] = {
     m.Submit: ("request_id",),

@@ -38,7 +38,6 @@ class EmbedsSpan(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def num_tokens(self) -> int:
-        """Number of embeddings."""
         return len(self.values) // self.row_bytes
 
     @property

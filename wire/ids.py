@@ -7,7 +7,8 @@ from typing import Annotated, NewType
 
 import msgspec
 
-Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+MAX_ID = 1 << 63
+Id = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID - 1)]
 """A request or a query. msgspec checks the range of such types when it decodes a message."""
 SlotIndex = Annotated[int, msgspec.Meta(ge=0, lt=1 << 10)]
 """Index of a process within its role: a frontend's has ten bits in a request id."""

@@ -13,6 +13,7 @@ import msgspec
 
 from quintet.wire.codec import ID_BYTES, all_below
 from quintet.wire.config import EngineConfig
+from quintet.wire.ids import MAX_ID
 from quintet.wire.kv_admin import DIGEST_BYTES, MAX_LISTED, MAX_NAME, KvPrefix, KvQuery, KvReport
 from quintet.wire.kv_tiers import (
     KEY_BYTES,
@@ -28,7 +29,6 @@ from quintet.wire.params import MAX_COUNT
 from quintet.wire.request import MAX_PEER_CHARS, KvTransfer
 from quintet.wire.step import Capacity
 
-MAX_NUMBER = 1 << 63
 MAX_SLOTS = 1 << 10
 
 
@@ -108,7 +108,7 @@ def tier_checks(
             )
             and all(is_fetch(fetch, message.tier, num_host_blocks, num_places) for fetch in message.fetches)
             and all(
-                0 <= search.request_id < MAX_NUMBER and all(map(are_keys, search.chains))
+                0 <= search.request_id < MAX_ID and all(map(are_keys, search.chains))
                 for search in message.searches
             )
             and are_named(message.drops, num_places, message.drop_keys)
@@ -127,11 +127,11 @@ def tier_checks(
             and are_below(message.fetched, num_host_blocks)
             and are_below(message.missed, num_host_blocks)
             and all(
-                0 <= found.request_id < MAX_NUMBER and are_below(found.counts, MAX_COUNT)
+                0 <= found.request_id < MAX_ID and are_below(found.counts, MAX_COUNT)
                 for found in message.found
             )
             and all(0 <= each <= MAX_COUNT for each in (message.num_fetches, message.num_searches))
-            and all(0 <= each < MAX_NUMBER for each in (message.fetch_ns, message.search_ns))
+            and all(0 <= each < MAX_ID for each in (message.fetch_ns, message.search_ns))
             and all(0 <= each.task_id <= MAX_COUNT and are_keys(each.keys) for each in message.files)
         )
 
@@ -176,7 +176,7 @@ def operator_checks(vocab_size: int, max_len: int) -> dict[type[msgspec.Struct],
 
     return {
         KvQuery: lambda message: (
-            0 <= message.query_id < MAX_NUMBER
+            0 <= message.query_id < MAX_ID
             and 0 <= message.frontend < MAX_SLOTS
             and len(message.name) <= MAX_NAME
             and 0 <= message.limit <= MAX_LISTED
@@ -185,7 +185,7 @@ def operator_checks(vocab_size: int, max_len: int) -> dict[type[msgspec.Struct],
             and (not message.file or is_file_name(message.file))
         ),
         KvReport: lambda message: (
-            0 <= message.query_id < MAX_NUMBER
+            0 <= message.query_id < MAX_ID
             and 0 <= message.core < MAX_SLOTS
             and len(message.prefixes) <= MAX_LISTED
             and all(map(is_prefix, message.prefixes))

@@ -72,9 +72,8 @@ def _request(config: EngineConfig) -> int:
     model = config.model
     # Each bad word is encoded twice, with up to four tokens per character, and sent as text of up to four bytes too.
     words = (8 * ID_BYTES + 4) * MAX_BAD_WORDS * MAX_BAD_WORD_CHARS + 4 * MAX_STOP_CHARS + MAX_COMPILED_BYTES
-    params = (
-        6 * ID_BYTES * model.vocab_size
-    )  # four lists of ids, and one map from an id to a float of 9 bytes
+    # Four lists of ids, and one map from an id to a float of 9 bytes.
+    params = 6 * ID_BYTES * model.vocab_size
     return 8 * model.max_model_len + params + words + ROW_BYTES + config.frontend.max_body_bytes
 
 

@@ -27,8 +27,11 @@ _PAYLOADS = frozenset({"source", "file_id", "file_data", "file_url", *MEDIA_TYPE
 _MEDIA_PAYLOADS = _PAYLOADS | {"data", "url"}
 """Fields of such parts, one of which each has. A file or document with only a URL is data, such as a row of a listing."""
 TEXT_FIELDS = ("text", "refusal", "thinking")
-_TEXT_TYPES = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
-"""Types of parts with one of `TEXT_FIELDS`; other objects with such a field are data, such as messages of a chat service."""
+TEXT_PARTS = {
+    "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking",
+    "reasoning": "text",
+}  # fmt: skip
+"""Types of text parts, and the field with the text. Other objects with such a field are data, such as messages of a service."""
 _log = logging.getLogger("quintet")
 
 
@@ -73,7 +76,7 @@ def _is_part(value: Any, fields: Collection[str]) -> bool:
     if not isinstance(value, dict):
         return isinstance(value, str)
     kind = value.get("type")
-    is_text = kind is None or (isinstance(kind, str) and kind in _TEXT_TYPES)
+    is_text = kind is None or (isinstance(kind, str) and kind in TEXT_PARTS)
     return (is_text and any(name in value for name in fields)) or _is_media(value)
 
 

@@ -32,7 +32,6 @@ class CounterSeries(msgspec.Struct, array_like=True):
     value: float = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        """Increase the value."""
         self.value += amount
 
 
@@ -45,7 +44,6 @@ class GaugeSeries(msgspec.Struct, array_like=True):
     value: float = 0.0
 
     def set(self, value: float) -> None:
-        """Set the value."""
         self.value = float(value)
 
 
@@ -60,7 +58,6 @@ class HistogramSeries(msgspec.Struct, array_like=True):
     total: float = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -86,7 +83,6 @@ class Metrics:
         return series
 
     def gauge(self, name: str, help: str, **labels: str) -> GaugeSeries:
-        """Declare a gauge."""
         series = GaugeSeries(name, help, tuple(labels.items()))
         self._snapshot.gauges.append(series)
         return series

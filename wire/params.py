@@ -191,18 +191,12 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
             changes = dict(GREEDY_VALUES)
         elif self.temperature < MIN_TEMPERATURE:
             changes["temperature"] = MIN_TEMPERATURE
-        if self.top_k == -1:
-            changes["top_k"] = 0
         if self.logprob_token_ids and self.logprobs is None:
             changes["logprobs"] = 0
-        if self.seed == -1:
-            changes["seed"] = None
-        if vocab_size is not None and self.logprobs == -1:
-            changes["logprobs"] = vocab_size
-        if vocab_size is not None and self.prompt_logprobs == -1:
-            changes["prompt_logprobs"] = vocab_size
-        if self.thinking_token_budget == -1:
-            changes["thinking_token_budget"] = None
+        unlimited: dict[str, int | None] = {"top_k": 0, "seed": None, "thinking_token_budget": None}
+        if vocab_size is not None:
+            unlimited |= {"logprobs": vocab_size, "prompt_logprobs": vocab_size}
+        changes |= {name: value for name, value in unlimited.items() if getattr(self, name) == -1}
         if self.logit_bias:
             changes["logit_bias"] = {t: min(100.0, max(-100.0, b)) for t, b in self.logit_bias.items()}
         watched = self.repetition_detection

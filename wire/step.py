@@ -131,7 +131,6 @@ class DraftCounts(msgspec.Struct, array_like=True, gc=False):
     """Steps that verified drafts, by the number of accepted ones, from 0 on."""
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Count one step."""
         self.num_draft_tokens += num_drafts
         self.num_steps += [0] * (num_accepted + 1 - len(self.num_steps))
         self.num_steps[num_accepted] += 1

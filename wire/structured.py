@@ -20,7 +20,14 @@ MAX_COMPILED_BYTES = 4 * MAX_FORM_CHARS
 MAX_FORM_NESTING = 64
 """Maximum nesting of lists and objects in a schema."""
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+JSON_ONLY = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "calls")
+"""Fields that apply to JSON only."""
 FIELD = "structured_outputs"
+PYTHON_TYPES = {
+    "str": "string", "text": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean",
+    "dict": "object", "list": "array",
+}  # fmt: skip
+"""JSON Schema's names of types, by the names in some tools' schemas."""
 
 
 class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, omit_defaults=True):
@@ -81,12 +88,7 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, omi
             sent = " and ".join(kinds) or "nothing"
             raise _bad(f"contains {sent}; it must contain exactly one of {', '.join(KINDS)}")
         is_json = kinds[0] in {"json", "json_object", "structural_tag"}
-        for name in (
-            "disable_any_whitespace",
-            "disable_additional_properties",
-            "whitespace_pattern",
-            "calls",
-        ):
+        for name in JSON_ONLY:
             if getattr(given, name) and not is_json:
                 raise _bad(f"contains {name} with {kinds[0]}; it applies to JSON only: remove it")
         if is_json and kinds[0] != "json_object":
@@ -152,3 +154,20 @@ def _in_words(error: Exception) -> str:
 
 def _bad(what: str) -> RequestError:
     return invalid(f"{FIELD} {what}.", FIELD)
+
+
+def json_type_of(value: object) -> str:
+    """Return JSON Schema's name of a value's type: ``number`` for integers too."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case str():
+            return "string"
+        case int() | float():
+            return "number"
+        case list():
+            return "array"
+        case _:
+            return "object"

@@ -26,6 +26,7 @@ from quintet.wire.codec import (
 )
 from quintet.wire.config import MAX_DRAFTS, EngineConfig
 from quintet.wire.embeds import EmbedsPrompt, RowEmbeds, are_ordered
+from quintet.wire.ids import MAX_ID
 from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.kv_validate import (
     are_swaps,
@@ -36,16 +37,10 @@ from quintet.wire.kv_validate import (
     tier_checks,
 )
 from quintet.wire.metrics import decode_snapshot
-from quintet.wire.params import (
-    MAX_COUNT,
-    SamplingParams,
-    ThinkingBound,
-    first_unknown,
-)
+from quintet.wire.params import MAX_COUNT, SamplingParams, first_unknown
 from quintet.wire.pooling import ITEM_BYTES, Pooled, PoolingType, are_pooled, are_vectors
 from quintet.wire.request import RequestSpec
 
-MAX_ID = 1 << 63
 LAST_FINISH = max(m.FinishReason)
 
 Check = Callable[[Any], bool]
@@ -111,17 +106,15 @@ class Validator:
     def _in_vocabulary(self, ids: Collection[int] | None) -> bool:
         return ids is None or first_unknown(ids, self._vocab_size) is None
 
-    def _bound(self, bound: ThinkingBound) -> bool:
-        return bound.is_valid and self._in_vocabulary([*bound.ids()])
-
     def _params(self, p: SamplingParams) -> bool:
         """Return True when lists and structs are in this server's limits. Decoding has checked the ranges of numbers."""
+        bound = p.thinking_bound
         return (
             (p.logprobs is None or 0 <= p.logprobs <= self._vocab_size)
             and (p.prompt_logprobs is None or 0 <= p.prompt_logprobs <= self._vocab_size)
             and (p.structured_outputs is None or p.structured_outputs.is_one_form)
             and (p.repetition_detection is None or p.repetition_detection.is_valid)
-            and (p.thinking_bound is None or self._bound(p.thinking_bound))
+            and (bound is None or (bound.is_valid and self._in_vocabulary([*bound.ids()])))
             and all(map(self._in_vocabulary, (p.stop_token_ids, p.allowed_token_ids, p.logprob_token_ids)))
             and self._in_vocabulary(p.logit_bias)
             and not (p.logit_bias and not all(-100.0 <= bias <= 100.0 for bias in p.logit_bias.values()))
@@ -152,11 +145,11 @@ class Validator:
             self._request(msg.request_id, msg.spec)
             and self._are_tokens(msg.prompt_ids)
             and all(word and self._in_vocabulary(word) for word in msg.bad_word_ids)
-            and (not msg.embeds or self._embeds(msg))
+            and (
+                not msg.embeds
+                or are_ordered(msg.embeds, self._embedding_width, len(msg.prompt_ids) // ID_BYTES)
+            )
         )
-
-    def _embeds(self, msg: m.Admit) -> bool:
-        return are_ordered(msg.embeds, self._embedding_width, len(msg.prompt_ids) // ID_BYTES)
 
     def _row_embeds(self, row: RowEmbeds) -> bool:
         return (
@@ -186,16 +179,11 @@ class Validator:
             and all_below(msg.copies, self._num_blocks)
             and are_spans(msg.starts, msg.counts, self._max_len + 1)
             and self._block_entries(msg.blocks)
-            and (not (msg.swaps_out or msg.swaps_in) or self._swaps(msg))
+            and (not msg.swaps_out or are_swaps(msg.swaps_out, self._num_blocks, self._num_host_blocks))
+            and (not msg.swaps_in or are_swaps(msg.swaps_in, self._num_blocks, self._num_host_blocks))
             and all(self._new_row(row) for row in msg.new_rows)
             and all(self._row_embeds(row) for row in msg.embeds)
             and (not msg.pooled_rows or are_pooled(msg.pooled_rows, msg.samples))
-        )
-
-    def _swaps(self, msg: s.StepPlan) -> bool:
-        return all(
-            are_swaps(swaps, self._num_blocks, self._num_host_blocks)
-            for swaps in (msg.swaps_out, msg.swaps_in)
         )
 
     def _block_entries(self, blocks: bytes) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from quintet.detokenizer_proc.parsers.formats import REASONING, HarmonyFormat
 from quintet.detokenizer_proc.parsers.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from quintet.detokenizer_proc.parsers.messages import MessageFormat
-from quintet.detokenizer_proc.parsers.thinking import KeptFormat, ThinkFormat
+from quintet.detokenizer_proc.parsers.thinking import ThinkFormat
 from quintet.wire.config import ForcedCalls, ThinkMarks
 
 _NAME, _ARGUMENTS, _PARAMETERS = '{"name": "', '", "arguments": ', '", "parameters": '
@@ -111,8 +111,6 @@ def think_marks(reasoning: str, calls: Iterable[str] = ()) -> ThinkMarks | None:
     form = REASONING.get(reasoning)
     if form is None:
         return None
-    if isinstance(form, KeptFormat):
-        form = form.form
     if isinstance(form, ThinkFormat):
         # A tool call ends reasoning. Marks that are words, such as functools, also occur in reasoning.
         breaks = [*form.breaks, *sorted(mark for mark in calls if mark.startswith(("<", "[", "]")))]

@@ -15,7 +15,7 @@ from quintet.detokenizer_proc.parsers.machine import FENCE, LINE
 from quintet.detokenizer_proc.parsers.messages import MessageFormat
 from quintet.detokenizer_proc.parsers.nested_calls import NestedFormat
 from quintet.detokenizer_proc.parsers.tag_format import TagFormat, attribute, key_attributes, key_before_type
-from quintet.detokenizer_proc.parsers.thinking import KeptFormat, ThinkFormat
+from quintet.detokenizer_proc.parsers.thinking import ThinkFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class MessageCalls:
 
 
 ToolFormat = JsonFormat | LiteralFormat | TagFormat | NestedFormat | HarmonyFormat | MessageCalls
-ReasoningFormat = ThinkFormat | KeptFormat | HarmonyFormat | MessageFormat
+ReasoningFormat = ThinkFormat | HarmonyFormat | MessageFormat
 
 _SEPARATOR = "<｜tool▁sep｜>"
 _CALL_ID = "[CALL_ID]"
@@ -129,7 +129,7 @@ _DSML_SPELLINGS = tuple(
 )
 """Those of V4.1, with a space, and of models that write the marks without their special token."""
 _THINK = ThinkFormat(("<think>",), ("</think>",))
-_THINK_FIRST = ThinkFormat(("<think>",), ("</think>",), begins_inside=True)
+_THINK_FIRST = replace(_THINK, begins_inside=True)
 _COHERE_BEGINS = ("<|START_RESPONSE|>", "<|START_TEXT|>")
 _KIMI_BEGINS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
 _K3_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
@@ -169,9 +169,7 @@ REASONING: dict[str, ReasoningFormat] = {
     ),
     "deepseek_r1": _THINK_FIRST,
     "deepseek_v3": _THINK,
-    "ernie45": ThinkFormat(
-        ("<think>",), ("</think>",), begins_inside=True, around=("<response>", "</response>")
-    ),
+    "ernie45": replace(_THINK_FIRST, around=("<response>", "</response>")),
     "gemma": ThinkFormat(("<|channel>thought",), ("<channel|>",), first=("thought\n",), is_repeated=True),
     "glm45": _THINK,
     "granite": ThinkFormat(
@@ -179,7 +177,7 @@ REASONING: dict[str, ReasoningFormat] = {
         ("Here is my response:", "Here's my response:", "</think>"),
         around=("<response>", "</response>"),
     ),
-    "hunyuan_a13b": ThinkFormat(("<think>",), ("</think>",), around=("<answer>", "</answer>")),
+    "hunyuan_a13b": replace(_THINK, around=("<answer>", "</answer>")),
     "hy_v3": ThinkFormat(("<think>", "<think:opensource>"), ("</think>", "</think:opensource>")),
     "inkling": _INKLING,
     "k2_horizon": ThinkFormat(
@@ -188,7 +186,7 @@ REASONING: dict[str, ReasoningFormat] = {
         breaks=("<ifm|tool_calls>",),
     ),
     "kimi": ThinkFormat(("◁think▷",), ("◁/think▷",)),
-    "kimi_k2": ThinkFormat(("<think>",), ("</think>",), breaks=_KIMI_BEGINS[:1]),
+    "kimi_k2": replace(_THINK, breaks=_KIMI_BEGINS[:1]),
     "kimi_k3": ThinkFormat(
         ("<|open|>think<|sep|>",),
         ("<|close|>think<|sep|>",),
@@ -197,7 +195,7 @@ REASONING: dict[str, ReasoningFormat] = {
         within=_K3_TOKENS,
     ),
     "minimax_m2": _THINK_FIRST,
-    "minimax_m2_append_think": KeptFormat(_THINK_FIRST),
+    "minimax_m2_append_think": replace(_THINK_FIRST, is_kept=True),
     "minimax_m3": ThinkFormat(("<mm:think>",), ("</mm:think>",)),
     "mistral": ThinkFormat(("[THINK]",), ("[/THINK]",)),
     "muse_glimmer": _MUSE,

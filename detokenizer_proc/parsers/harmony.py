@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 
+from quintet.detokenizer_proc.parsers.interface import MAX_NAME
 from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
-from quintet.detokenizer_proc.parsers.machine import MAX_NAME, Machine, Prose
+from quintet.detokenizer_proc.parsers.machine import Machine, Prose
 from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.wire.channels import Channel
 
@@ -35,9 +36,8 @@ _MARKUP = re.compile(
 _HEADER_BEGINS = Marks(CHANNEL, START, MESSAGE, "to=")
 _HEADER_ENDS = Marks(MESSAGE, START, *ENDS)
 _MESSAGE_ENDS = Marks(START, *ENDS)
-_UNCLOSED_ENDS = Marks(START, CHANNEL, *ENDS)
-"""Unclosed reasoning and arguments end at the next header, even without the header's start mark."""
 _MESSAGE_BEGINS = Marks(START, CHANNEL, *ENDS)
+"""Unclosed reasoning and arguments also end there, even without the next header's start mark."""
 
 
 class Harmony(Machine):
@@ -147,7 +147,7 @@ class Harmony(Machine):
 
     def _in_message(self) -> bool:
         is_call = self._prose.channel is Channel.ARGUMENTS
-        ends = _UNCLOSED_ENDS if self.is_reasoning or is_call else _MESSAGE_ENDS
+        ends = _MESSAGE_BEGINS if self.is_reasoning or is_call else _MESSAGE_ENDS
         before, mark, rest = ends.split(self._text)
         if self._over and not mark:
             before, rest = before + rest, ""

@@ -7,6 +7,9 @@ from typing import NamedTuple, Protocol
 
 from quintet.wire.channels import Channel
 
+MAX_NAME = 256
+"""Characters of a function's or parameter's name; a longer name is invalid, which bounds the text held back."""
+
 
 class ChannelText(NamedTuple):
     """Text of one channel, never empty. A name is emitted whole, before its call's arguments."""

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
-from quintet.detokenizer_proc.parsers.json_scan import CallObject, JsonValue
-from quintet.detokenizer_proc.parsers.machine import FENCE, LINE, MAX_NAME, PART_OF_FENCE, ListReader
+from quintet.detokenizer_proc.parsers.interface import MAX_NAME
+from quintet.detokenizer_proc.parsers.json_scan import CallObject
+from quintet.detokenizer_proc.parsers.machine import FENCE, LINE, PART_OF_FENCE, ListReader
 from quintet.detokenizer_proc.parsers.marks import Marks
 
 _FENCE = re.compile(r"```\w{0,16}\s{0,64}(?=[{\[])")
@@ -57,9 +57,7 @@ class JsonCalls(ListReader):
         self._heads = Marks(*form.heads, "{", *stops) if form.heads else None
         self._next_begins = Marks(*form.begins)
         self._surplus = "}"
-        self._object = CallObject()
-        self._value = JsonValue("{")
-        self._repair = JsonRepair()
+        self._call = CallObject()
         self._head = ""
         self._is_called = False  # the name of the current call was emitted
         self._is_strict = LINE in form.strict_begins  # the last mark is one of ``strict_begins``
@@ -95,13 +93,13 @@ class JsonCalls(ListReader):
             return True
         self._is_called = False
         if sign == "{":
-            self._object = CallObject(
+            self._call = CallObject(
                 is_marked=not self._is_weak,
                 is_strict=self._is_strict,
                 is_keyed=self._form.is_keyed,
                 argument_key=self._form.argument_key,
             )
-            self._state = JsonCalls._in_object
+            self._state = JsonCalls._in_call
         elif self._heads is None or self._is_list:
             return self._reject()
         else:
@@ -109,8 +107,8 @@ class JsonCalls(ListReader):
             self._state = JsonCalls._in_head
         return True
 
-    def _in_object(self) -> bool:
-        read = self._object
+    def _in_call(self) -> bool:
+        read = self._call
         self._take(read.read(self._text))
         if self._over and not read.is_over:
             read.end(is_cut=self._is_cut)
@@ -132,9 +130,7 @@ class JsonCalls(ListReader):
         return True
 
     def _is_partial_call(self) -> bool:
-        return super()._is_partial_call() or (
-            self._state is JsonCalls._in_object and self._object.describes_call
-        )
+        return super()._is_partial_call() or (self._state is JsonCalls._in_call and self._call.describes_call)
 
     def _call_by(self, name: str) -> None:
         self._start_call(name)
@@ -174,9 +170,7 @@ class JsonCalls(ListReader):
         elif FENCE in self._form.ends and not self._over and PART_OF_FENCE.fullmatch(self._text):
             return False
         if self._text[0] == "{":
-            self._value, self._repair = JsonValue("{"), JsonRepair()
-            self._state = JsonCalls._in_arguments
-            return True
+            return self._begin_object()
         end = self._ends.at_start(self._text)
         if end == "" and not self._over:
             return False
@@ -184,9 +178,3 @@ class JsonCalls(ListReader):
             self._emit_arguments("{}")
         self._state = JsonCalls._after
         return True
-
-    def _in_arguments(self) -> bool:
-        self._emit_arguments(self._repair.take(self._take(self._value.read(self._text))))
-        if self._value.is_over or self._over:
-            self._emit_arguments(self._repair.end(is_cut=self._is_cut and not self._value.is_over))
-        return self._end_once(self._value.is_over)

@@ -51,11 +51,19 @@ class JsonRepair:
         text, self._rest = self._last + self._rest + text, ""
         at, out = len(self._last), list[str]()
         while at < len(text):
-            step = self._read_string(text, at, out) if self.in_string else self._read_outside(text, at, out)
-            if step == 0:
+            if self._comma:
+                at = self._read_after_comma(text, at, out)
+                continue
+            found = (_INSIDE if self.in_string else _OUTSIDE).search(text, at)
+            begin, at = at, len(text) if found is None else found.start()
+            out.append(text[begin:at])
+            if found is None:
+                break
+            num_read = (self._read_sign_in_string if self.in_string else self._read_sign)(found, out)
+            if num_read == 0:
                 self._rest = text[at:]
                 break
-            at += step
+            at += num_read
         self._last = text[at - 1 : at]
         self._last_sign = "".join(out).rstrip()[-1:] or self._last_sign
         return "".join(out)
@@ -69,14 +77,9 @@ class JsonRepair:
         value = "null" if self._last_sign == ":" and not rest else ""
         return "".join(comma[1:]) + rest + value + "".join(reversed(closers))
 
-    def _read_string(self, text: str, at: int, out: list[str]) -> int:
-        """Read a part of a string; return the number of characters, or 0 to wait for more text."""
-        found = _INSIDE.search(text, at)
-        end = len(text) if found is None else found.start()
-        if found is None or end > at:
-            out.append(text[at:end])
-            return end - at
-        sign = found[0]
+    def _read_sign_in_string(self, found: re.Match[str], out: list[str]) -> int:
+        """Read a sign in a string, which may begin an escape; return the number of characters, or 0 to wait for more text."""
+        text, at, sign = found.string, found.start(), found[0]
         if sign == '"':
             self.in_string = False
         elif sign == "\\":
@@ -95,23 +98,18 @@ class JsonRepair:
         out.append(sign)
         return 1
 
-    def _read_outside(self, text: str, at: int, out: list[str]) -> int:
-        """Read text outside strings; return as `_read_string`."""
-        if self._comma:
-            following = _NOT_BLANK.search(text, at)
-            end = len(text) if following is None else following.start()
-            self._comma.append(text[at:end])
-            if following is not None:
-                kept = self._comma[1:] if following[0] in {"}", "]"} else self._comma
-                out.append("".join(kept))
-                self._comma = []
-                return end - at or self._read_outside(text, at, out)
-            return end - at
-        found = _OUTSIDE.search(text, at)
-        end = len(text) if found is None else found.start()
-        if found is None or end > at:
-            out.append(text[at:end])
-            return end - at
+    def _read_after_comma(self, text: str, at: int, out: list[str]) -> int:
+        """Read the whitespace after a comma; return its end. A closing bracket after it removes the comma."""
+        following = _NOT_BLANK.search(text, at)
+        end = len(text) if following is None else following.start()
+        self._comma.append(text[at:end])
+        if following is not None:
+            out += self._comma[1:] if following[0] in {"}", "]"} else self._comma
+            self._comma = []
+        return end
+
+    def _read_sign(self, found: re.Match[str], out: list[str]) -> int:
+        """Read a sign or a word outside strings; return as `_read_sign_in_string`."""
         sign = found[0]
         if sign == ",":
             self._comma = [sign]
@@ -123,7 +121,7 @@ class JsonRepair:
             return 1
         elif sign == '"':
             self.in_string = True
-        elif found.end() == len(text) and any(word.startswith(sign) for word in _WORDS):
+        elif found.end() == len(found.string) and any(word.startswith(sign) for word in _WORDS):
             return 0
         out.append(_WORDS.get(sign, sign))
         return len(sign)

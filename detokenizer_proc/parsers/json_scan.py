@@ -10,8 +10,8 @@ import json
 import re
 from enum import Enum, auto
 
+from quintet.detokenizer_proc.parsers.interface import MAX_NAME
 from quintet.detokenizer_proc.parsers.json_repair import CLOSERS, JsonRepair, close_brackets
-from quintet.detokenizer_proc.parsers.machine import MAX_NAME
 
 _OUTSIDE = re.compile(r'["{}\[\]<]')
 _INSIDE = re.compile(r'["\\]')

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from quintet.detokenizer_proc.parsers.interface import MAX_NAME
 from quintet.detokenizer_proc.parsers.literals import JSON, PYTHON, Literals, Notation
-from quintet.detokenizer_proc.parsers.machine import LINE, MAX_NAME, ListReader
+from quintet.detokenizer_proc.parsers.machine import LINE, ListReader
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _KEY = re.compile(r"\s*(?:(?P<end>\))|[A-Za-z_]\w*\s*=(?!=))")

@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable, Sequence
 
 from quintet.detokenizer_proc.parsers.interface import ChannelText
+from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
+from quintet.detokenizer_proc.parsers.json_scan import JsonValue, quoted
 from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.wire.channels import Channel
 
-MAX_NAME = 256
-"""Characters of a function's or parameter's name; a longer name is invalid, which bounds the text held back."""
 LINE = "\n"
 """Mark before a call that begins a line."""
 FENCE = "```"
@@ -44,14 +44,12 @@ class Machine:
         self._deltas: list[ChannelText] = []
 
     def push(self, text: str) -> list[ChannelText]:
-        """See `Parser`."""
         if len(text) <= MAX_SLICE:
             self._text += text
             return self._run()
         return [delta for part in slices(text) for delta in self.push(part)]
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
-        """See `Parser`."""
         self._over, self._is_cut = True, is_cut
         return self._run()
 
@@ -114,6 +112,9 @@ class CallReader(Machine):
         self._begins = begins
         self._prose = Prose(Channel.CONTENT, leading=False)
         self._num_calls = 0
+        self._num_values = 0  # of the current call
+        self._object = JsonValue("{")
+        self._repair = JsonRepair()
         self._expects_calls = False
         """True once the output has a call, or a mark around a group of calls."""
         self._raw: list[str] = []
@@ -122,17 +123,14 @@ class CallReader(Machine):
         """True if the reader of another format must continue (`EitherCalls`)."""
         self._openings: tuple[str, ...] = ()
         self._after_mark: Callable[..., bool] = CallReader._content
-        self._reads_one = False  # stops at content
+        self.reads_one = False
+        """True to read only the calls after one mark, then stop."""
 
     def stop_at(self, openings: tuple[str, ...]) -> None:
         """Stop after a mark that one of ``openings`` follows."""
         self._openings = openings
         if self._is_raw:  # the text may begin with a call
             self._after_mark, self._state = self._state, CallReader._before_call
-
-    def stop_at_content(self) -> None:
-        """Read only the calls after one mark, then stop."""
-        self._reads_one = True
 
     def resume(self, before: CallReader) -> list[ChannelText]:
         """Continue where a reader of another format stopped."""
@@ -141,7 +139,7 @@ class CallReader(Machine):
         self._prose, self._num_calls = before._prose, before._num_calls
         self._expects_calls = before._expects_calls
         self._over, self._is_cut = before._over, before._is_cut
-        if self._reads_one:
+        if self.reads_one:
             self._on_mark(before._raw[0])
             self._raw, before._raw, before._is_raw = before._raw, [], False
         else:
@@ -161,7 +159,7 @@ class CallReader(Machine):
         return True
 
     def _content(self) -> bool:
-        if self._reads_one:
+        if self.reads_one:
             self.is_stopped = True
             return False
         before, mark, self._text = self._begins.split(self._text)
@@ -181,13 +179,16 @@ class CallReader(Machine):
         return False
 
     def _on_mark(self, mark: str) -> bool:
-        """Handle a mark in the content."""
         self._attempt(mark)
         self._state = type(self)._read_start
         return True
 
     def _read_start(self) -> bool:
         """Read the text after the mark that begins a call."""
+        raise NotImplementedError
+
+    def _after(self) -> bool:
+        """Read the text after a call."""
         raise NotImplementedError
 
     def _emit_prose(self, text: str) -> None:
@@ -198,7 +199,6 @@ class CallReader(Machine):
         self._raw, self._is_raw = [consumed], True
 
     def _take(self, num_chars: int) -> str:
-        """Consume characters."""
         taken, self._text = self._text[:num_chars], self._text[num_chars:]
         if self._is_raw:
             self._raw.append(taken)
@@ -217,10 +217,35 @@ class CallReader(Machine):
         self._prose.at_mark()
         self._emit(Channel.NAME, name, self._num_calls)
         self._num_calls += 1
+        self._num_values = 0
         self._expects_calls = True
 
     def _emit_arguments(self, text: str) -> None:
         self._emit(Channel.ARGUMENTS, text, self._num_calls - 1)
+
+    def _next_key(self, key: str) -> str:
+        """Return the JSON of a key, with a comma after the last value."""
+        self._num_values += 1
+        return ("" if self._num_values == 1 else ", ") + quoted(key) + ": "
+
+    def _begin_object(self) -> bool:
+        """Read all arguments as one JSON object, which some models write in place of their format's."""
+        self._object, self._repair = JsonValue("{"), JsonRepair()
+        self._state = CallReader._in_object
+        return True
+
+    def _in_object(self) -> bool:
+        self._emit_arguments(self._repair.take(self._take(self._object.read(self._text))))
+        if self._object.is_over or self._over:
+            self._emit_arguments(self._repair.end(is_cut=self._is_cut and not self._object.is_over))
+        return self._end_once(self._object.is_over)
+
+    def _end_once(self, is_read: bool) -> bool:
+        """Continue after a call once it ``is_read``, or when the output ends within it."""
+        if not (is_read or self._over):
+            return False
+        self._state = type(self)._after
+        return True
 
     def _is_partial_call(self) -> bool:
         """Return whether the consumed text is very likely the beginning of a call."""
@@ -241,7 +266,6 @@ class CallReader(Machine):
         return self._return()
 
     def _return(self) -> bool:
-        """Return to reading content."""
         self._raw, self._is_raw = [], False
         self._state = type(self)._content
         return True
@@ -309,13 +333,6 @@ class ListReader(CallReader):
         self._state = type(self)._after
         return True
 
-    def _end_once(self, is_read: bool) -> bool:
-        """Continue after a call once it ``is_read``, or when the output ends within it."""
-        if not (is_read or self._over):
-            return False
-        self._state = type(self)._after
-        return True
-
     def _after(self) -> bool:
         """Read the text after a call: another call, the end of a list or a code fence, a mark, or content."""
         if not self._skip_blanks():
@@ -350,4 +367,4 @@ class ListReader(CallReader):
             self._is_inside = False
             return True
         is_unmarked = LINE in self._bare and self._begins.at_start(self._text) is None
-        return self._on_mark(LINE) if is_unmarked and not self._reads_one else self._return()
+        return self._on_mark(LINE) if is_unmarked and not self.reads_one else self._return()

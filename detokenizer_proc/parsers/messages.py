@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser
-from quintet.detokenizer_proc.parsers.machine import MAX_NAME, Machine, Prose
+from quintet.detokenizer_proc.parsers.interface import MAX_NAME, ChannelText, Parser
+from quintet.detokenizer_proc.parsers.machine import Machine, Prose
 from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.wire.channels import Channel
 

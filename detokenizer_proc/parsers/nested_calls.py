@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
-from quintet.detokenizer_proc.parsers.json_scan import JsonValue, quoted
-from quintet.detokenizer_proc.parsers.machine import MAX_NAME, CallReader
+from quintet.detokenizer_proc.parsers.interface import MAX_NAME
+from quintet.detokenizer_proc.parsers.json_scan import quoted
+from quintet.detokenizer_proc.parsers.machine import CallReader
 from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.detokenizer_proc.parsers.schemas import Schemas, json_of
 
@@ -57,14 +57,11 @@ class NestedCalls(CallReader):
         self._schemas = schemas
         self._mark = form.mark
         self._name = ""
-        self._num_values = 0
         self._open: list[_Node] = []
         """The value's tag, and the open tags inside it."""
         self._is_text = False  # the value is streamed
         self._is_at_mark = False  # a mark precedes the text between two values
         self._value_ends = Marks(form.mark)
-        self._body = JsonValue("{")
-        self._repair = JsonRepair()
 
     def _is_partial_call(self) -> bool:
         return bool(self._raw)
@@ -102,31 +99,21 @@ class NestedCalls(CallReader):
             self._prose.at_mark()
             return self._return()
         if tag_name == _CALL:
-            self._name, self._num_values = name, 0
+            self._name = name
             self._start_call(name)
             self._is_at_mark = False
             self._state = NestedCalls._before_values
         return True
 
     def _before_values(self) -> bool:
-        """Read all arguments as one JSON object, which some models write in place of tags, or the first tag."""
+        """Read all arguments as one JSON object, or the first tag."""
         has_text = self._skip_marks()
         if has_text is None or (not has_text and not self._over):
             return False
         if has_text and self._text[0] == "{":
-            self._body, self._repair = JsonValue("{"), JsonRepair()
-            self._state = NestedCalls._in_body
-            return True
+            return self._begin_object()
         self._emit_arguments("{")
         self._state = NestedCalls._in_call
-        return True
-
-    def _in_body(self) -> bool:
-        self._emit_arguments(self._repair.take(self._take(self._body.read(self._text))))
-        if not (self._body.is_over or self._over):
-            return False
-        self._emit_arguments(self._repair.end(is_cut=self._is_cut and not self._body.is_over))
-        self._state = NestedCalls._after
         return True
 
     def _in_call(self) -> bool:
@@ -158,7 +145,7 @@ class NestedCalls(CallReader):
         self._open = [_Node(key)]
         self._is_text = bool(key) and self._schemas.types(self._name, key) == {"string"}
         if self._is_text:
-            self._emit_arguments(self._take_key() + '"')
+            self._emit_arguments(self._next_key(key) + '"')
         self._set_value_ends()
         self._state = NestedCalls._in_value
 
@@ -176,11 +163,6 @@ class NestedCalls(CallReader):
         self._attempt("")
         self._state = NestedCalls._read_start
         return True
-
-    def _take_key(self) -> str:
-        """Return the value's key, with a comma after the last value."""
-        self._num_values += 1
-        return ("" if self._num_values == 1 else ", ") + quoted(self._open[0].key) + ": "
 
     def _set_value_ends(self) -> None:
         key = self._open[-1].key
@@ -229,25 +211,23 @@ class NestedCalls(CallReader):
         """Read a tag after a mark within a value."""
         is_end, key, _ = tag.groups()
         keys = [node.key for node in self._open]
-        if is_end and key in keys:
-            self._text = self._text[tag.end() :]
-            self._close(len(keys) - 1 - keys[::-1].index(key))
-        elif key in {_GROUP, _CALL}:
+        if key in {_GROUP, _CALL} and not (is_end and key in keys):
             self._close(0)
+            return
+        self._text = self._text[tag.end() :]
+        if is_end and key in keys:
+            self._close(len(keys) - 1 - keys[::-1].index(key))
         elif is_end and keys == [""]:
-            self._text, self._open[0].key = self._text[tag.end() :], key
+            self._open[0].key = key
             self._close(0)
         elif is_end and not self._is_text and self._open[-1].text:
-            self._text = self._text[tag.end() :]
             node = _Node(key, self._open[-1].text)
             self._open[-1].text = []
             self._open.append(node)
             self._close(len(self._open) - 1)
         elif self._is_text or is_end or len(keys) >= MAX_DEPTH or keys == [""]:
-            self._text = self._text[tag.end() :]
             self._add_text(tag[0])
         else:
-            self._text = self._text[tag.end() :]
             self._open.append(_Node(key))
             self._set_value_ends()
 
@@ -279,7 +259,7 @@ class NestedCalls(CallReader):
         elif not self._open[0].key:
             self._emit_prose("".join(self._open[0].text))
         elif value := self._value():
-            self._emit_arguments(self._take_key() + value)
+            self._emit_arguments(self._next_key(self._open[0].key) + value)
         self._state = NestedCalls._in_call
 
     def _value(self) -> str:

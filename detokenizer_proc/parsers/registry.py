@@ -8,13 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from quintet.detokenizer_proc.parsers.formats import (
-    REASONING,
-    SECOND,
-    TOOLS,
-    HarmonyFormat,
-    MessageCalls,
-)
+from quintet.detokenizer_proc.parsers.formats import REASONING, SECOND, TOOLS, HarmonyFormat, MessageCalls
 from quintet.detokenizer_proc.parsers.harmony import Harmony
 from quintet.detokenizer_proc.parsers.interface import ChannelText, Parser
 from quintet.detokenizer_proc.parsers.json_calls import JsonCalls, JsonFormat
@@ -26,14 +20,7 @@ from quintet.detokenizer_proc.parsers.nested_calls import NestedCalls, NestedFor
 from quintet.detokenizer_proc.parsers.schemas import Schemas
 from quintet.detokenizer_proc.parsers.tag_format import TagFormat
 from quintet.detokenizer_proc.parsers.tagged_calls import TaggedCalls
-from quintet.detokenizer_proc.parsers.thinking import (
-    EmbeddedCalls,
-    KeptFormat,
-    KeptReasoning,
-    LateCloseFilter,
-    ThinkFormat,
-    Thinking,
-)
+from quintet.detokenizer_proc.parsers.thinking import KeptReasoning, LateCloseFilter, ThinkFormat, Thinking
 from quintet.wire.channels import Channel
 from quintet.wire.config import CallIds
 
@@ -49,15 +36,12 @@ class Chain:
 
     @property
     def is_reasoning(self) -> bool:
-        """See `Parser`."""
         return self._reasoning.is_reasoning
 
     def push(self, text: str) -> list[ChannelText]:
-        """See `Parser`."""
         return self._forward(self._reasoning.push(text))
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
-        """See `Parser`."""
         found = self._forward(self._reasoning.finish(is_cut=is_cut))
         parsed = self._tools.finish(is_cut=is_cut)
         found += parsed if self._reasoning.content_before_break is None else self._filter_close(parsed)
@@ -95,16 +79,14 @@ class EitherCalls:
         """``openings``: text after a mark that begins a call of the second format."""
         self._reader, self._other = first, second
         first.stop_at(openings)
-        second.stop_at_content()
+        second.reads_one = True
 
     def push(self, text: str) -> list[ChannelText]:
-        """See `Parser`."""
         if len(text) <= MAX_SLICE:
             return self._follow(self._reader.push(text))
         return [delta for part in slices(text) for delta in self.push(part)]
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
-        """See `Parser`."""
         return self._follow(self._reader.finish(is_cut=is_cut))
 
     def _follow(self, deltas: list[ChannelText]) -> list[ChannelText]:
@@ -126,11 +108,9 @@ class Spellings:
 
     @property
     def is_reasoning(self) -> bool:
-        """See `Parser`."""
         return self._parser.is_reasoning
 
     def push(self, text: str) -> list[ChannelText]:
-        """See `Parser`."""
         parts, at, text = list[str](), 0, self._held + text
         while True:
             begin, mark = self._marks.search(text, at)
@@ -171,7 +151,7 @@ def call_ids(tools: str) -> CallIds:
 def fit(reasoning: str, tools: str) -> bool:
     """Return whether two parsers (empty: none) can be combined for one output."""
     thought, form = REASONING.get(reasoning), TOOLS.get(tools)
-    thought = None if isinstance(thought, ThinkFormat | KeptFormat) else thought
+    thought = None if isinstance(thought, ThinkFormat) else thought
     calls = (
         form.messages if isinstance(form, MessageCalls) else form if isinstance(form, HarmonyFormat) else None
     )
@@ -193,8 +173,8 @@ def build(reasoning: str, tools: str, schemas: bytes, prompt: str) -> Parser:
     thought = REASONING[reasoning] if reasoning else None
     if isinstance(thought, HarmonyFormat) or (tools and isinstance(TOOLS[tools], HarmonyFormat)):
         return Harmony(with_reasoning=bool(reasoning), with_calls=bool(tools))
-    if isinstance(thought, KeptFormat):
-        return KeptReasoning(thought.form, prompt, build("", tools, schemas, prompt) if tools else None)
+    if isinstance(thought, ThinkFormat) and thought.is_kept:
+        return KeptReasoning(thought, prompt, build("", tools, schemas, prompt) if tools else None)
     form, types = TOOLS[tools] if tools else None, Schemas(schemas)
     if isinstance(thought, MessageFormat) or isinstance(form, MessageCalls):
         messages = form.messages if isinstance(form, MessageCalls) else thought
@@ -204,10 +184,11 @@ def build(reasoning: str, tools: str, schemas: bytes, prompt: str) -> Parser:
     if form is None:
         assert thought is not None
         return Thinking(thought, prompt)
-    parser: Parser = _calls(tools, types)
+    build_calls = partial(_calls, tools, types)
+    parser = build_calls()
     if thought is not None:
-        within = EmbeddedCalls(call_marks(tools), lambda: _calls(tools, types))
-        parser = Chain(Thinking(thought, prompt, within), parser, LateCloseFilter(thought))
+        thinking = Thinking(thought, prompt, call_marks(tools), build_calls)
+        parser = Chain(thinking, parser, LateCloseFilter(thought))
     if isinstance(form, TagFormat) and form.spellings:
         return Spellings(parser, dict(form.spellings))
     return parser

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,17 +13,14 @@ import msgspec
 from quintet.detokenizer_proc.parsers.json_repair import repaired
 from quintet.detokenizer_proc.parsers.json_scan import encodable, quoted
 from quintet.detokenizer_proc.parsers.literals import PYTHON, Literals
+from quintet.wire.structured import PYTHON_TYPES, json_type_of
 
 MAX_DEPTH = 8
-"""Maximum nesting of alternatives and references."""
+"""Maximum nesting of alternatives and references for the types of a value."""
 MAX_ALTERNATIVES = 32
 """Schemas that are searched for a nested value."""
 
 Types = frozenset[str]
-_TYPE_NAMES = {
-    "str": "string", "text": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean",
-    "dict": "object", "list": "array",
-}  # fmt: skip
 _COMBINED = ("anyOf", "oneOf", "allOf")
 
 
@@ -149,24 +147,15 @@ class _Types:
     def of_properties(self, schema: object) -> dict[str, Types]:
         """Return the types of the properties of an object or of its alternatives."""
         found: dict[str, Types] = {}
-        seen: set[str] = set()
-        schemas = [(schema, 0)]
-        while schemas:
-            each, depth = schemas.pop()
-            each = _mapping(each)
+        for each in self._alternatives(schema):
             for key, value in _mapping(each.get("properties")).items():
                 found[key] = found.get(key, frozenset()) | self.of(value)
-            reference = str(each.get("$ref", "")).rpartition("/")[2]
-            parts = _parts(each) if reference in seen else [*_parts(each), self._definitions.get(reference)]
-            seen.add(reference)
-            if depth < MAX_DEPTH:
-                schemas += [(part, depth + 1) for part in parts]
         return found
 
     def children(self, schema: object, key: str) -> list[Any]:
         """Return the schemas of an object's value under a key, or of a list's items for the key ``item``."""
         found: list[Any] = []
-        for each in self._alternatives(schema):
+        for each in itertools.islice(self._alternatives(schema), MAX_ALTERNATIVES):
             properties, items = _mapping(each.get("properties")), each.get("items")
             if key in properties:
                 found.append(properties[key])
@@ -176,19 +165,17 @@ class _Types:
                 found.append(each["additionalProperties"])
         return found[:MAX_ALTERNATIVES]
 
-    def _alternatives(self, schema: object) -> list[Mapping[str, Any]]:
-        """Return a schema and its alternatives, with references resolved."""
-        found, seen = list[Mapping[str, Any]](), set[str]()
-        schemas = [schema]
-        while schemas and len(found) < MAX_ALTERNATIVES:
+    def _alternatives(self, schema: object) -> Iterator[Mapping[str, Any]]:
+        """Yield a schema and its alternatives, with references resolved."""
+        schemas, seen = [schema], set[str]()
+        while schemas:
             each = _mapping(schemas.pop())
-            found.append(each)
+            yield each
             schemas += _parts(each)
             reference = str(each.get("$ref", "")).rpartition("/")[2]
             if reference and reference not in seen:
                 seen.add(reference)
                 schemas.append(self._definitions.get(reference))
-        return found
 
     def of(self, schema: object, depth: int = 0) -> Types:
         """Return the types that a schema allows; empty if it has no type."""
@@ -205,7 +192,7 @@ class _Types:
             return frozenset(_json_type(str(part)) for part in stated)
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list):
-            return frozenset(map(_type_name, values))
+            return frozenset(map(json_type_of, values))
         return frozenset().union(*(self.of(part, depth + 1) for part in _parts(schema)))
 
     def _named(self, name: str, depth: int) -> Types:
@@ -222,23 +209,7 @@ def _parts(schema: Mapping[str, Any]) -> list[Any]:
 
 def _json_type(name: str) -> str:
     """Return JSON Schema's name of a type; some tools write Python's names or capitals."""
-    return _TYPE_NAMES.get(name.lower(), name.lower())
-
-
-def _type_name(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case str():
-            return "string"
-        case int() | float():
-            return "number"
-        case list():
-            return "array"
-        case _:
-            return "object"
+    return PYTHON_TYPES.get(name.lower(), name.lower())
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -6,9 +6,9 @@ emitted when their tag ends.
 
 from __future__ import annotations
 
-from quintet.detokenizer_proc.parsers.json_repair import JsonRepair
-from quintet.detokenizer_proc.parsers.json_scan import JsonValue, quoted
-from quintet.detokenizer_proc.parsers.machine import MAX_NAME, CallReader
+from quintet.detokenizer_proc.parsers.interface import MAX_NAME
+from quintet.detokenizer_proc.parsers.json_scan import quoted
+from quintet.detokenizer_proc.parsers.machine import CallReader
 from quintet.detokenizer_proc.parsers.marks import Marks
 from quintet.detokenizer_proc.parsers.schemas import Schemas, Types, fields_of, json_of
 from quintet.detokenizer_proc.parsers.tag_format import TagFormat
@@ -46,8 +46,7 @@ class TaggedCalls(CallReader):
         self._leads = Marks(*(form.quotes[:1] or (form.value_begin and (form.value_begin, form.key_end))))
         self._after_value = Marks(form.parameter, *self._follows.marks, *(form.quotes and (form.value_end,)))
         self._name = ""
-        self._num_values = 0
-        self._key = ""  # of the current value, as JSON
+        self._key = ""  # of the current value
         self._held = ""  # partial name or key
         self._value: list[str] = []
         self._blank = ""  # a newline that belongs to the end tag if the tag follows
@@ -57,8 +56,6 @@ class TaggedCalls(CallReader):
         self._has_value_lines = False  # the value began on a line of its own
         self._is_at_line = True  # the value's next character begins a line
         self._types: Types = frozenset()
-        self._body = JsonValue("{")
-        self._repair = JsonRepair()
         self._is_text = False  # the value is streamed
         self._is_wrapper = False  # the value may be all arguments
 
@@ -127,9 +124,7 @@ class TaggedCalls(CallReader):
             return self._over and self._reject()
         if self._text[0] == "{":
             self._start_call(self._name)
-            self._body, self._repair = JsonValue("{"), JsonRepair()
-            self._state = TaggedCalls._in_body
-            return True
+            return self._begin_object()
         filler = self._fillers.at_start(self._text)
         if filler:
             self._take(len(filler))
@@ -143,9 +138,8 @@ class TaggedCalls(CallReader):
             return False
         if mark is None or (mark == "" and self._is_cut):
             return self._reject()
-        if (
-            mark in self._form.begins and not self._form.function
-        ):  # in place of the mark before the first key?
+        # A model may write the mark before a call in place of the mark before its first key.
+        if mark in self._form.begins and not self._form.function:
             rest = self._text[len(mark) :]
             key, end = self._key_in(rest)
             if end == "" and not self._over:
@@ -163,19 +157,9 @@ class TaggedCalls(CallReader):
             return key.strip(), "" if len(text) < MAX_NAME else None
         return key.strip(), Marks(self._form.key_end).at_start(text[len(key) : len(key) + MAX_MARK])
 
-    def _in_body(self) -> bool:
-        """Read all arguments as one JSON object, which some models write in place of tags."""
-        self._emit_arguments(self._repair.take(self._take(self._body.read(self._text))))
-        if not (self._body.is_over or self._over):
-            return False
-        self._emit_arguments(self._repair.end(is_cut=self._is_cut and not self._body.is_over))
-        self._state = TaggedCalls._after
-        return True
-
     def _begin_call(self) -> None:
         self._start_call(self._name)
         self._emit_arguments("{")
-        self._num_values = 0
 
     def _in_call(self) -> bool:
         """Read a parameter, the end of the call, or content."""
@@ -239,25 +223,20 @@ class TaggedCalls(CallReader):
             self._take(len(mark))
         key = self._held.strip().removeprefix(self._form.parameter)
         key, kind = self._form.key_of(key)
-        self._key = quoted(key) + ": "
+        self._key = key
         self._types = self._schemas.types(self._name, key)
         if kind:
             self._types = frozenset({kind}) if kind == "string" else self._types - {"string"}
         self._is_wrapper = key in _WRAPPERS and self._num_values == 0 and self._schemas.lack(self._name, key)
         self._is_text = self._types == {"string"} and not self._is_wrapper
         if self._is_text:
-            self._emit_arguments(self._take_key() + '"')
+            self._emit_arguments(self._next_key(key) + '"')
         self._value, self._blank, self._begins_value = [], "", True
         self._has_tag, self._tail = False, ""
         self._has_value_lines, self._is_at_line = False, True
         self._value_end, self._value_ends = self._form.value_end, self._plain_ends
         self._state = TaggedCalls._before_value if self._leads.marks else TaggedCalls._in_value
         return True
-
-    def _take_key(self) -> str:
-        """Return the key before a value, with a comma after the last value."""
-        self._num_values += 1
-        return self._key if self._num_values == 1 else ", " + self._key
 
     def _before_value(self) -> bool:
         """Skip the optional mark before a value, and a repeated mark after its key."""
@@ -313,7 +292,7 @@ class TaggedCalls(CallReader):
             self._num_values += bool(fields)
             self._emit_arguments(fields)
         elif text.strip() or not self._types or "string" in self._types:
-            self._emit_arguments(self._take_key() + json_of(text, self._types))
+            self._emit_arguments(self._next_key(self._key) + json_of(text, self._types))
 
     @property
     def _can_have_text(self) -> bool:
@@ -335,9 +314,8 @@ class TaggedCalls(CallReader):
         if len(rest) - len(following) >= MAX_BLANKS:
             return True
         if following and not self._has_tag and self._value_end.startswith(following[: len(self._value_end)]):
-            return (
-                True if following.startswith(self._value_end) else (self._over or None)
-            )  # the model doubled the tag
+            # The model may have doubled the tag.
+            return True if following.startswith(self._value_end) else (self._over or None)
         mark = self._after_value.at_start(following)
         return (self._over or None) if mark == "" else mark is not None
 

@@ -32,33 +32,13 @@ class ThinkFormat:
     """Reasoning may also follow content, and a closing mark without reasoning may end the output."""
     within: tuple[str, ...] = ()
     """Special tokens inside marks."""
+    is_kept: bool = False
+    """Reasoning stays in the content with its marks, for clients that return only the content."""
 
     @property
     def marks(self) -> frozenset[str]:
         """Special tokens that the parser must see as text."""
         return frozenset({*self.opens, *self.closes, *self.breaks, *self.around, *self.within})
-
-
-@dataclass(frozen=True, slots=True)
-class KeptFormat:
-    """Reasoning that stays in the content with its marks, for clients that return only the content."""
-
-    form: ThinkFormat
-
-    @property
-    def marks(self) -> frozenset[str]:
-        """Special tokens that the parser must see as text."""
-        return self.form.marks
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddedCalls:
-    """Tool calls that may begin inside unclosed reasoning."""
-
-    marks: frozenset[str]
-    """Marks that begin a call or a group of calls."""
-    reader: Callable[[], Parser]
-    """Builds a call parser, to check that a mark begins a call."""
 
 
 class Thinking(Machine):
@@ -70,7 +50,14 @@ class Thinking(Machine):
     certain to be no call.
     """
 
-    def __init__(self, form: ThinkFormat, prompt: str, calls: EmbeddedCalls | None = None) -> None:
+    def __init__(
+        self,
+        form: ThinkFormat,
+        prompt: str,
+        call_marks: frozenset[str] = frozenset(),
+        build_calls: Callable[[], Parser] | None = None,
+    ) -> None:
+        """``call_marks`` begin a call, or a group of calls; ``build_calls`` builds a parser to check that one does."""
         inside = is_inside(prompt, form.opens, form.closes, form.begins_inside)
         super().__init__(Thinking._first if inside else Thinking._start)
         self.is_reasoning = inside
@@ -79,8 +66,8 @@ class Thinking(Machine):
         self._closes = Marks(*form.closes)
         self._firsts = Marks(*form.closes, *form.first)
         self._ends = Marks(*form.closes, *form.breaks)
-        self._calls = calls
-        self._begins = calls.marks - self._ends.marks if calls is not None else frozenset[str]()
+        self._build_calls = build_calls
+        self._begins = call_marks - self._ends.marks
         self._turns = Marks(*self._ends.marks, *self._begins)
         self._probe: Parser | None = None
         self._attempted: list[str] = []
@@ -166,9 +153,9 @@ class Thinking(Machine):
         before, mark = self._until(self._turns)
         self._emit_prose(self._reasoning, before)
         if mark in self._begins:
-            assert self._calls is not None
+            assert self._build_calls is not None
             self.is_reasoning = False
-            self._probe, self._attempted = self._calls.reader(), [mark]
+            self._probe, self._attempted = self._build_calls(), [mark]
             self._probe.push(mark)
             self._state = Thinking._in_attempt
         elif mark in self._form.breaks:
@@ -199,12 +186,11 @@ class Thinking(Machine):
         if self._over and not end:
             before, rest = before + rest, ""
         found, num_read = None, 0
-        while found is None and num_read < len(
-            before
-        ):  # by character: text after the decision is not consumed
-            sign = before[num_read]
+        while found is None and num_read < len(before):
+            sign = before[num_read]  # by character: text after the decision is not consumed
             self._attempted.append(sign)
-            found = _first_channel(self._probe.push(sign))
+            deltas = self._probe.push(sign)
+            found = deltas[0].channel if deltas else None
             num_read += 1
         self._text = before[num_read:] + end + rest
         if found is Channel.NAME or (found is None and self._is_cut and not end):
@@ -227,38 +213,29 @@ class Thinking(Machine):
         self._text = following + self._text
 
 
-def _first_channel(deltas: list[ChannelText]) -> Channel | None:
-    return deltas[0].channel if deltas else None
-
-
 class LateCloseFilter(Machine):
     """Removes a late closing mark of reasoning from the content after a call that ended the reasoning."""
 
     def __init__(self, form: ThinkFormat) -> None:
-        super().__init__(LateCloseFilter._before)
+        super().__init__(LateCloseFilter._in_content)
         self._closes = Marks(*form.closes)
         self._prose = Prose(Channel.CONTENT, leading=False)
 
-    def _before(self) -> bool:
+    def _in_content(self) -> bool:
         before, mark, self._text = self._closes.split(self._text)
         if self._over and not mark:
             before, self._text = before + self._text, ""
         self._emit(Channel.CONTENT, self._prose.take(before))
         if mark:
             self._prose.at_mark()
-            self._state = LateCloseFilter._after_reasoning
+            self._closes = Marks()  # further ones are content
         elif self._over:
             self._emit(Channel.CONTENT, self._prose.end())
         return bool(mark)
 
-    def _after_reasoning(self) -> bool:
-        text, self._text = self._text, ""
-        self._emit(Channel.CONTENT, self._prose.take(text) + (self._prose.end() if self._over else ""))
-        return False
-
 
 class KeptReasoning:
-    """Keeps reasoning of a `KeptFormat` in the content. The opening mark that the prompt has precedes it."""
+    """Keeps reasoning in the content, for a format that ``is_kept``. The opening mark that the prompt has precedes it."""
 
     is_reasoning = False
 
@@ -269,7 +246,6 @@ class KeptReasoning:
         self._calls = calls
 
     def push(self, text: str) -> list[ChannelText]:
-        """See `Parser`."""
         if self._opening:
             self._held += text
             begin = self._held.lstrip()[: len(self._opening)]
@@ -281,7 +257,6 @@ class KeptReasoning:
         return [ChannelText(Channel.CONTENT, 0, text)] if text else []
 
     def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
-        """See `Parser`."""
         deltas = self.push(self._take_held("")) if self._held else []
         return deltas + (self._calls.finish(is_cut=is_cut) if self._calls is not None else [])
 

@@ -18,7 +18,7 @@ import pytest
 from openai import OpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from quintet.detokenizer_proc.decoder_spec import byte_alphabet
+from quintet.detokenizer_proc.vocabulary import byte_alphabet
 from quintet.executor.mock import MockWorker
 from tests.deploy.config.model_folder import write_model
 

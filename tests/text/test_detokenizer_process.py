@@ -274,7 +274,7 @@ def test_queued_text_is_sent_before_text_received_with_the_topology(
 
     process.receive = receive
     with pytest.raises(Stopping):
-        main.Detokenizer(process, main.tables_of(config)).run()
+        main.Detokenizer(process, main.prepare(process.config)).run()
     assert [text.first_indexes for text in sent] == [[0], [1], [2]]
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 import quintet.deploy
-from quintet.detokenizer_proc.decoder_spec import byte_of
 from quintet.detokenizer_proc.incremental import PieceTable
-from quintet.detokenizer_proc.vocabulary import Vocabulary
+from quintet.detokenizer_proc.vocabulary import Vocabulary, byte_of
 
 TEXTS = [
     "",

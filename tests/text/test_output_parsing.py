@@ -48,7 +48,7 @@ def showing(tokenizer: Tokenizer) -> PieceTable:
 
 
 def steps_of(showing: PieceTable) -> Steps:
-    return Steps(showing.skipping_special_tokens(), showing)
+    return Steps(showing)
 
 
 def channel_texts(texts: Sequence[Text]) -> list[tuple[int, int, str]]:

@@ -9,9 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc import logprobs
-from quintet.detokenizer_proc.cores import Cores
 from quintet.detokenizer_proc.incremental import PieceTable
-from quintet.detokenizer_proc.rows import Steps
+from quintet.detokenizer_proc.rows import Cores, Steps
 from quintet.detokenizer_proc.vocabulary import Vocabulary
 from quintet.wire.codec import pack_f32, pack_i32, pack_i64, pack_u8, unpack_i32
 from quintet.wire.ids import RequestIds
@@ -31,7 +30,7 @@ def tokenizer(tokenizers_by_style: dict[str, Tokenizer]) -> Tokenizer:
 @pytest.fixture
 def steps(tokenizer: Tokenizer) -> Steps:
     showing = PieceTable(Vocabulary.of(tokenizer))
-    return Steps(showing.skipping_special_tokens(), showing)
+    return Steps(showing)
 
 
 def opening(request_id: int = ONE, prompt: Sequence[int] = (), **changes: Any) -> Open:

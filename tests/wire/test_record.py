@@ -8,7 +8,6 @@ import pytest
 
 from quintet.process import record
 from quintet.process.record import Recorder, RecordingError, Sent, open_recording
-from quintet.process.sockets import Outbox
 from quintet.wire.config import (
     CacheConfig,
     EngineConfig,
@@ -46,36 +45,20 @@ def config_of(folder: Path, max_bytes: int = 4 << 20) -> EngineConfig:
     )  # fmt: skip
 
 
-class NullBus:
-    """Bus without a receiver."""
-
-    def open_outbox(self, worker: WorkerId, address: str) -> Outbox:
-        return self
-
-    def send(self, payload: bytes) -> None:
-        pass
-
-    def close(self, *, drop: bool) -> None:
-        pass
-
-
 def fill(recorder: Recorder, num_iterations: int, size: int) -> None:
-    outbox = recorder.watch(NullBus()).open_outbox(PEER, "")
     for iteration in range(num_iterations):
         recorder.received(memoryview(iteration.to_bytes(4, "little") * size))
         recorder.begin_iteration(1000 + iteration, was_idle=iteration % 2 == 0)
-        outbox.send(b"answer %d" % iteration)
+        recorder.sent(PEER, b"answer %d" % iteration)
 
 
 def test_iterations_are_read_as_recorded(tmp_path: Path) -> None:
     recorder = Recorder(ME, config_of(tmp_path))
-    outbox = recorder.watch(NullBus()).open_outbox(PEER, "")
-    unrecorded = recorder.watch(NullBus()).open_outbox(WorkerId(Role.SUPERVISOR, 0, 1), "")
     recorder.received(memoryview(b"one"))
     recorder.received(memoryview(b""))
     recorder.begin_iteration(5, was_idle=True)
-    outbox.send(b"answer")
-    unrecorded.send(b"heartbeat")
+    recorder.sent(PEER, b"answer")
+    recorder.sent(WorkerId(Role.SUPERVISOR, 0, 1), b"heartbeat")
     recorder.begin_iteration(7, was_idle=False)
     recorder.close()
     recording = open_recording(tmp_path / "recording", "core-0.1")

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from quintet.tokenizer_proc.notations.regexes import as_rust
+from quintet.wire.structured import PYTHON_TYPES
 
 Schema = dict[str, Any]
 
@@ -17,34 +18,12 @@ FORMATS = frozenset(
 """Formats that the library enforces."""
 TIMES = frozenset({"date-time", "time"})
 """Formats that require a time zone, which patterns beside them may exclude, as zod's of times do."""
-ANNOTATIONS = frozenset(
-    {
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$comment",
-    }
-)
-APPLICATORS = frozenset(
-    {
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "not",
-        "if",
-        "then",
-        "else",
-        "$ref",
-        "$dynamicRef",
-        "$recursiveRef",
-        "dependentSchemas",
-    }
-)
+ANNOTATIONS = frozenset({
+    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment",
+})  # fmt: skip
+APPLICATORS = frozenset({
+    "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "$recursiveRef", "dependentSchemas",
+})  # fmt: skip
 """Keys with schemas that apply to the same value."""
 ROOT_KEYWORDS = {"$schema", "$id", "$defs", "definitions"}
 """Keys that references expect in the outermost schema."""
@@ -52,10 +31,6 @@ MAX_NAME_LENGTH = 1000
 MAX_EXCLUSIVE = 20
 """Branches of a ``oneOf`` that each require another property."""
 TYPES = {"null", "boolean", "string", "integer", "number", "array", "object"}
-PYTHON_TYPES = {
-    "str": "string", "text": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean",
-    "dict": "object", "list": "array",
-}  # fmt: skip
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 MAX_INTEGER, MAX_NUMBER = 1 << 62, 1e18
 """Largest bounds of integers and numbers that the library supports."""
@@ -200,19 +175,15 @@ def _drop_conditions(schema: Schema) -> None:
 
 def _plain_contains(schema: Schema) -> None:
     """Drop ``contains`` without effect. If it matches all elements, convert its bounds to bounds of the length."""
-    if "contains" not in schema or (schema.get("minContains") == 0 and "maxContains" not in schema):
-        for key in ("contains", "minContains", "maxContains"):
-            schema.pop(key, None)
-        return
-    least, most = schema.get("minContains", 1), schema.get("maxContains")
-    lengths = [schema.get(key, 0) for key in ("minItems", "maxItems")]
-    if not is_anything(schema["contains"]) or not all(
-        type(each) is int for each in (least, 0 if most is None else most, *lengths)
-    ):
-        return
-    schema["minItems"] = max(least, lengths[0])
-    if most is not None:
-        schema["maxItems"] = min(most, schema.get("maxItems", most))
+    if "contains" in schema and (schema.get("minContains") != 0 or "maxContains" in schema):
+        least, most = schema.get("minContains", 1), schema.get("maxContains")
+        lengths = [schema.get(key, 0) for key in ("minItems", "maxItems")]
+        are_counts = all(type(each) is int for each in (least, 0 if most is None else most, *lengths))
+        if not is_anything(schema["contains"]) or not are_counts:
+            return
+        schema["minItems"] = max(least, lengths[0])
+        if most is not None:
+            schema["maxItems"] = min(most, schema.get("maxItems", most))
     for key in ("contains", "minContains", "maxContains"):
         schema.pop(key, None)
 

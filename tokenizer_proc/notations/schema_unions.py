@@ -12,6 +12,7 @@ import msgspec
 
 from quintet.tokenizer_proc.nesting_depth import target_of
 from quintet.tokenizer_proc.notations.schema_keywords import ANNOTATIONS, TYPES, Schema, as_list
+from quintet.wire.structured import json_type_of
 
 MAX_ORDERS = 100
 """Permutations enumerated for a set; enough for four values."""
@@ -228,17 +229,4 @@ def _values(schema: Any, root: Root, *, is_exact: bool = False, level: int = 0) 
 
 def _is_of(value: Any, types: list[Any]) -> bool:
     """Return whether a JSON value has one of these types."""
-    match value:
-        case None:
-            return "null" in types
-        case bool():
-            return "boolean" in types
-        case str():
-            return "string" in types
-        case int():
-            return "integer" in types or "number" in types
-        case float():
-            return "number" in types
-        case list():
-            return "array" in types
-    return "object" in types
+    return json_type_of(value) in types or (type(value) is int and "integer" in types)

@@ -23,22 +23,10 @@ from quintet.tokenizer_proc.notations.schema_unions import (
     write_out_set,
 )
 
-INNER = frozenset(
-    {
-        "items",
-        "prefixItems",
-        "additionalProperties",
-        "additionalItems",
-        "anyOf",
-        "oneOf",
-        "allOf",
-        "not",
-        "if",
-        "then",
-        "else",
-    }
-    | {"contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties", "components"}
-)
+INNER = frozenset({
+    "items", "prefixItems", "additionalProperties", "additionalItems", "anyOf", "oneOf", "allOf", "not", "if", "then",
+    "else", "contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties", "components",
+})  # fmt: skip
 """Keys with a schema, or a list of schemas."""
 NAMED_INNER = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "schemas", "dependentSchemas"}
@@ -48,8 +36,6 @@ MAX_WRITTEN_OUT = 2000
 """Enumerated alternatives of sets per schema."""
 _NULLABLE = frozenset({"const", "default", "examples", "example"})
 """Keys that may be null. Null for another key means that a serializer wrote a missing value."""
-
-
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 

@@ -18,7 +18,9 @@ from quintet.detokenizer_proc.parsers.thinking import ThinkFormat
 from quintet.wire.channels import Channel
 
 CONTENT, REASON, NAME, ARGUMENTS = Channel
-THINKING = {name: form for name, form in REASONING.items() if isinstance(form, ThinkFormat)}
+THINKING = {
+    name: form for name, form in REASONING.items() if isinstance(form, ThinkFormat) and not form.is_kept
+}
 
 
 @pytest.mark.parametrize("name", THINKING)

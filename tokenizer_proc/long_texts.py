@@ -1,4 +1,4 @@
-"""Encoding of long texts in chunks with the ids of the whole text, to bound memory.
+"""Encoding of long texts in chunks with the ids of the whole text, to bound memory; least number of tokens of a text.
 
 The tokenizers library uses about 150 bytes of memory per byte of text, so a large text takes gigabytes.
 
@@ -84,6 +84,15 @@ EXPRESSIONS = (
     DEEPSEEK,  # after `APART`
 )
 """Pre-tokenization expressions that end a word at each `BORDER`."""
+
+
+LENGTH_KEEPING = frozenset({"NFD", "NFKD", "Prepend", "Lowercase", "ByteLevel"})
+"""Normalizers that never shorten a text."""
+
+COMPOSING = frozenset({"NFC", "NFKC"})
+"""Normalizers that compose up to `MOST_COMPOSED` characters into one."""
+
+MOST_COMPOSED = 4
 
 
 class _Pattern(msgspec.Struct, frozen=True):
@@ -174,27 +183,23 @@ def cutter_of(tokenizer: Tokenizer) -> Cutter | None:
     contents = tuple(token.content for token in added)
     if _keeps_borders(normalizer) and splitter is not None and _splits_words(splitter):
         return Cutter(tokenizer, BORDER, MAX_CHUNK_CHARS, added=contents)
-    writing = _spaces_written_by(normalizer, splitter)
-    if writing is None or not (writing.splits or _merges_within_borders(tokenizer)):
+    written = _spaces_written_by(normalizer, splitter)
+    if written is None:
         return None
-    return Cutter(tokenizer, _SPACED, drops_space=writing.prepends, added=contents)
+    prepends, splits = written
+    if not (splits or _merges_within_borders(tokenizer)):
+        return None
+    return Cutter(tokenizer, _SPACED, drops_space=prepends, added=contents)
 
 
-@dataclass(frozen=True, slots=True)
-class _Writing:
-    """Conversion of spaces to `SPACE`."""
+def _spaces_written_by(normalizer: _Step | None, splitter: _Step | None) -> tuple[bool, bool] | None:
+    """Return whether a SentencePiece-like tokenizer prepends `SPACE` to every text, and whether each begins a word.
 
-    prepends: bool
-    """One is prepended to every text, even if it begins with a space."""
-    splits: bool
-    """Each begins a new word."""
-
-
-def _spaces_written_by(normalizer: _Step | None, splitter: _Step | None) -> _Writing | None:
-    """Return the conversion of spaces of a SentencePiece-like tokenizer; None if it has other or further steps."""
+    None if it has other or further steps.
+    """
     if normalizer is None:
         is_metaspace = splitter is not None and (splitter.type, splitter.replacement) == ("Metaspace", SPACE)
-        return _Writing(prepends=False, splits=splitter.split) if is_metaspace and splitter else None
+        return (False, splitter.split) if is_metaspace and splitter else None
     steps = normalizer.normalizers if normalizer.type == "Sequence" else [normalizer]
     match steps:
         case [_Step(type="Prepend", prepend=prefix), last] if prefix == SPACE:
@@ -207,7 +212,7 @@ def _spaces_written_by(normalizer: _Step | None, splitter: _Step | None) -> _Wri
         return None
     if splitter is not None and (splitter.type, splitter.pattern.string) != ("Split", " "):
         return None
-    return _Writing(prepends=prepends, splits=False)  # no space is left to split at
+    return prepends, False  # no space is left to split at
 
 
 def _merges_within_borders(tokenizer: Tokenizer) -> bool:
@@ -255,8 +260,48 @@ def _are_apart(*steps: _Step) -> bool:
     )
 
 
-def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return a text's ids without special tokens."""
+def encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Return a text's ids."""
     # encode_batch_fast releases the GIL; encode does not.
-    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
+
+
+def special_tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the special tokens added before and after a text."""
+    bare, whole = encoded(tokenizer, "a"), encoded(tokenizer, "a", add_special_tokens=True)
+    begin = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+    return whole[:begin], whole[begin + len(bare) :]
+
+
+def most_chars_per_token(tokenizer: Tokenizer) -> int | None:
+    """Return an upper bound on the characters of a text per token, or None if unbounded.
+
+    It is unbounded if a normalizer drops characters, or if unknown characters are dropped or share one token.
+    """
+    model, splitter, normalizer = tokenizer.model, tokenizer.pre_tokenizer, tokenizer.normalizer
+    every_byte = isinstance(model, BPE) and (
+        model.byte_fallback or (splitter is not None and b'"ByteLevel"' in splitter.__getstate__())
+    )
+    shrink = 1 if normalizer is None else _max_composed(msgspec.json.decode(normalizer.__getstate__()))
+    if not every_byte or shrink is None:
+        return None
+    longest = max((len(token) for token in tokenizer.get_vocab(with_added_tokens=True)), default=0)
+    return max(1, longest) * shrink
+
+
+def _max_composed(normalizer: dict[str, object]) -> int | None:
+    """Return the maximum number of characters that a normalizer turns into one; None if unbounded."""
+    match normalizer:
+        case {"type": "Sequence", "normalizers": list(inner)}:
+            shrinks = [_max_composed(child) for child in inner]
+            known = [shrink for shrink in shrinks if shrink is not None]
+            return max(known, default=1) if len(known) == len(shrinks) else None
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return 1 if len(new) >= len(old) else None
+        case {"type": str(kind)} if kind in COMPOSING:
+            return MOST_COMPOSED
+        case {"type": str(kind)} if kind in LENGTH_KEEPING:
+            return 1
+        case _:
+            return None

@@ -1,17 +1,46 @@
-"""Checks of messages to the tokenizer process, and error answers: no request may end the process."""
+"""Answers of the tokenizer process without an admission: tokens of a text, and errors. No request may end the process."""
 
 from __future__ import annotations
 
 import logging
+import time
 
-from quintet.wire.codec import pack_i64
+from quintet.process.sockets import Peers
+from quintet.tokenizer_proc.encode import Encoder
+from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.ids import Role, frontend_of
+from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Cancel, Failed, Submit, Tokenized, TokenizeQuery, Unknown
 from quintet.wire.request import Echo, RequestSpec
+
+
+def tokenized(encoder: Encoder, query: TokenizeQuery) -> Tokenized:
+    """Return the tokens of a query's prompt. Raises `RequestError`."""
+    if query.until_ns is not None and time.monotonic_ns() > query.until_ns:
+        raise RequestError(ErrorCode.TIMEOUT, "The query timed out in the tokenizer's queue; retry.")
+    ids = encoder.whole(query.prompt)
+    strs = encoder.token_strs(ids) if query.return_token_strs else None
+    return Tokenized(query.query_id, pack_i32(ids), strs)
+
+
+def send_answer(peers: Peers, query: TokenizeQuery, result: Tokenized | RequestError) -> None:
+    """Send the result or the error to the frontend; an error too if the result exceeds the frame limit."""
+    if isinstance(result, RequestError):
+        result = _failed_query(query.query_id, result)
+    try:
+        peers.send(Role.FRONTEND, query.frontend, result)
+    except FrameTooLarge as error:
+        cause = f"The answer has {error.num_bytes} bytes, but at most {error.most} are allowed; send a shorter text."
+        failed = _failed_query(query.query_id, RequestError(ErrorCode.TOO_LARGE, cause))
+        peers.send(Role.FRONTEND, query.frontend, failed)
+
+
+def _failed_query(query_id: int, error: RequestError) -> Tokenized:
+    return Tokenized(query_id, b"", error=Failed(query_id, error.code, error.message, error.param))
 
 
 def error_answer(message: object) -> Failed | Tokenized | Unknown | None:
@@ -23,8 +52,7 @@ def error_answer(message: object) -> Failed | Tokenized | Unknown | None:
         case Cancel():
             return Unknown(pack_i64(message.request_ids))
         case TokenizeQuery():
-            failed = Failed(message.query_id, ErrorCode.OVERLOADED, cause)
-            return Tokenized(message.query_id, b"", None, failed)
+            return _failed_query(message.query_id, RequestError(ErrorCode.OVERLOADED, cause))
         case _:
             return None
 
@@ -34,8 +62,7 @@ def dropped_answers(dropped: Dropped) -> list[tuple[int, int | None, Failed | To
     error = dropped.error(Role.TOKENIZER)
     answers: list[tuple[int, int | None, Failed | Tokenized]] = []
     if dropped.query_id is not None and dropped.frontend is not None:
-        failed = Failed(dropped.query_id, error.code, error.message)
-        answers.append((dropped.frontend, None, Tokenized(dropped.query_id, b"", None, failed)))
+        answers.append((dropped.frontend, None, _failed_query(dropped.query_id, error)))
     for request_id in dropped.request_ids:
         answers.append((*frontend_of(request_id), Failed(request_id, error.code, error.message)))
     return answers

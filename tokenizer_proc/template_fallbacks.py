@@ -1,6 +1,6 @@
-"""Fallback arrangements of messages for chat templates that reject a conversation or drop system messages, for all APIs.
+"""Fallbacks for chat templates that reject a conversation or drop system messages, for all APIs.
 
-The arrangements are tried in this order; the first one that the template renders, without a hidden message, is used:
+Arrangements of messages are tried in this order; the first one that the template renders, without a hidden message, is used:
 
 1. as the client sent them; then developer messages as system messages, which only some templates distinguish;
 2. the leading system messages merged into one, each later system message converted to a user message;
@@ -18,11 +18,13 @@ If all fail, they are tried again with one other change:
   reminders and interruptions.
 
 A late message keeps its position, so that the prefix before it still hits the prefix cache.
+
+Other fallbacks replace variables of the template: the reasoning effort, and tools without optional fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import is_not
 from typing import Any
 
@@ -33,6 +35,9 @@ from quintet.wire.chat import Message
 SEPARATOR = "\n\n"
 SHOWN_CHARS = 80
 NO_RESULT = "[no result: the call was interrupted]"
+EFFORT = "reasoning_effort"
+EFFORTS = {"none": 0, "no_think": 0, "minimal": 1, "low": 2, "medium": 3, "high": 4, "xhigh": 5, "max": 6}
+"""Position of each effort. Agents send an effort with every request, and templates have scales of their own."""
 
 
 def rearranged(messages: Sequence[Message]) -> Iterator[list[Message]]:
@@ -230,3 +235,33 @@ def _join(contents: Sequence[Any]) -> Any:
 
 def _as_parts(content: Any) -> list[dict[str, Any]]:
     return list(content) if isinstance(content, ContentParts) else [text_part(str(content))]
+
+
+def with_other_efforts(variables: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
+    """Return a template's variables with each other effort, nearest first and the higher of two, and last without one.
+
+    Empty if the template does not read an effort, or the request's is not on the scale.
+    """
+    sent = variables.get(EFFORT)
+    if EFFORT not in source or not isinstance(sent, str) or sent not in EFFORTS:
+        return []
+    others = [effort for effort in EFFORTS if effort != sent]
+    others.sort(key=lambda effort: (abs(EFFORTS[effort] - EFFORTS[sent]), -EFFORTS[effort]))
+    without = {name: value for name, value in variables.items() if name != EFFORT}
+    return [*({**variables, EFFORT: effort} for effort in others), without]
+
+
+def with_optional_fields(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools with a description and parameters for each function: optional in the APIs, required by some templates."""
+    return [_complete(tool) for tool in tools]
+
+
+def _complete(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    sent = {name: value for name, value in function.items() if value is not None}
+    parameters = sent.get("parameters", {})
+    if isinstance(parameters, dict):
+        sent["parameters"] = {"type": "object", "properties": {}, **parameters}
+    return {**tool, "function": {"description": "", **sent}}

@@ -11,10 +11,10 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from quintet.deploy.embedded import default_model_path
-from quintet.tokenizer_proc import encode, text_chunks
+from quintet.tokenizer_proc import encode, long_texts
 from quintet.tokenizer_proc.chat_template import ChatTemplates
 from quintet.tokenizer_proc.encode import Encoder
-from quintet.tokenizer_proc.text_chunks import APART, EXPRESSIONS, SPACE, Cutter, cutter_of, encoded
+from quintet.tokenizer_proc.long_texts import APART, EXPRESSIONS, SPACE, Cutter, cutter_of, encoded
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import RequestError
 
@@ -181,7 +181,7 @@ def test_chunks_are_bounded_in_size(kind: str, monkeypatch: pytest.MonkeyPatch) 
         sizes.append(len(text))
         return encoded(tokenizer, text)
 
-    monkeypatch.setattr(text_chunks, "encoded", measured)
+    monkeypatch.setattr(long_texts, "encoded", measured)
     assert list(cutter.ids_of(text, None, 1000)) == encoded(cutter.tokenizer, text)
     assert len(sizes) > 20 and max(sizes) < 1100
 
