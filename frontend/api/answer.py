@@ -12,9 +12,10 @@ from typing import Protocol
 import msgspec
 
 from quintet.frontend.api import sse
-from quintet.frontend.http.http_request import ClientDisconnected, Header, HttpRequest
+from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.frontend.http.stream_timers import KeepAliveTimer, Reader
-from quintet.frontend.resume.stream_state import StreamId
+from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, StreamState, resume_token_for
+from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Batch, Mailbox, Received, Stream
 from quintet.wire.embeds import EmbedsPrompt
@@ -34,6 +35,8 @@ MAX_EXPLAINED = 16
 class AnswerWriter(Protocol):
     """Writer of one streamed response in an API's event format."""
 
+    state: StreamState
+
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """Append events for the new output of the prompt at index ``position``. Hot path."""
 
@@ -45,9 +48,6 @@ class AnswerWriter(Protocol):
 
     def silence(self) -> bytes:
         """Return the keep-alive bytes for an idle stream."""
-
-    def headers(self) -> tuple[Header, ...]:
-        """Return the response headers, without the content type."""
 
 
 class Body(Protocol):
@@ -74,6 +74,10 @@ class Submissions:
         self.num_unread = 0
         """Streams with an unread end."""
         self.client_gone = False
+        self.position: StreamCursor | None = None
+        """Cursor of a client that already has a part of the response."""
+        self.replayed: list[tuple[int, Sequence[int]]] = []
+        """Choices and their token ids before the cursor, which a relay gets again."""
 
     def disconnect(self) -> None:
         """Note that the client disconnected, and wake the writer."""
@@ -161,6 +165,42 @@ def submit_all(
     return submissions
 
 
+def submit_resumable(
+    service: Service,
+    http_request: HttpRequest,
+    body: Body,
+    prompts: Sequence[Prompt],
+    spec: RequestSpec,
+    answer: Answer,
+    *,
+    clamp_max_tokens: bool,
+    echo: bool = False,
+    session: str = "",
+) -> Submissions:
+    """Submit the requests of a response as `submit_all` does; a stream can be resumed.
+
+    Output that the client has from another server (`HttpRequest.partial_response`) is not generated again.
+    """
+    if body.stream and http_request.reads_event_ids:
+        spec.resume_token = resume_token_for(answer, service.config)
+    partial = http_request.partial_response
+    seeds, position, received = resume_state(partial, answer.num_choices, answer.num_prompts)
+    submissions = submit_all(
+        service,
+        body,
+        prompts,
+        spec,
+        clamp_max_tokens=clamp_max_tokens,
+        interval=answer.interval,
+        echo=echo,
+        session=session,
+        received=received,
+        seeds=seeds,
+    )
+    submissions.position = position
+    return submissions
+
+
 async def stream_answer(
     service: Service,
     http_request: HttpRequest,
@@ -172,6 +212,8 @@ async def stream_answer(
 
     The status is sent with the first output, so an error before it has its own. ``before_end`` runs before the last write.
     """
+    if http_request.wants_relay:
+        enable_relay(http_request, writer.state, submissions.streams, submissions.replayed)
     write_timeout, write_seconds, span = service.write_timeout, service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
     watcher = http_request.watch_disconnect(submissions.disconnect)
@@ -187,7 +229,7 @@ async def stream_answer(
             woken_ns = time.monotonic_ns()
             if submissions.client_gone:
                 raise ClientDisconnected
-            frames: list[bytes] = []
+            frames = writer.state.take_comments() if ready else []
             error: RequestError | None = None
             for stream in ready:
                 batch = submissions.take(stream)
@@ -208,7 +250,7 @@ async def stream_answer(
                 began = reader.waiting_since_s = time.perf_counter()
                 if not http_request.started:
                     explain(http_request, submissions.streams)
-                    await http_request.start_stream(sse.CONTENT_TYPE, writer.headers())
+                    await http_request.start_stream(sse.CONTENT_TYPE, writer.state.headers())
                 await http_request.write(b"".join(frames) if len(frames) > 1 else frames[0], last)
                 reader.waiting_since_s = None
                 write_seconds.observe(time.perf_counter() - began)

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
 from quintet.frontend.api import sse
-from quintet.frontend.streams import Received
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.params import shown
@@ -150,12 +148,6 @@ class StreamState:
         return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))
 
 
-class RelayedWriter(Protocol):
-    """Writer of the events of a stream that a proxy may resume elsewhere."""
-
-    state: StreamState
-
-
 KEY_BYTES = 16
 
 
@@ -170,20 +162,11 @@ class Answer(msgspec.Struct, array_like=True):
     """Tokens per event."""
 
 
-encode_answer: Callable[[Answer], bytes] = msgspec.msgpack.Encoder().encode
-
-
 def resume_token_for(answer: Answer, config: EngineConfig) -> ResumeToken | None:
     """Build the resume token; None if resuming is disabled or there are too many choices."""
     if config.scheduler.resume_grace_s <= 0 or answer.num_prompts * answer.num_choices > MAX_CHOICES:
         return None
-    return ResumeToken(secrets.token_bytes(KEY_BYTES), encode_answer(answer))
-
-
-ResumeState = tuple[Sequence[int], StreamCursor | None, Sequence[Sequence[Received]]]
-"""Each prompt's seed, the cursor, and the received output of each prompt's choices."""
-FROM_START: ResumeState = ((), None, ())
-"""State of a request that resumes nothing."""
+    return ResumeToken(secrets.token_bytes(KEY_BYTES), msgspec.msgpack.encode(answer))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,22 +12,17 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from quintet.frontend.api.answer import Submissions
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_state import (
-    RELAY_HEADER,
-    PartialResponse,
-    RelayedWriter,
-    ResumeState,
-    StreamCursor,
-)
-from quintet.frontend.streams import Received
+from quintet.frontend.resume.stream_state import RELAY_HEADER, PartialResponse, StreamCursor, StreamState
+from quintet.frontend.streams import Received, Stream
 from quintet.wire.errors import invalid
 
 MAX_COMMENT_TOKENS = 1 << 15
 """Tokens per comment, to stay below the maximum size of an event."""
 WITHDRAWN = b": withdrawn\n"
 """Comment before an error event without a status: another server can continue the stream."""
+ResumeState = tuple[Sequence[int], StreamCursor | None, Sequence[Sequence[Received]]]
+"""Each prompt's seed, the cursor, and the received output of each prompt's choices."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -48,28 +43,29 @@ def replayed_comments(index: int, token_ids: Sequence[int]) -> list[bytes]:
 
 def enable_relay(
     http_request: HttpRequest,
-    writer: RelayedWriter,
-    submissions: Submissions,
-    received: Iterable[tuple[int, Sequence[int]]] = (),
+    state: StreamState,
+    streams: Sequence[Stream],
+    received: Iterable[tuple[int, Sequence[int]]],
 ) -> None:
     """Enable token id comments and the relay header, if the stream is resumable. For requests with `RELAY_HEADER`.
 
     The header has the seed of each prompt, the start time, and the response id if the server made it up.
     ``received``: choices and their token ids before the cursor.
     """
-    state = writer.state
     if state.stream_id is None or not state.is_relayable:
         return
     state.sends_ids = True
     state.prior_comments = [note for index, ids in received for note in replayed_comments(index, ids)]
-    seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
+    seeds = ",".join(str(stream.submit.spec.params.seed) for stream in streams)
     name = f".{state.name}" if state.name else ""
     ticket = f"{seeds}.{state.created or 0}{name}"
     http_request.headers_out.append((RELAY_HEADER.encode(), ticket.encode()))
 
 
-def resume_state(partial: PartialResponse, n: int, num_prompts: int) -> ResumeState:
-    """Return the state to resume a request of ``n`` choices. Raises `RequestError`."""
+def resume_state(partial: PartialResponse | None, n: int, num_prompts: int) -> ResumeState:
+    """Return the state to resume a request of ``n`` choices; an empty one for a new request. Raises `RequestError`."""
+    if partial is None:
+        return (), None, ()
     if len(partial.seeds) != num_prompts:
         raise invalid(
             f"seeds has {len(partial.seeds)} numbers for {num_prompts} prompts; send one seed per prompt.",

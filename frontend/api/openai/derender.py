@@ -69,7 +69,7 @@ async def derender_chat(service: Service, http_request: HttpRequest) -> None:
     usage = _usage([generated], [len(unpack_i32(prompt_ids))] if given else given_counts)
     if parsing is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-    answer_body = {**_head(options, "chat.completion"), "choices": choices, "usage": usage}
+    answer_body = {**options.head("chat.completion"), "choices": choices, "usage": usage}
     await http_request.respond_json({**answer_body, "prompt_logprobs": _raw_json(generated.prompt_logprobs)})
 
 
@@ -101,7 +101,7 @@ async def derender_completions(service: Service, http_request: HttpRequest) -> N
                 {**fields, "index": len(choices), "prompt_logprobs": _raw_json(generated.prompt_logprobs)}
             )
     usage = _usage(answers, body.prompt_tokens)
-    await http_request.respond_json({**_head(options, "text_completion"), "choices": choices, "usage": usage})
+    await http_request.respond_json({**options.head("text_completion"), "choices": choices, "usage": usage})
 
 
 def _check(answers: Sequence[Generated], stream: bool | None, config: EngineConfig) -> None:
@@ -164,15 +164,6 @@ def _choice(choice: GeneratedChoice, answer: Detokenized, fields: dict[str, obje
 
 def _raw_json(raw: msgspec.Raw | msgspec.UnsetType) -> object:
     return msgspec.Raw(parse.json_of(raw) or b"null")
-
-
-def _head(options: AnswerOptions, object_name: str) -> dict[str, object]:
-    return {
-        "id": options.response_id,
-        "object": object_name,
-        "created": options.created,
-        "model": options.model,
-    }
 
 
 def _usage(answers: Sequence[Generated], prompt_tokens: Sequence[int] | None) -> dict[str, object]:

@@ -18,8 +18,8 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
 from quintet.frontend.api.openai.chat_body import checked_chat
 from quintet.frontend.api.openai.offered_tools import Translation
+from quintet.frontend.api.openai.prompts import num_tokens
 from quintet.frontend.api.openai.render import respond_rendered
-from quintet.frontend.api.openai.tokenize import num_tokens
 from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.api.outputs import collect_outputs
 from quintet.frontend.api.responses.background import note_request, run, start, wake_on_start
@@ -47,8 +47,8 @@ from quintet.frontend.api.responses.stored import write_events
 from quintet.frontend.api.responses.types import InputItem, ResponsesBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseFile, ResponseStore
-from quintet.frontend.resume.stream_state import FROM_START, PartialResponse, resume_token_for
-from quintet.frontend.resume.token_relay import enable_relay, resume_state
+from quintet.frontend.resume.stream_state import PartialResponse, resume_token_for
+from quintet.frontend.resume.token_relay import resume_state
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError, invalid
@@ -280,15 +280,12 @@ async def _answer(service: Service, http_request: HttpRequest, checked: CheckedR
     """Answer a waiting client; return True after the end."""
     answer, is_resumable = checked.answer, checked.body.stream and http_request.reads_event_ids
     resume_token = resume_token_for(answer, service.config) if is_resumable else None
-    earlier = http_request.partial_response
-    seeds, position, received = FROM_START if earlier is None else resume_state(earlier, 1, 1)
+    seeds, position, received = resume_state(http_request.partial_response, 1, 1)
     replayed_ids = pack_i32(received[0][0][0] or ()) if received else b""
     submissions = _submit(service, checked, http_request, resume_token, replayed_ids, seeds)
     if checked.body.stream:
         writer = ResponsesWriter(answer, submissions.stream_id, position)
         writer.sends_keep_alive_events = _is_codex(http_request)
-        if http_request.wants_relay:
-            enable_relay(http_request, writer, submissions)
         try:
             await stream_answer(service, http_request, submissions, writer, store_end)
         except RequestError as error:

@@ -35,7 +35,6 @@ from quintet.frontend.api.responses.output import (
     status_of,
     usage_of,
 )
-from quintet.frontend.http.http_request import Header
 from quintet.frontend.response_store import IN_PROGRESS
 from quintet.frontend.resume.stream_state import StreamCursor, StreamId, StreamState
 from quintet.frontend.resume.token_relay import WITHDRAWN, ids_comment
@@ -179,8 +178,6 @@ class ResponsesWriter:
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """See `AnswerWriter.write`. There is one prompt with one choice."""
         self._frames = frames
-        if self.state.prior_comments:
-            frames += self.state.take_comments()
         if batch.started is not None and self._started is None:
             self._started = batch.started
             self._position.counts[0] = self._position.counts[0] or 0
@@ -335,10 +332,6 @@ class ResponsesWriter:
         if self.sends_keep_alive_events:
             return sse.KEEP_ALIVE_EVENT
         return sse.KEEP_ALIVE_WITH_IDS if self._event_id else sse.KEEP_ALIVE
-
-    def headers(self) -> tuple[Header, ...]:
-        """See `AnswerWriter.headers`."""
-        return self.state.headers()
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
