@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
+from quintet.frontend.api.openai.parse import check_model
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
-from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.params import MAX_SHOWN
+from quintet.wire.errors import RequestError
 from quintet.wire.request import model_names
 from quintet.wire.supervision import MetricsReport, ProcessMetrics
 
@@ -126,13 +126,7 @@ def _served(service: Service, name: str) -> str:
     """Return the served name, or raise `RequestError`."""
     if f"{name}/" in model_names(service.config.model):
         return f"{name}/"  # a folder: routing stripped its final slash
-    if name not in model_names(service.config.model):
-        served = ", ".join(f"`{n}`" for n in model_names(service.config.model))
-        raise RequestError(
-            ErrorCode.MODEL_NOT_FOUND,
-            f"The model `{name[:MAX_SHOWN]}` does not exist. This server serves {served}.",
-            "model",
-        )
+    check_model(name, service.config.model)
     return name
 
 

@@ -129,6 +129,11 @@ def _named(choice: Mapping[str, msgspec.Raw]) -> str:
         ) from None
 
 
+def forced_choice(name: str) -> dict[str, msgspec.Raw]:
+    """Return the ``tool_choice`` that names a function."""
+    return {"type": msgspec.Raw(b'"function"'), "function": msgspec.Raw(msgspec.json.encode({"name": name}))}
+
+
 def form_of_calls(body: ChatBody, how: ForcedCalls) -> StructuredOutputsParams | None:
     """Return the constraint for required calls; None if a call is optional.
 

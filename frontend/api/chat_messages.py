@@ -1,19 +1,41 @@
-"""Merging of adjacent chat messages of one role, in linear time."""
+"""Chat messages translated from other APIs: results, calls, and merging of adjacent messages of one role."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from quintet.wire.errors import invalid
 
 MERGED_ROLES = ("user", "assistant")
 """Roles with merged messages. Templates treat the others differently."""
 TEXTS = ("content", "reasoning_content")
 
 Message = dict[str, Any]
+FieldT = TypeVar("FieldT")
+
+
+def given(value: FieldT | None, name: str) -> FieldT:
+    """Return a required field's value. Raises `RequestError` if it is missing."""
+    if value is None:
+        raise invalid(f"{name} is missing; it is required.", re.split(r"[.\[]", name)[0])
+    return value
+
+
+def call_of(call_id: str, name: str, arguments: object) -> Message:
+    """Return a function call of an assistant's message."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result_message(call_id: str, content: object, names: Mapping[str, str]) -> Message:
+    """Return the message with the result of a call. ``names``: called functions, by call id."""
+    message = {"role": "tool", "tool_call_id": call_id, "content": content}
+    return message | ({"name": names[call_id]} if call_id in names else {})
 
 
 class MergedMessages:
-    """Chat messages and their locations in the body."""
+    """Chat messages and their locations in the body. Merges in linear time."""
 
     def __init__(self) -> None:
         self.places: list[str] = []
