@@ -6,7 +6,6 @@ Body timeouts are in `quintet.frontend.http.bodies`, those of streams in `quinte
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -25,8 +24,6 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_PIPELINED = 64
 """Maximum requests that wait for the response before them; a connection with more is reset."""
 UPGRADE = b"upgrade"
-SEND_BUFFER_BYTES = 64 << 10
-"""SO_SNDBUF of client sockets. Linux doubles it; its own default grows to 4 MiB."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -294,8 +291,3 @@ def _not_http(error: httptools.HttpParserError, method: bytes) -> RequestError:
     else:
         words = f"Not an HTTP/1.1 request: {error}. Check the URL's scheme, the request line and the headers."
     return invalid(words)
-
-
-def bound_send_buffer(listener: socket.socket) -> None:
-    """Bound the kernel's send buffer of clients accepted on ``listener``."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

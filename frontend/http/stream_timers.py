@@ -17,7 +17,7 @@ MAX_UNREAD_BYTES = 256 << 10
 """Maximum output held for a client that does not read, as `Stream.unread_bytes` estimates it.
 
 As much may be in the write in progress, and in the socket, which holds twice
-`quintet.frontend.http.connection.SEND_BUFFER_BYTES`: less than 1 MiB in all.
+`quintet.frontend.http.server.SEND_BUFFER_BYTES`: less than 1 MiB in all.
 """
 
 
