@@ -122,26 +122,31 @@ def echo_of(prompt: Prompt, is_asked: bool) -> Echo:
 
 def submit_all(
     service: Service,
+    http_request: HttpRequest,
     body: Body,
     prompts: Sequence[Prompt],
     spec: RequestSpec,
     *,
     clamp_max_tokens: bool,
-    interval: int = 1,
+    answer: Answer | None = None,
     echo: bool = False,
     session: str = "",
-    received: Sequence[Sequence[Received]] = (),
-    seeds: Sequence[int] = (),
 ) -> Submissions:
     """Pass admission and submit one request per prompt; priority and cache salt are the body's.
 
     Raises `RequestError`, and then cancels those already submitted. For the parameters see `LiveRequests.submit`.
-
-    - ``received``: per prompt, output of its choices received from another server.
-    - ``seeds``: seed of each prompt at that server.
+    ``answer``: event format of a response that can be resumed. Output that its client has from another server
+    (`HttpRequest.partial_response`) is not generated again.
     """
-    service.admission.check(prompts, spec.params)
     submissions = Submissions()
+    seeds: Sequence[int] = ()
+    received: Sequence[Sequence[Received]] = ()
+    if answer is not None:
+        if body.stream and http_request.reads_event_ids:
+            spec.resume_token = resume_token_for(answer, service.config)
+        partial, n = http_request.partial_response, answer.num_choices
+        seeds, submissions.position, received = resume_state(partial, n, answer.num_prompts)
+    service.admission.check(prompts, spec.params)
     salt, adapter = body.cache_salt or "", adapter_digest(service.config.model, body.model)
     spec = msgspec.structs.replace(spec, priority=body.priority or 0, cache_salt=salt, adapter=adapter)
     try:
@@ -153,7 +158,7 @@ def submit_all(
                     msgspec.structs.replace(spec, params=params, echo=echo_of(prompt, echo)),
                     mailbox=submissions.mailbox,
                     final_only=not body.stream,
-                    interval=interval,
+                    interval=1 if answer is None else answer.interval,
                     clamp_max_tokens=clamp_max_tokens,
                     session=session,
                     received=received[index] if received else (),
@@ -162,42 +167,6 @@ def submit_all(
     except BaseException:
         submissions.close()
         raise
-    return submissions
-
-
-def submit_resumable(
-    service: Service,
-    http_request: HttpRequest,
-    body: Body,
-    prompts: Sequence[Prompt],
-    spec: RequestSpec,
-    answer: Answer,
-    *,
-    clamp_max_tokens: bool,
-    echo: bool = False,
-    session: str = "",
-) -> Submissions:
-    """Submit the requests of a response as `submit_all` does; a stream can be resumed.
-
-    Output that the client has from another server (`HttpRequest.partial_response`) is not generated again.
-    """
-    if body.stream and http_request.reads_event_ids:
-        spec.resume_token = resume_token_for(answer, service.config)
-    partial = http_request.partial_response
-    seeds, position, received = resume_state(partial, answer.num_choices, answer.num_prompts)
-    submissions = submit_all(
-        service,
-        body,
-        prompts,
-        spec,
-        clamp_max_tokens=clamp_max_tokens,
-        interval=answer.interval,
-        echo=echo,
-        session=session,
-        received=received,
-        seeds=seeds,
-    )
-    submissions.position = position
     return submissions
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.api.answer import session_of, stream_answer, submit_resumable
+from quintet.frontend.api.answer import session_of, stream_answer, submit_all
 from quintet.frontend.api.anthropic.events import MessagesAnswer, MessagesWriter, message_of
 from quintet.frontend.api.anthropic.parse import CLIENT_NAMES, chat_body
 from quintet.frontend.api.anthropic.types import CountTokensBody, MessagesBody
@@ -36,13 +36,13 @@ async def messages(service: Service, http_request: HttpRequest) -> None:
     name = name_in_responses(config.model, body.model)
     answer = MessagesAnswer(1, 1, 1, request_id, name, body.max_tokens, channels)
     deadline_ns = parse.deadline_ns(chat, http_request)
-    submissions = submit_resumable(
+    submissions = submit_all(
         service,
         http_request,
         body,
         [conversation.prompt],
         RequestSpec(params, http_request.arrival_ns, deadline_ns=deadline_ns, parsing=parsing),
-        answer,
+        answer=answer,
         clamp_max_tokens=True,  # max_tokens is required by the API; the context length limits too
         session=session_of(http_request),
     )

@@ -45,6 +45,7 @@ async def batch(service: Service, http_request: HttpRequest) -> None:
     parse.reject_search(body)
     submissions = submit_all(
         service,
+        http_request,
         body,
         [each.prompt for each in conversations],
         RequestSpec(

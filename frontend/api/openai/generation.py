@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quintet.frontend.api.answer import stream_answer, submit_resumable
+from quintet.frontend.api.answer import stream_answer, submit_all
 from quintet.frontend.api.openai.answer import ChunkAnswer, ChunkWriter
 from quintet.frontend.api.openai.best_of import best_choices, rankable
 from quintet.frontend.api.openai.kv_transfer_params import with_params
@@ -45,7 +45,7 @@ class GenerationRequest:
 async def answer_generation(service: Service, http_request: HttpRequest, request: GenerationRequest) -> None:
     """Generate and answer, as a stream or at the end."""
     body, answer = request.body, request.answer
-    submissions = submit_resumable(
+    submissions = submit_all(
         service,
         http_request,
         body,
@@ -58,7 +58,7 @@ async def answer_generation(service: Service, http_request: HttpRequest, request
             return_prompt_ids=bool(body.return_token_ids),
             kv_transfer=request.kv_transfer,
         ),
-        answer,
+        answer=answer,
         clamp_max_tokens=request.clamp_max_tokens,
         echo=request.echoes_prompt,
         session=request.session,

@@ -111,7 +111,9 @@ async def pool(
     try:
         for begin in range(0, len(prompts), together):
             part = prompts[begin : begin + together]
-            submissions = submit_all(service, body, part, spec, clamp_max_tokens=False, session=session)
+            submissions = submit_all(
+                service, http_request, body, part, spec, clamp_max_tokens=False, session=session
+            )
             await collect_outputs(http_request, submissions)
             streams += submissions.streams
     except RequestError as error:

@@ -6,7 +6,6 @@ import functools
 import re
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -254,11 +253,11 @@ def _submit(
     http_request: HttpRequest,
     resume_token: ResumeToken | None,
     replayed_ids: bytes = b"",
-    seeds: Sequence[int] = (),
 ) -> Submissions:
     body = checked.body
     return submit_all(
         service,
+        http_request,
         body,
         [checked.prompt],
         RequestSpec(
@@ -272,7 +271,6 @@ def _submit(
         ),
         clamp_max_tokens=True,  # max_output_tokens is an upper bound
         session=session_of(http_request, body.prompt_cache_key, body.user),
-        seeds=seeds,
     )
 
 
@@ -282,7 +280,9 @@ async def _answer(service: Service, http_request: HttpRequest, checked: CheckedR
     resume_token = resume_token_for(answer, service.config) if is_resumable else None
     seeds, position, received = resume_state(http_request.partial_response, 1, 1)
     replayed_ids = pack_i32(received[0][0][0] or ()) if received else b""
-    submissions = _submit(service, checked, http_request, resume_token, replayed_ids, seeds)
+    if seeds:
+        checked.params = msgspec.structs.replace(checked.params, seed=seeds[0])
+    submissions = _submit(service, checked, http_request, resume_token, replayed_ids)
     if checked.body.stream:
         writer = ResponsesWriter(answer, submissions.stream_id, position)
         writer.sends_keep_alive_events = _is_codex(http_request)
