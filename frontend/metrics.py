@@ -12,7 +12,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
@@ -133,41 +133,25 @@ class MetricsPage(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return the families, Quintet's first, then vLLM's."""
         ours: dict[str, Metric] = {}
-        alias = Alias(self._model_name)
+        merged_series: dict[tuple[str, Labels, int], Series] = {}
         for source in self._sources:
             labels = (
                 ("model_name", self._model_name),
                 ("role", str(source.role)),
                 ("index", str(source.index)),
             )
-            engine = source.index if source.role in ENGINE_ROLES else 0
+            engine = source.index if source.role in ENGINE_ROLES else 0  # shared roles count for engine 0
             for series in source.series():
                 add_samples(family_of(ours, f"quintet:{series.name}", series), series, labels)
                 if series.name in VLLM_NAMES:
-                    alias.add(series, engine)
-        return [*ours.values(), *alias.families()]
-
-
-@dataclass(slots=True)
-class Alias:
-    """Metrics under vLLM's names, per engine. Metrics of roles shared by all engines count for engine 0."""
-
-    model_name: str
-    _merged: dict[tuple[str, Labels, int], Series] = field(default_factory=dict)
-
-    def add(self, series: Series, engine: int) -> None:
-        """Merge a process's series into the engine's series of the same name and labels."""
-        key = (series.name, series.labels, engine)
-        known = self._merged.get(key)
-        self._merged[key] = series if known is None else merge(known, series)
-
-    def families(self) -> Iterable[Metric]:
-        """Return the merged series as families."""
-        families: dict[str, Metric] = {}
-        for (_, _, engine), series in self._merged.items():
-            labels = (("model_name", self.model_name), ("engine", str(engine)))
-            add_samples(family_of(families, f"vllm:{series.name}", series), series, labels)
-        return families.values()
+                    key = (series.name, series.labels, engine)
+                    known = merged_series.get(key)
+                    merged_series[key] = series if known is None else merge(known, series)
+        aliases: dict[str, Metric] = {}
+        for (_, _, engine), series in merged_series.items():
+            engine_labels = (("model_name", self._model_name), ("engine", str(engine)))
+            add_samples(family_of(aliases, f"vllm:{series.name}", series), series, engine_labels)
+        return [*ours.values(), *aliases.values()]
 
 
 def merge(a: Series, b: Series) -> Series:

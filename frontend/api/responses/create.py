@@ -98,15 +98,14 @@ async def responses(service: Service, http_request: HttpRequest) -> None:
         streams=bool(body.background and body.stream),
     )
     is_new = await service.responses.do(functools.partial(_store_new, record, http_request.partial_response))
-    is_answered = False
     try:
         if body.background:
-            is_answered = await _answer_later(service, http_request, checked, record)
+            await _answer_later(service, http_request, checked, record)
         else:
-            is_answered = await _answer(service, http_request, checked)
-    finally:
-        if not is_answered:
-            await _discard(service, http_request, checked, is_new)
+            await _answer(service, http_request, checked)
+    except BaseException:
+        await _discard(service, http_request, checked, is_new)
+        raise
     if body.background and body.stream:
         await write_events(service, http_request, record, 0)
     elif body.background:
@@ -274,8 +273,8 @@ def _submit(
     )
 
 
-async def _answer(service: Service, http_request: HttpRequest, checked: CheckedRequest) -> bool:
-    """Answer a waiting client; return True after the end."""
+async def _answer(service: Service, http_request: HttpRequest, checked: CheckedRequest) -> None:
+    """Answer a waiting client."""
     answer, is_resumable = checked.answer, checked.body.stream and http_request.reads_event_ids
     resume_token = resume_token_for(answer, service.config) if is_resumable else None
     seeds, position, received = resume_state(http_request.partial_response, 1, 1)
@@ -295,7 +294,7 @@ async def _answer(service: Service, http_request: HttpRequest, checked: CheckedR
             await store_end(service, writer)
             await http_request.start_stream(sse.CONTENT_TYPE, sse.HEADERS)
             await http_request.write(events, last=True)
-        return True
+        return
     (whole,) = await collect_outputs(http_request, submissions)
     status, response = response_of_output(answer, whole)
     if answer.is_stored:
@@ -304,7 +303,6 @@ async def _answer(service: Service, http_request: HttpRequest, checked: CheckedR
             lambda file: file.finish(checked.response_id, status, response, is_open=True, turn=turn)
         )
     await http_request.respond(200, response)
-    return True
 
 
 def _is_codex(http_request: HttpRequest) -> bool:
@@ -318,8 +316,8 @@ def _is_codex(http_request: HttpRequest) -> bool:
 
 async def _answer_later(
     service: Service, http_request: HttpRequest, checked: CheckedRequest, record: Record
-) -> bool:
-    """Start a background response; return True."""
+) -> None:
+    """Start a background response."""
     resume_token = resume_token_for(checked.answer, service.config)
     submissions = wake_on_start(_submit(service, checked, http_request, resume_token))
     try:
@@ -328,7 +326,6 @@ async def _answer_later(
         submissions.close()
         raise
     start(service, record.id, run(service, record, submissions, ResponsesWriter(checked.answer)))
-    return True
 
 
 async def _discard(

@@ -21,7 +21,7 @@ from quintet.frontend.api.openai.offered_tools import (
     offered_tools,
     sent_tools,
 )
-from quintet.frontend.api.responses.output import text_of_state
+from quintet.frontend.api.responses.output import CALL_KINDS, text_of_state
 from quintet.frontend.api.responses.types import ContentPart, InputItem
 from quintet.wire.errors import invalid
 from quintet.wire.message_text import omitted_media, text_only_result
@@ -34,12 +34,6 @@ UNSUPPORTED_PARTS = {
     "input_audio": "audio input",
     "input_file": "file input",
 }
-PREDEFINED_CALLS = {
-    "local_shell_call": "local_shell",
-    "shell_call": "shell",
-    "apply_patch_call": "apply_patch",
-}
-"""Tool names, by the item type of their calls."""
 ADDED_TOOLS = "additional_tools"
 
 RESULT_FIELDS = ("text", "stdout", "outcome")
@@ -195,7 +189,7 @@ def _call(item: InputItem, where: str, names: dict[str, str]) -> Message:
             name = joined_name(item.namespace, given(item.name, f"{where}.name"))
             arguments: Any = encode_json({"input": given(item.input, f"{where}.input")}).decode()
         case "local_shell_call" | "shell_call" | "apply_patch_call":
-            name = PREDEFINED_CALLS[item.type]
+            name = CALL_KINDS[item.type]
             arguments = _predefined_arguments(item, where)
         case "tool_search_call":
             name = SEARCH
