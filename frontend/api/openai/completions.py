@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""POST /v1/completions, and POST /invocations: SageMaker's single path for completions and chat."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from quintet.frontend.api.openai.answer import (
     usage_of,
 )
 from quintet.frontend.api.openai.beams import answer_beams
+from quintet.frontend.api.openai.chat import chat_completions
 from quintet.frontend.api.openai.embeds import embeds_prompts
 from quintet.frontend.api.openai.generation import GenerationRequest, answer_generation
 from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer
@@ -43,6 +44,16 @@ from quintet.wire.params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 _decoder = msgspec.json.Decoder(CompletionBody)
+
+
+class _Kind(msgspec.Struct):
+    """Fields that determine the request type."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_kind_decoder = msgspec.json.Decoder(_Kind)
 
 
 class CompletionAnswer(ChunkAnswer, tag="completion"):
@@ -93,6 +104,20 @@ async def completions(service: Service, http_request: HttpRequest) -> None:
         kv_transfer=kv_transfer,
     )
     await (answer_beams if body.use_beam_search else answer_generation)(service, http_request, request)
+
+
+async def invocations(service: Service, http_request: HttpRequest) -> None:
+    """Forward to chat completions (``messages``) or completions (``prompt``)."""
+    kind = parse.decode(await http_request.read_json_body(service.bodies), _kind_decoder)
+    if kind.messages is not msgspec.UNSET:
+        await chat_completions(service, http_request)
+    elif kind.prompt is not msgspec.UNSET:
+        await completions(service, http_request)
+    else:
+        raise invalid(
+            "messages and prompt are both missing; send one of them.",
+            "messages",
+        )
 
 
 async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:

@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from typing import Any
-from urllib.parse import parse_qs
 
 from quintet.frontend.api import sse
 from quintet.frontend.api.responses.background import cancel, stop
@@ -73,8 +72,7 @@ async def input_items(service: Service, http_request: HttpRequest) -> None:
 
 def page_of(http_request: HttpRequest, items: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one page of a list, by the query's ``limit``, ``order`` and ``after``."""
-    query = parse_qs(http_request.query)
-    order, after = query.get("order", ["desc"])[0], query.get("after", [""])[0]
+    order, after = http_request.query_param("order") or "desc", http_request.query_param("after")
     if order not in ("asc", "desc"):
         raise invalid(f"order is {shown(order)}; it must be 'asc' or 'desc'.", "order")
     if order == "desc":
@@ -95,7 +93,7 @@ def page_of(http_request: HttpRequest, items: list[dict[str, Any]]) -> dict[str,
 
 
 def _number(http_request: HttpRequest, name: str, most: int, least: int = 0) -> int | None:
-    given = parse_qs(http_request.query).get(name, [""])[-1]
+    given = http_request.query_param(name)
     if not given:
         return None
     if not given.isdecimal() or len(given) > 10 or not least <= int(given) <= most:
