@@ -119,7 +119,7 @@ async def _resume(service: Service, record: Record) -> None:
     """Resume a response that another frontend began."""
     answer = answer_of(record)
     if not record.background:  # its client may still resume the stream, and then it ends normally
-        await _end(service, record, CANCELLED, None)
+        await end(service, record, CANCELLED)
         return
     reason = ""
     if record.num_owners > MAX_OWNERS:
@@ -129,7 +129,7 @@ async def _resume(service: Service, record: Record) -> None:
     elif answer.options.model not in model_names(service.config.model):
         reason = f"the server that answered it stopped, and {answer.options.model} is no longer served"
     if reason:
-        await _end(
+        await end(
             service, record, FAILED, RequestError(ErrorCode.INTERNAL, f"{reason}; send the request again.")
         )
         return
@@ -207,15 +207,10 @@ async def note_request(service: Service, record: Record, submissions: Submission
     await service.responses.do(lambda file: file.note_request(record.id, stream, request))
 
 
-async def _end(service: Service, record: Record, status: str, error: RequestError | None) -> None:
+async def end(service: Service, record: Record, status: str, error: RequestError | None = None) -> None:
+    """Store the end of a response, unless it has ended."""
     response = response_json(answer_of(record).head, status, [], error=error)
     await service.responses.do(lambda file: file.finish(record.id, status, response, is_open=True))
-
-
-async def cancel(service: Service, record: Record) -> None:
-    """Cancel a background response on any frontend, and store its end."""
-    await _end(service, record, CANCELLED, None)
-    await stop(service, record)
 
 
 async def stop(service: Service, record: Record) -> None:

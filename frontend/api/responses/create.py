@@ -37,10 +37,10 @@ from quintet.frontend.api.responses.parse import (
 from quintet.frontend.api.responses.response_history import (
     conversation,
     conversation_turn,
-    record_of,
     resolved,
     response_of,
     store_end,
+    stored_items,
 )
 from quintet.frontend.api.responses.stored import write_events
 from quintet.frontend.api.responses.types import InputItem, ResponsesBody
@@ -88,14 +88,15 @@ async def responses(service: Service, http_request: HttpRequest) -> None:
         await _answer(service, http_request, checked)
         return
     service.admission.check([checked.prompt], checked.params)  # before the first write to the store
-    record = record_of(
-        checked.answer,
+    record = Record(
+        checked.response_id,
         service.responses.owner(service.me),
         QUEUED if body.background else IN_PROGRESS,
-        checked.items,
-        body.previous_response_id,
         background=bool(body.background),
         streams=bool(body.background and body.stream),
+        previous=body.previous_response_id,
+        items=encode_json(stored_items(checked.items, checked.response_id)),
+        answer=msgspec.msgpack.encode(checked.answer),
     )
     is_new = await service.responses.do(functools.partial(_store_new, record, http_request.partial_response))
     try:

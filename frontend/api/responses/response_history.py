@@ -215,23 +215,6 @@ async def resolved(
     return found
 
 
-def record_of(
-    answer: ResponsesAnswer,
-    owner: str,
-    status: str,
-    items: Sequence[InputItem],
-    previous: str | None,
-    *,
-    background: bool,
-    streams: bool,
-) -> Record:
-    """Build the record of a new response."""
-    response_id = answer.options.response_id
-    stored = encode_json(stored_items(items, response_id))
-    encoded = msgspec.msgpack.encode(answer)
-    return Record(response_id, owner, status, background, streams, previous, stored, encoded)
-
-
 async def store_end(service: Service, writer: AnswerWriter) -> None:
     """Store the end of a streamed response before the client receives it, so that the client can refer to it."""
     assert isinstance(writer, ResponsesWriter)

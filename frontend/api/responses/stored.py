@@ -10,8 +10,9 @@ import time
 from typing import Any
 
 from quintet.frontend.api import sse
-from quintet.frontend.api.responses.background import cancel, stop
+from quintet.frontend.api.responses.background import end, stop
 from quintet.frontend.api.responses.events import ResponsesWriter
+from quintet.frontend.api.responses.output import CANCELLED
 from quintet.frontend.api.responses.response_history import (
     answer_of,
     find,
@@ -56,7 +57,8 @@ async def cancel_response(service: Service, http_request: HttpRequest) -> None:
             "response_id",
         )
     if record.is_open:
-        await cancel(service, record)
+        await end(service, record, CANCELLED)
+        await stop(service, record)  # on any frontend
         record = await find(service, record.id)
     await http_request.respond(200, response_of(record))
 
