@@ -97,7 +97,6 @@ async def load(service: Service, http_request: HttpRequest) -> None:
 
 
 async def show_version(_service: Service, http_request: HttpRequest) -> None:
-    """Answer with the package version."""
     try:
         name = version("quintet")
     except PackageNotFoundError:
@@ -118,7 +117,6 @@ async def models(service: Service, http_request: HttpRequest) -> None:
 
 
 async def model(service: Service, http_request: HttpRequest) -> None:
-    """Answer for one model name."""
     await http_request.respond_json(_model(service, _served(service, http_request.path_params["id"])))
 
 

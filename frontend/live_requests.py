@@ -159,7 +159,6 @@ class LiveRequests:
             self._deadlines.watch(stream)
 
     def cancel(self, stream: Stream) -> None:
-        """See `Stream.cancel`."""
         if stream.ended or stream.is_cancelled:
             return
         stream.is_cancelled = True
@@ -181,7 +180,6 @@ class LiveRequests:
     # --- out --------------------------------------------------------------------------------------------------
 
     def apply_failed(self, failed: Failed) -> None:
-        """Apply a failure of a request and wake its reader."""
         choice = self._live.get(failed.request_id)
         if choice is None:
             self.metrics.duplicate_endings.inc()

@@ -121,7 +121,6 @@ class Frontend:
             raise self._crash
 
     def close(self) -> None:
-        """Close every socket."""
         self._process.close()
 
 
@@ -130,7 +129,6 @@ def _shows_ready(topology: Topology, worker: WorkerId) -> bool:
 
 
 def run(me: WorkerId, config: EngineConfig) -> None:
-    """Run the frontend until the supervisor stops it."""
     frontend = Frontend(me, config)
     try:
         uvloop.run(frontend.serve(inherited_listener()))

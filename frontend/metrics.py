@@ -66,8 +66,6 @@ LOAD_AGE_S = 0.2
 """Cache lifetime: each read asks all processes."""
 LOAD_WAIT_S = 0.5
 """Timeout of the supervisor; on timeout the header is omitted."""
-LOAD_GAUGES = ("kv_cache_usage_perc", "num_requests_waiting")
-"""The first is the maximum over engines, the second the sum."""
 
 Series = CounterSeries | GaugeSeries | HistogramSeries
 
@@ -81,7 +79,6 @@ class SlotMetrics:
     snapshot: Snapshot
 
     def series(self) -> Iterator[Series]:
-        """Yield every series of every type."""
         yield from self.snapshot.counters
         yield from self.snapshot.gauges
         yield from self.snapshot.histograms
@@ -223,18 +220,16 @@ class LoadReport:
     async def _refresh(self) -> bool:
         """Read the load; return whether the supervisor answered."""
         try:
-            self._gauges = await self._read()
+            report = await self._service.queries.metrics(LOAD_WAIT_S, self._service.metrics.encoded())
         except RequestError:
             return False
+        usage, waiting = 0.0, 0.0
+        for source in collect(report):
+            for gauge in source.snapshot.gauges if source.role is Role.CORE else ():
+                if gauge.name == "kv_cache_usage_perc":
+                    usage = max(usage, gauge.value)
+                elif gauge.name == "num_requests_waiting":
+                    waiting += gauge.value
+        self._gauges = {"kv_cache_usage_perc": usage, "num_requests_waiting": waiting}
         self._read_s = time.monotonic()
         return True
-
-    async def _read(self) -> dict[str, float]:
-        report = await self._service.queries.metrics(LOAD_WAIT_S, self._service.metrics.encoded())
-        found: dict[str, list[float]] = {name: [] for name in LOAD_GAUGES}
-        for source in collect(report):
-            for series in source.snapshot.gauges if source.role is Role.CORE else ():
-                if series.name in found:
-                    found[series.name].append(float(series.value))
-        usage, waiting = (found[name] for name in LOAD_GAUGES)
-        return dict(zip(LOAD_GAUGES, (max(usage, default=0.0), sum(waiting, start=0.0)), strict=True))

@@ -51,7 +51,6 @@ GENERATED = {"choices": [{"token_ids": [1, 2, 3], "finish_reason": "stop"}]}
 
 
 async def openapi(service: Service, http_request: HttpRequest) -> None:
-    """Serve the OpenAPI document."""
     check_public(service)
     config = service.config.frontend
     await http_request.respond_json(openapi_document(ROUTES, bool(config.api_keys), config.root_path))

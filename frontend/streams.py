@@ -294,7 +294,6 @@ class Stream:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens of all choices so far."""
         return sum(len(choice.output_ids) for choice in self.choices)
 
     async def next_batch(self) -> Batch | None:

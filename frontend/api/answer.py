@@ -80,7 +80,6 @@ class Submissions:
         """Choices and their token ids before the cursor, which a relay gets again."""
 
     def disconnect(self) -> None:
-        """Note that the client disconnected, and wake the writer."""
         self.client_gone = True
         self.mailbox.wake()
 
@@ -102,7 +101,6 @@ class Submissions:
         return None if resume_token is None else StreamId(submit.request_id, resume_token.key)
 
     def unread_bytes(self) -> int:
-        """Estimate the bytes held for the client."""
         return sum(stream.unread_bytes() for stream in self.streams)
 
     def take(self, stream: Stream) -> Batch:

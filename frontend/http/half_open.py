@@ -26,7 +26,6 @@ class HalfOpen:
         self._probe_client()
 
     def stop(self) -> None:
-        """Stop probing."""
         self._timer.cancel()
 
     def _probe_client(self) -> None:

@@ -50,7 +50,6 @@ class WriteTimeout:
             self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
     def forget(self, reader: Reader) -> None:
-        """Stop watching a reader."""
         self._readers.discard(reader)
 
     def end_all(self) -> None:
@@ -89,7 +88,6 @@ class KeepAliveTimer:
             self._timer = self._loop.call_later(interval_s, self._fire)
 
     def wrote(self) -> None:
-        """Note a write."""
         self._last_s = self._loop.time()
 
     def _fire(self) -> None:
@@ -102,7 +100,6 @@ class KeepAliveTimer:
         self._timer = self._loop.call_later(wait_s, self._fire)
 
     def stop(self) -> None:
-        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

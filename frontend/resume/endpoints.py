@@ -198,7 +198,6 @@ _flags_decoder = msgspec.json.Decoder(_StreamFlags)
 
 
 async def resume_from_server(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/streams."""
     body = parse.decode(await http_request.read_json_body(service.bodies), _decoder)
     api = _BY_PATH.get(body.path)
     if api is None:

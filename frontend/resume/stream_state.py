@@ -142,7 +142,6 @@ class StreamState:
         return comments
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Return the headers of the response."""
         if self.stream_id is None:
             return sse.HEADERS
         return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))

@@ -314,11 +314,9 @@ class MessagesWriter:
     # --- start and end ----------------------------------------------------------------------------------------
 
     def tail(self, _streams: Sequence[Stream]) -> bytes:
-        """See `AnswerWriter.tail`."""
         return b"" if self._has_failed else self._event("message_stop")
 
     def failed(self, error: RequestError) -> bytes:
-        """See `AnswerWriter.failed`."""
         self._has_failed = True
         return b"event: error\ndata: " + error_body(error, self._answer.request_id) + b"\n\n"
 

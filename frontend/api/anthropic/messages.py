@@ -27,7 +27,6 @@ _count_decoder = msgspec.json.Decoder(CountTokensBody)
 
 
 async def messages(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/messages."""
     config = service.config
     body = await parse.read_body(service, http_request, _decoder)
     chat, conversation, params, parsing = _checked(body, config)
@@ -76,7 +75,6 @@ def _checked(
 
 
 async def count_tokens(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/messages/count_tokens."""
     config = service.config
     body = await parse.read_body(service, http_request, _count_decoder)
     chat, translation = chat_body(body)

@@ -122,7 +122,6 @@ def _choice(choice: ToolChoice) -> str | dict[str, msgspec.Raw]:
 
 
 def _format(raw: RawField, name: str) -> ResponseFormat | None:
-    """Translate the output format."""
     if not parse.json_of(raw):
         return None
     sent_format = parse.decode_part(raw, _output_format, name)

@@ -118,7 +118,6 @@ def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:
 
 
 def _result(block: ContentBlock, where: str, reader: _Reader) -> Message:
-    """Return the tool message of a result."""
     call = given(block.tool_use_id, f"{where}.tool_use_id")
     content = _text(block.content or "", f"{where}.content", reader, is_result=True)
     return result_message(call, content, reader.names)

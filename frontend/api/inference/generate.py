@@ -36,11 +36,9 @@ class GenerateAnswer(ChunkAnswer, tag="generate"):
     """Format of a response in token ids."""
 
     def shape(self) -> ChunkFormat:
-        """See `ChunkAnswer.shape`."""
         return SHAPE
 
     def whole(self, outputs: Sequence[Output], submissions: Submissions) -> dict[str, object]:
-        """See `ChunkAnswer.whole`."""
         options, started = self.options, submissions.streams[0].started
         return {
             "request_id": options.response_id,
@@ -61,7 +59,6 @@ class GenerateAnswer(ChunkAnswer, tag="generate"):
 
 
 async def generate(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /inference/v1/generate."""
     config = service.config
     body = await parse.read_body(service, http_request, _decoder)
     fields = sampling_fields(body)

@@ -216,7 +216,7 @@ class ChunkAnswer(Answer):
 
 
 class ChunkWriter:
-    """Writer of the events of one response."""
+    """Writer of the events of one response (an `AnswerWriter`)."""
 
     def __init__(
         self, answer: ChunkAnswer, stream_id: StreamId | None = None, position: StreamCursor | None = None
@@ -247,7 +247,6 @@ class ChunkWriter:
         self._is_plain = not self._has_token_fields and shape.channels is None
 
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
-        """See `AnswerWriter.write`."""
         n = self.options.num_choices
         base = position * n
         cursor = self._position
@@ -355,11 +354,9 @@ class ChunkWriter:
         return self._end if usage is None else b'],"usage":' + encode_json(usage) + b"}\n\n"
 
     def failed(self, error: RequestError) -> bytes:
-        """See `AnswerWriter.failed`."""
         return sse.frame(error_body(error)) + sse.DONE
 
     def silence(self) -> bytes:
-        """See `AnswerWriter.silence`."""
         return sse.KEEP_ALIVE_WITH_IDS if self._event_id else sse.KEEP_ALIVE
 
     def tail(self, streams: Sequence[Stream]) -> bytes:

@@ -65,7 +65,6 @@ class ChatAnswer(ChunkAnswer, tag="chat"):
         )
 
     def whole(self, outputs: Sequence[Output], submissions: Submissions) -> dict[str, object]:
-        """See `ChunkAnswer.whole`."""
         options, started = self.options, submissions.streams[0].started
         answer: dict[str, object] = {
             **options.head("chat.completion"),
@@ -81,7 +80,6 @@ class ChatAnswer(ChunkAnswer, tag="chat"):
 
 
 async def chat_completions(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/chat/completions."""
     config = service.config
     body = await parse.read_body(service, http_request, _decoder)
     conversation, params, parsing = checked_chat(body, config)
@@ -151,7 +149,6 @@ def message_of(index: int, text: str, spans: Sequence[TextSpan], how: ChatAnswer
 
 
 def choice_of(output: Output, how: ChatAnswer) -> dict[str, object]:
-    """Return one unstreamed choice."""
     options = how.options
     choice: dict[str, object] = {
         "index": output.index,

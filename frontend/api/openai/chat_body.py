@@ -176,7 +176,6 @@ def check_chat(body: ChatBody, config: EngineConfig) -> None:
 
 
 def reject_unsupported(body: ChatBody) -> None:
-    """Reject unsupported fields."""
     for name, raw in (("functions", body.functions), ("function_call", body.function_call)):
         if parse.json_of(raw) not in {b"", b"[]", b'"none"'}:
             raise parse.not_implemented(

@@ -60,11 +60,9 @@ class CompletionAnswer(ChunkAnswer, tag="completion"):
     """Format of a completion."""
 
     def shape(self) -> ChunkFormat:
-        """See `ChunkAnswer.shape`."""
         return SHAPE
 
     def whole(self, outputs: Sequence[Output], submissions: Submissions) -> dict[str, object]:
-        """See `ChunkAnswer.whole`."""
         options = self.options
         if options.echo_only:
             for output in outputs:
@@ -80,7 +78,6 @@ class CompletionAnswer(ChunkAnswer, tag="completion"):
 
 
 async def completions(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/completions."""
     config = service.config
     body = await parse.read_body(service, http_request, _decoder)
     parse.check_combinations(body, config)

@@ -40,7 +40,6 @@ _completion_request_decoder = msgspec.json.Decoder(CompletionBody)
 
 
 async def derender_chat(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/chat/completions/derender."""
     config = service.config
     body = await parse.read_body(service, http_request, _chat_decoder)
     generated = body.generate_response
@@ -74,7 +73,6 @@ async def derender_chat(service: Service, http_request: HttpRequest) -> None:
 
 
 async def derender_completions(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/completions/derender."""
     config = service.config
     body = await parse.read_body(service, http_request, _completion_decoder)
     answers = body.generate_responses
@@ -143,7 +141,6 @@ async def _read(
     prompt_ids: bytes,
     parsing: OutputParsing | None,
 ) -> Detokenized:
-    """Detokenize a choice."""
     ends_with_stop = choice.finish_reason in ("stop", "tool_calls")
     is_cut = choice.finish_reason is not None and not ends_with_stop
     ids = choice.token_ids or ()

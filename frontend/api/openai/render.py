@@ -30,7 +30,6 @@ NOT_SENT = frozenset({"output_kind", "detokenize", "structured_outputs", "trunca
 
 
 async def render_chat(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/chat/completions/render."""
     config = service.config
     body = await parse.read_body(service, http_request, _chat_decoder)
     conversation, params, _ = checked_chat(body, config)

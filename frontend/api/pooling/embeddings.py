@@ -32,7 +32,6 @@ _decoder = msgspec.json.Decoder(EmbeddingBody)
 
 
 async def embeddings(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/embeddings."""
     config = service.config
     body = await parse.read_body(service, http_request, _decoder)
     pooling = pooling_of(config.model)

@@ -146,7 +146,6 @@ async def _resume(service: Service, record: Record) -> None:
 
 
 async def _wait_for_admission(service: Service) -> None:
-    """Wait until admission accepts a request."""
     while True:
         try:
             service.admission.check_resumed(1)

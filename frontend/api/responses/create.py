@@ -76,12 +76,10 @@ class CheckedRequest:
 
     @property
     def response_id(self) -> str:
-        """Id of the response."""
         return self.answer.options.response_id
 
 
 async def responses(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/responses."""
     body = await parse.read_body(service, http_request, _decoder)
     checked = await _read(service, http_request, body)
     if not checked.answer.is_stored:

@@ -71,7 +71,6 @@ CALL_TYPES = {kind: call_type for call_type, kind in CALL_KINDS.items()}
 
 
 def reasoning_state(text: str) -> str:
-    """Return reasoning as ``encrypted_content``."""
     return STATE_PREFIX + base64.urlsafe_b64encode(text.encode()).decode()
 
 
@@ -311,7 +310,6 @@ def status_of(finish: Finish) -> str:
 
 
 def usage_of(started: Started | None, finish: Finish, num_output_tokens: int) -> dict[str, Any]:
-    """Return the ``usage`` object."""
     prompt = 0 if started is None else started.num_prompt_tokens
     cached = 0 if started is None else started.num_cached_tokens
     return {

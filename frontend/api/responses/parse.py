@@ -206,7 +206,6 @@ def _is_named(tool: OfferedTool, choice: NamedTool) -> bool:
 
 
 def _format(sent_format: TextFormat | None) -> ResponseFormat | None:
-    """Translate the text format."""
     if sent_format is None or sent_format.type == "text":
         return None
     if sent_format.type == "json_object":

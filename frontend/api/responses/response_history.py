@@ -91,7 +91,6 @@ def add_items(record: Record, items: Sequence[msgspec.Raw]) -> None:
 
 
 def id_of(item: msgspec.Raw) -> str:
-    """Return the id of a stored item."""
     return msgspec.json.decode(item, type=_Identified).id
 
 

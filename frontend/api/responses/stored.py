@@ -49,7 +49,6 @@ async def response(service: Service, http_request: HttpRequest) -> None:
 
 
 async def cancel_response(service: Service, http_request: HttpRequest) -> None:
-    """POST /v1/responses/{id}/cancel."""
     record = await find(service, http_request.path_params["id"])
     if not record.background:
         raise invalid(
