@@ -142,8 +142,10 @@ def submit_all(
     if answer is not None:
         if body.stream and http_request.reads_event_ids:
             spec.resume_token = resume_token_for(answer, service.config)
-        partial, n = http_request.partial_response, answer.num_choices
-        seeds, submissions.position, received = resume_state(partial, n, answer.num_prompts)
+        if http_request.partial_response is not None:
+            seeds, submissions.position, received = resume_state(
+                http_request.partial_response, answer.num_choices, answer.num_prompts
+            )
     service.admission.check(prompts, spec.params)
     salt, adapter = body.cache_salt or "", adapter_digest(service.config.model, body.model)
     spec = msgspec.structs.replace(spec, priority=body.priority or 0, cache_salt=salt, adapter=adapter)
@@ -180,7 +182,7 @@ async def stream_answer(
     The status is sent with the first output, so an error before it has its own. ``before_end`` runs before the last write.
     """
     if http_request.wants_relay:
-        enable_relay(http_request, writer.state, submissions.streams, submissions.replayed)
+        enable_relay(http_request.headers_out, writer.state, submissions.streams, submissions.replayed)
     write_timeout, write_seconds, span = service.write_timeout, service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
     watcher = http_request.watch_disconnect(submissions.disconnect)

@@ -12,8 +12,8 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from quintet.frontend.http.connection_close import HalfOpen, close_delimited
 from quintet.frontend.http.error_shape import ErrorShape, bare_response
-from quintet.frontend.http.half_open import HalfOpen
 from quintet.frontend.http.http_request import CONNECTION
 from quintet.wire.errors import ErrorCode, RequestError, invalid
 
@@ -262,26 +262,6 @@ class Protocol(HttpToolsProtocol):
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
-
-
-def close_delimited(cycle: RequestResponseCycle) -> None:
-    """End a response of unknown length by closing the connection: HTTP/1.0 has no chunked encoding."""
-    send = cycle.send
-    cycle.waiting_for_100_continue = False  # HTTP/1.0 has no interim responses either
-
-    has_no_length = False
-
-    async def send_unchunked(message: Any) -> None:
-        nonlocal has_no_length
-        if message["type"] == "http.response.start":
-            has_no_length = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
-            if has_no_length:
-                cycle.chunked_encoding = False
-        elif has_no_length:
-            cycle.expected_content_length = len(message.get("body", b""))
-        await send(message)
-
-    cycle.send = send_unchunked  # type: ignore[method-assign]
 
 
 def _not_http(error: httptools.HttpParserError, method: bytes) -> RequestError:

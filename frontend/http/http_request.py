@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quintet.frontend.http.bodies import BodyBuffers, OpenBody
 from quintet.frontend.http.encodings import ACCEPTED, Inflater, as_utf8, inflater_of
 from quintet.frontend.http.error_shape import ErrorShape, headers_of, status_of
-from quintet.frontend.resume.stream_state import RELAY_HEADER, PartialResponse
+from quintet.frontend.resume.token_relay import RELAY_HEADER, PartialResponse
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN, shown
 

@@ -41,10 +41,10 @@ from quintet.frontend.resume.retained import resume_retained
 from quintet.frontend.resume.stream_state import (
     LAST_EVENT,
     Answer,
-    PartialResponse,
     StreamCursor,
     StreamId,
 )
+from quintet.frontend.resume.token_relay import PartialResponse
 from quintet.frontend.service import Handler, Service
 from quintet.frontend.streams import Received
 from quintet.wire.codec import unpack_i32

@@ -1,4 +1,4 @@
-"""State with which a stream is resumed: id, cursor, resume token, and the output that its client has.
+"""State with which a stream is resumed: id, cursor and resume token.
 
 The cursor is the client's position, as in event ids.
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,8 +27,6 @@ from quintet.wire.request import ResumeToken
 
 _STREAM = re.compile(r"([0-9a-f]{1,16})-([0-9a-f]{32})")
 _CHOICE = re.compile(r"-|[0-9]{1,9}e?")
-RELAY_HEADER = "x-quintet-relay"
-"""Header that asks for token ids (`quintet.frontend.resume.token_relay`)."""
 LAST_EVENT = "last-event-id"
 """Header of a repeated request: id of the last event that its client has."""
 MAX_CHOICES = 32
@@ -166,23 +163,3 @@ def resume_token_for(answer: Answer, config: EngineConfig) -> ResumeToken | None
     if config.scheduler.resume_grace_s <= 0 or answer.num_prompts * answer.num_choices > MAX_CHOICES:
         return None
     return ResumeToken(secrets.token_bytes(KEY_BYTES), msgspec.msgpack.encode(answer))
-
-
-@dataclass(frozen=True, slots=True)
-class PartialResponse:
-    """Part of a response that a client received from another server, which failed.
-
-    A proxy such as `quintet route` keeps each choice's token ids. With them any server of the same model resumes the response;
-    the ids are prefilled with the prompt.
-    """
-
-    position: str
-    """Client's cursor, as in the id of the last event."""
-    outputs: Sequence[Sequence[int]]
-    """Token ids of every choice, in order of prompts; at least as many as the cursor counts."""
-    seeds: Sequence[int]
-    """One per prompt."""
-    created: int
-    """Unix time, in seconds."""
-    name: str = ""
-    """Response id, in APIs where the server makes one up; else ""."""

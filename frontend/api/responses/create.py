@@ -46,8 +46,8 @@ from quintet.frontend.api.responses.stored import write_events
 from quintet.frontend.api.responses.types import InputItem, ResponsesBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseFile, ResponseStore
-from quintet.frontend.resume.stream_state import PartialResponse, resume_token_for
-from quintet.frontend.resume.token_relay import resume_state
+from quintet.frontend.resume.stream_state import resume_token_for
+from quintet.frontend.resume.token_relay import PartialResponse, resume_state
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError, invalid
@@ -276,9 +276,10 @@ async def _answer(service: Service, http_request: HttpRequest, checked: CheckedR
     """Answer a waiting client."""
     answer, is_resumable = checked.answer, checked.body.stream and http_request.reads_event_ids
     resume_token = resume_token_for(answer, service.config) if is_resumable else None
-    seeds, position, received = resume_state(http_request.partial_response, 1, 1)
-    replayed_ids = pack_i32(received[0][0][0] or ()) if received else b""
-    if seeds:
+    position, replayed_ids = None, b""
+    if http_request.partial_response is not None:
+        seeds, position, received = resume_state(http_request.partial_response, 1, 1)
+        replayed_ids = pack_i32(received[0][0][0] or ())
         checked.params = msgspec.structs.replace(checked.params, seed=seeds[0])
     submissions = _submit(service, checked, http_request, resume_token, replayed_ids)
     if checked.body.stream:
