@@ -50,7 +50,9 @@ class Frontend:
 
     def _handle(self, message: msgspec.Struct) -> None:
         self._service.handle(message)
-        if isinstance(message, Topology) and _shows_ready(message, self._me):
+        if isinstance(message, Topology) and any(
+            slot.worker == self._me and slot.state is SlotState.READY for slot in message.slots
+        ):
             self._is_acknowledged.set()
         if self._service.is_retiring and self._retirement is None:
             self._retirement = asyncio.get_running_loop().create_task(self._retire())
@@ -122,10 +124,6 @@ class Frontend:
 
     def close(self) -> None:
         self._process.close()
-
-
-def _shows_ready(topology: Topology, worker: WorkerId) -> bool:
-    return any(slot.worker == worker and slot.state is SlotState.READY for slot in topology.slots)
 
 
 def run(me: WorkerId, config: EngineConfig) -> None:

@@ -57,7 +57,7 @@ async def render_messages(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/messages/render: return the request in token ids."""
     body = await parse.read_body(service, http_request, _decoder)
     chat, conversation, params, _ = _checked(body, service.config)
-    await respond_rendered(service, http_request, chat, conversation.prompt, params, "messages")
+    await respond_rendered(service, http_request, chat, conversation.prompt, params)
 
 
 def _checked(

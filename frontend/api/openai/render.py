@@ -36,7 +36,7 @@ async def render_chat(service: Service, http_request: HttpRequest) -> None:
     prompt = prompt_of(body, conversation, config)
     reject_unsupported_in_chat(body)
     parse.reject_search(body)
-    await respond_rendered(service, http_request, body, prompt, params, "messages")
+    await respond_rendered(service, http_request, body, prompt, params)
 
 
 async def respond_rendered(
@@ -45,13 +45,12 @@ async def respond_rendered(
     chat: ChatBody,
     prompt: ChatPrompt | TokenPrompt,
     params: SamplingParams,
-    field: str,
 ) -> None:
     """Answer with the rendered request of a conversation. Its output limit is only an upper bound.
 
-    ``field``: the body's conversation field. ``params.max_tokens`` is reduced to the rest of the context.
+    ``params.max_tokens`` is reduced to the rest of the context.
     """
-    ids = await _ids_of(prompt, None, service, field)
+    ids = await _ids_of(prompt, None, service, "messages")
     if params.max_tokens is not None:
         params.max_tokens = min(params.max_tokens, service.config.model.max_model_len - len(ids))
     await http_request.respond_json(_rendered(ids, chat, params, http_request, service.config))

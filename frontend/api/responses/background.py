@@ -70,7 +70,16 @@ async def run(service: Service, record: Record, submissions: Submissions, writer
             if record.streams and frames:
                 events = Events(writer.last_number, writer.position, b"".join(frames))
             if is_new or events is not None or writer.response:
-                write = functools.partial(_write_progress, record.id, owner, writer, events)
+                turn = conversation_turn(writer.answer, writer.status, writer.response)
+                write = functools.partial(
+                    ResponseFile.write_progress,
+                    response_id=record.id,
+                    owner=owner,
+                    status=writer.status,
+                    events=events,
+                    response=writer.response,
+                    turn=turn,
+                )
                 if not await store.do(write):
                     return
                 is_new = False
@@ -83,13 +92,6 @@ def wake_on_start(submissions: Submissions) -> Submissions:
     for stream in submissions.streams:
         stream.wakes_on_start = True
     return submissions
-
-
-def _write_progress(
-    response_id: str, owner: str, writer: ResponsesWriter, events: Events | None, file: ResponseFile
-) -> bool:
-    turn = conversation_turn(writer.answer, writer.status, writer.response)
-    return file.write_progress(response_id, owner, writer.status, events, writer.response, turn)
 
 
 def resume_lost(service: Service) -> None:
@@ -107,12 +109,9 @@ async def _resume_lost(service: Service) -> None:
         owners = await store.do(lambda file: file.owners())
         gone = [owner for owner in owners if store.is_lost(owner, topology)]
         if gone:
-            for record in await store.do(functools.partial(_claim, mine, gone)):
+            claim = functools.partial(ResponseFile.claim, owner=mine, former=gone)
+            for record in await store.do(claim):
                 start(service, record.id, _resume(service, record))
-
-
-def _claim(owner: str, former: list[str], file: ResponseFile) -> list[Record]:
-    return file.claim(owner, former)
 
 
 async def _resume(service: Service, record: Record) -> None:

@@ -220,7 +220,7 @@ async def render_responses(service: Service, http_request: HttpRequest) -> None:
     body = await parse.read_body(service, http_request, _decoder)
     try:
         chat, prompt, params = await _chat_of(service, body)
-        await respond_rendered(service, http_request, chat, prompt, params, "messages")
+        await respond_rendered(service, http_request, chat, prompt, params)
     except RequestError as error:
         raise parse.renamed(error, CLIENT_NAMES) from None
 

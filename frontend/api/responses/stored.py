@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -23,7 +24,7 @@ from quintet.frontend.api.responses.response_history import (
 )
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.frontend.http.stream_timers import Reader
-from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Events, Record
+from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Events, Record, ResponseFile
 from quintet.frontend.service import Service
 from quintet.wire.errors import RequestError, invalid
 from quintet.wire.params import MAX_COUNT, shown
@@ -116,7 +117,8 @@ async def write_events(service: Service, http_request: HttpRequest, record: Reco
         await http_request.start_stream(sse.CONTENT_TYPE, sse.HEADERS)
         last_write_s, pause_s = time.perf_counter(), POLL_S
         while not gone.is_set():
-            status, events = await _read_events(service, record.id, first)
+            read = functools.partial(ResponseFile.read_events, response_id=record.id, first=first)
+            status, events = await service.responses.do(read)
             has_ended = not events and status not in (QUEUED, IN_PROGRESS)
             chunk = b"".join(_from(each, first) for each in events)
             if has_ended and status and not record.streams:
@@ -143,10 +145,6 @@ async def write_events(service: Service, http_request: HttpRequest, record: Reco
     finally:
         service.write_timeout.forget(reader)
         watcher.cancel()
-
-
-async def _read_events(service: Service, response_id: str, first: int) -> tuple[str, list[Events]]:
-    return await service.responses.do(lambda file: file.read_events(response_id, first))
 
 
 def _replayed(record: Record) -> Events:
