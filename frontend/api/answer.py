@@ -64,7 +64,10 @@ BeforeEnd = Callable[[Service, AnswerWriter], Awaitable[None]]
 
 
 class Submissions:
-    """Streams of one HTTP request, one per prompt, and their mailbox."""
+    """Streams of one HTTP request, one per prompt, and their mailbox.
+
+    As a context manager it cancels the streams if the block raises.
+    """
 
     def __init__(self, streams_per_prompt: int = 1) -> None:
         """``streams_per_prompt``: above one if each choice has its own stream."""
@@ -78,6 +81,12 @@ class Submissions:
         """Cursor of a client that already has a part of the response."""
         self.replayed: list[tuple[int, Sequence[int]]] = []
         """Choices and their token ids before the cursor, which a relay gets again."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.close()
 
     def disconnect(self) -> None:
         self.client_gone = True
@@ -149,7 +158,7 @@ def submit_all(
     service.admission.check(prompts, spec.params)
     salt, adapter = body.cache_salt or "", adapter_digest(service.config.model, body.model)
     spec = msgspec.structs.replace(spec, priority=body.priority or 0, cache_salt=salt, adapter=adapter)
-    try:
+    with submissions:
         for index, prompt in enumerate(prompts):
             params = msgspec.structs.replace(spec.params, seed=seeds[index]) if seeds else spec.params
             submissions.add(
@@ -164,9 +173,6 @@ def submit_all(
                     received=received[index] if received else (),
                 )
             )
-    except BaseException:
-        submissions.close()
-        raise
     return submissions
 
 

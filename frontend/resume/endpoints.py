@@ -118,7 +118,7 @@ async def _resume(service: Service, http_request: HttpRequest, stream_id: Stream
         for offset in range(0, total, n)
     ]
     submissions = Submissions()
-    try:
+    with submissions:
         received: list[Received] = []
         for offset, each in zip(range(0, total, n), resumed, strict=True):
             has = _received(each, position, offset, n)
@@ -136,9 +136,6 @@ async def _resume(service: Service, http_request: HttpRequest, stream_id: Stream
         submissions.replayed = [(index, ids) for index, (ids, _) in enumerate(received) if ids is not None]
         if isinstance(writer, ChunkWriter) and writer.options.include_usage:
             await replay_usage(service, submissions)
-    except BaseException:
-        submissions.close()
-        raise
     await stream_answer(service, http_request, submissions, writer, api.before_end)
 
 

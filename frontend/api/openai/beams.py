@@ -135,7 +135,7 @@ def _submit(
     each: Sequence[tuple[TokenPrompt, SamplingParams, bytes]],
 ) -> None:
     body = request.body
-    try:
+    with submissions:
         for prompt, params, replayed_ids in each:
             submissions.add(
                 service.requests.submit(
@@ -157,9 +157,6 @@ def _submit(
                     session=request.session,
                 )
             )
-    except BaseException:
-        submissions.close()
-        raise
 
 
 def _early_stopping_of(body: GenerationBody) -> EarlyStopping:

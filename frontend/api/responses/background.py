@@ -134,13 +134,10 @@ async def _resume(service: Service, record: Record) -> None:
         return
     await _wait_for_admission(service)
     submissions = await _resumed(service, record) or wake_on_start(_resubmitted(service, record, answer))
-    try:
+    with submissions:
         await note_request(service, record, submissions)
         position = await service.responses.do(lambda file: file.last_position(record.id))
         writer = ResponsesWriter(answer, None, StreamCursor.parse(position, 1))
-    except BaseException:
-        submissions.close()
-        raise
     await run(service, record, submissions, writer)
 
 

@@ -320,11 +320,8 @@ async def _answer_later(
     """Start a background response."""
     resume_token = resume_token_for(checked.answer, service.config)
     submissions = wake_on_start(_submit(service, checked, http_request, resume_token))
-    try:
+    with submissions:
         await note_request(service, record, submissions)
-    except BaseException:
-        submissions.close()
-        raise
     start(service, record.id, run(service, record, submissions, ResponsesWriter(checked.answer)))
 
 
