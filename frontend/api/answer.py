@@ -13,7 +13,7 @@ import msgspec
 
 from quintet.frontend.api import sse
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
-from quintet.frontend.http.stream_timers import KeepAliveTimer, Reader
+from quintet.frontend.http.stream_timers import KeepAliveTimer
 from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, StreamState, resume_token_for
 from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
@@ -189,17 +189,17 @@ async def stream_answer(
     """
     if http_request.wants_relay:
         enable_relay(http_request.headers_out, writer.state, submissions.streams, submissions.replayed)
-    write_timeout, write_seconds, span = service.write_timeout, service.http.write_seconds, service.span
+    write_seconds, span = service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
     watcher = http_request.watch_disconnect(submissions.disconnect)
     keep_alive = KeepAliveTimer(service.config.frontend.keep_alive_s, submissions.mailbox.wake)
-    reader = Reader(http_request.abort, submissions.unread_bytes)
-    write_timeout.watch(reader)
+    reader = service.write_timeout.watch(http_request.abort, submissions.unread_bytes)
     http_request.register_break_silence(submissions.mailbox.wake)
     if submissions.num_unread == 0:
         submissions.mailbox.wake()  # only the end is left to write
+    last = False
     try:
-        while True:
+        while not last:
             ready = await submissions.mailbox.wait()
             woken_ns = time.monotonic_ns()
             if submissions.client_gone:
@@ -231,11 +231,9 @@ async def stream_answer(
                 write_seconds.observe(time.perf_counter() - began)
                 span("events", len(ready), woken_ns)
                 keep_alive.wrote()
-            if last:
-                return
     finally:
         keep_alive.stop()
-        write_timeout.forget(reader)
+        service.write_timeout.forget(reader)
         watcher.cancel()
         submissions.close(keep=http_request.started)
 

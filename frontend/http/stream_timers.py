@@ -43,11 +43,13 @@ class WriteTimeout:
         self._readers: set[Reader] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, reader: Reader) -> None:
-        """Watch a reader until `forget`."""
+    def watch(self, abort: Callable[[], None], unread_bytes: Callable[[], int]) -> Reader:
+        """Watch the client of a response until `forget`."""
+        reader = Reader(abort, unread_bytes)
         self._readers.add(reader)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+        return reader
 
     def forget(self, reader: Reader) -> None:
         self._readers.discard(reader)

@@ -23,7 +23,6 @@ from quintet.frontend.api.responses.response_history import (
     stored_items,
 )
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
-from quintet.frontend.http.stream_timers import Reader
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Events, Record, ResponseFile
 from quintet.frontend.service import Service
 from quintet.wire.errors import RequestError, invalid
@@ -110,8 +109,7 @@ async def write_events(service: Service, http_request: HttpRequest, record: Reco
     """
     gone = asyncio.Event()
     watcher = http_request.watch_disconnect(gone.set)
-    reader = Reader(http_request.abort, lambda: 0)
-    service.write_timeout.watch(reader)
+    reader = service.write_timeout.watch(http_request.abort, lambda: 0)
     keep_alive_s = service.config.frontend.keep_alive_s or math.inf
     try:
         await http_request.start_stream(sse.CONTENT_TYPE, sse.HEADERS)
