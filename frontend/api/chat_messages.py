@@ -34,26 +34,21 @@ def result_message(call_id: str, content: object, names: Mapping[str, str]) -> M
     return message | ({"name": names[call_id]} if call_id in names else {})
 
 
-class MergedMessages:
-    """Chat messages and their locations in the body. Merges in linear time."""
+def merge_messages(found: Sequence[tuple[Message, str]]) -> tuple[list[Message], list[str]]:
+    """Merge adjacent messages of one role, in linear time; return them, and the location of the first of each group.
 
-    def __init__(self) -> None:
-        self.places: list[str] = []
-        """Location of the first message of each group."""
-        self._groups: list[list[Message]] = []
-
-    def add(self, message: Message, place: str) -> None:
-        """Add a message; it belongs to the group before it if both have the same role."""
+    ``found``: messages and their locations in the body. Texts are joined by line breaks; the text of calls alone is null.
+    """
+    groups: list[list[Message]] = []
+    places: list[str] = []
+    for message, place in found:
         role = message["role"]
-        if self._groups and role in MERGED_ROLES and self._groups[-1][0]["role"] == role:
-            self._groups[-1].append(message)
+        if groups and role in MERGED_ROLES and groups[-1][0]["role"] == role:
+            groups[-1].append(message)
         else:
-            self._groups.append([message])
-            self.places.append(place)
-
-    def merged(self) -> list[Message]:
-        """Return one message per group, with texts joined by line breaks, and null for the text of calls alone."""
-        return [_merged(group) for group in self._groups]
+            groups.append([message])
+            places.append(place)
+    return [_merged(group) for group in groups], places
 
 
 def _merged(group: Sequence[Message]) -> Message:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quintet.frontend.api.anthropic.types import ContentBlock, ReferencedTool, Turn
-from quintet.frontend.api.chat_messages import MergedMessages, Message, call_of, given, result_message
+from quintet.frontend.api.chat_messages import Message, call_of, given, merge_messages, result_message
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.offered_tools import OfferedTool
 from quintet.wire.errors import invalid
@@ -57,10 +57,10 @@ def messages_of(
         raise invalid("messages is []; it must hold at least one message.", "messages")
     reader = _Reader({tool.name: tool for tool in tools})
     last_user = max((index for index, turn in enumerate(turns) if turn.role == "user"), default=-1)
-    found = MergedMessages()
+    found: list[tuple[Message, str]] = []
     text = without_billing_header(_text(system, "system", reader)) if system else ""
     if text:
-        found.add({"role": "system", "content": text}, "system")
+        found.append(({"role": "system", "content": text}, "system"))
     for index, turn in enumerate(turns):
         where = f"messages[{index}]"
         if turn.role not in ROLES:
@@ -70,8 +70,8 @@ def messages_of(
         if turn.clear_at == "next_user_message" and index < last_user:
             continue
         for message in _messages_of(turn, where, reader):
-            found.add(message, where)
-    return _without_empty_prefill(found.merged(), found.places)
+            found.append((message, where))
+    return _without_empty_prefill(*merge_messages(found))
 
 
 def _without_empty_prefill(messages: list[Message], places: list[str]) -> tuple[list[Message], list[str]]:

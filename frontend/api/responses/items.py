@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.frontend.api.chat_messages import MergedMessages, Message, call_of, given, result_message
+from quintet.frontend.api.chat_messages import Message, call_of, given, merge_messages, result_message
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.offered_tools import (
@@ -52,9 +52,9 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[l
     Item references were resolved before. Adjacent messages of one role are merged, except system messages, which
     templates treat differently.
     """
-    found = MergedMessages()
+    found: list[tuple[Message, str]] = []
     if instructions:
-        found.add({"role": "system", "content": instructions}, "instructions")
+        found.append(({"role": "system", "content": instructions}, "instructions"))
     names: dict[str, str] = {}
     is_beside_result = False
     for index in range(_num_leading(items), len(items)):
@@ -63,8 +63,8 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[l
         is_beside_result = _is_result(item) or (is_beside_result and item.role == "user")
         for message in _messages_of(item, f"input[{index}]", names, is_beside_result=is_beside_result):
             if message != EMPTY_REASONING:
-                found.add(message, f"input[{index}]")
-    return found.merged(), found.places
+                found.append((message, f"input[{index}]"))
+    return merge_messages(found)
 
 
 def leading_tools(items: Sequence[InputItem]) -> list[OfferedTool]:
@@ -243,13 +243,12 @@ def _part(sent: Any, where: str) -> ContentPart:
 
 
 def _text(content: str | Sequence[ContentPart] | None, where: str, *, is_result: bool = False) -> str:
-    content = given(content, where)
     if isinstance(content, str):
         return content
     return "\n".join(
         (omitted_media(part.type, f"{where}[{index}]") if is_result else None)
         or _text_of(part, f"{where}[{index}]")
-        for index, part in enumerate(content)
+        for index, part in enumerate(given(content, where))
     )
 
 
