@@ -23,7 +23,7 @@ from quintet.frontend.http.auth import Keys, operator_keys
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.frontend.http.openapi import RouteSpec
-from quintet.frontend.http.paths import tidy_path, without_alias
+from quintet.frontend.http.paths import normalized
 from quintet.frontend.metrics import FORMAT_HEADER, LoadReport
 from quintet.frontend.resume.endpoints import resume_repeated
 from quintet.frontend.resume.stream_state import LAST_EVENT
@@ -107,7 +107,7 @@ class FrontendApp:
         service = self._service
         path: str = scope["path"]
         if path not in self._errors:
-            scope["path"] = self._normalized(path)
+            scope["path"] = normalized(path, self._errors, self._root_path)
         http_request = HttpRequest(scope, receive, send, self._errors_of(scope["path"]))
         scope["http_request"] = http_request
         service.num_exchanges += 1
@@ -138,16 +138,6 @@ class FrontendApp:
         if path in self._errors:
             return self._errors[path]
         return self._errors.get("/".join(path.split("/", 3)[:3]), openai_errors.ERRORS)
-
-    def _normalized(self, path: str) -> str:
-        """Normalize a path: merge slashes, strip --root-path unless a route begins with it, strip Azure's prefix."""
-        path = tidy_path(path)
-        if path in self._errors:
-            return path
-        root = self._root_path
-        if root and path.startswith(root + "/"):
-            path = path.removeprefix(root)
-        return without_alias(path)
 
     async def _answer(self, http_request: HttpRequest, scope: Scope, receive: Receive, send: Send) -> None:
         if self._service.draining or self._service.is_retiring:

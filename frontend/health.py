@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
+from quintet.frontend.api.openai.parse import check_model
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
-from quintet.wire.errors import ErrorCode, RequestError
-from quintet.wire.params import MAX_SHOWN
+from quintet.wire.errors import RequestError
 from quintet.wire.request import model_names
 from quintet.wire.supervision import MetricsReport, ProcessMetrics
 
@@ -97,7 +97,6 @@ async def load(service: Service, http_request: HttpRequest) -> None:
 
 
 async def show_version(_service: Service, http_request: HttpRequest) -> None:
-    """Answer with the package version."""
     try:
         name = version("quintet")
     except PackageNotFoundError:
@@ -118,7 +117,6 @@ async def models(service: Service, http_request: HttpRequest) -> None:
 
 
 async def model(service: Service, http_request: HttpRequest) -> None:
-    """Answer for one model name."""
     await http_request.respond_json(_model(service, _served(service, http_request.path_params["id"])))
 
 
@@ -126,13 +124,7 @@ def _served(service: Service, name: str) -> str:
     """Return the served name, or raise `RequestError`."""
     if f"{name}/" in model_names(service.config.model):
         return f"{name}/"  # a folder: routing stripped its final slash
-    if name not in model_names(service.config.model):
-        served = ", ".join(f"`{n}`" for n in model_names(service.config.model))
-        raise RequestError(
-            ErrorCode.MODEL_NOT_FOUND,
-            f"The model `{name[:MAX_SHOWN]}` does not exist. This server serves {served}.",
-            "model",
-        )
+    check_model(name, service.config.model)
     return name
 
 

@@ -73,7 +73,8 @@ class LiveRequests:
         self.ledger = LoadLedger(self.workers, config)
         self._dispatcher = Dispatcher(self.ledger, send, config)
         self._recovery = LossRecovery(self._dispatcher, metrics)
-        self._deadlines = DeadlineTimer(self._expire)
+        # After a deadline a request ends here, without waiting for the engine.
+        self._deadlines = DeadlineTimer(lambda stream: self._give_up(stream, expired(stream)))
         self._max_logprobs = config.frontend.max_logprobs
         self._vocab_size = config.model.vocab_size
         self._ids = RequestIds(me.index, me.epoch)
@@ -113,24 +114,20 @@ class LiveRequests:
         if not -(1 << 63) <= spec.priority < 1 << 63:
             message = f"priority is {shown(spec.priority)}; it must be a 64-bit integer."
             raise invalid(message, "priority")
-        spec = msgspec.structs.replace(
-            spec, params=_seeded(spec.params), arrival_ns=spec.arrival_ns or time.monotonic_ns()
-        )
+        params = spec.params
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+        arrival_ns = spec.arrival_ns or time.monotonic_ns()
+        spec = msgspec.structs.replace(spec, params=params, arrival_ns=arrival_ns)
         submit = Submit(
-            self._ids.take(spec.params.n),
-            prompt,
-            spec,
-            0,
-            0,
-            clamp_max_tokens=clamp_max_tokens,
-            session=session,
+            self._ids.take(params.n), prompt, spec, 0, 0, clamp_max_tokens=clamp_max_tokens, session=session
         )
         stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
         if received:
             stream.resume(received)
         if stream.num_open:  # else another server delivered all of it
             self.begin(stream)
-            self.metrics.submitted(spec.params)
+            self.metrics.submitted(params)
         return stream
 
     def take_ids(self, count: int) -> int:
@@ -159,16 +156,11 @@ class LiveRequests:
             self._deadlines.watch(stream)
 
     def cancel(self, stream: Stream) -> None:
-        """See `Stream.cancel`."""
         if stream.ended or stream.is_cancelled:
             return
         stream.is_cancelled = True
         if not self._dispatcher.send_cancel(stream):
             self._abort_locally(stream)
-
-    def _expire(self, stream: Stream) -> None:
-        """End a request after its deadline, without waiting for the engine."""
-        self._give_up(stream, expired(stream))
 
     def _abort_locally(self, stream: Stream) -> None:
         """End a request locally: the engine never received it or sends no more output."""
@@ -181,7 +173,6 @@ class LiveRequests:
     # --- out --------------------------------------------------------------------------------------------------
 
     def apply_failed(self, failed: Failed) -> None:
-        """Apply a failure of a request and wake its reader."""
         choice = self._live.get(failed.request_id)
         if choice is None:
             self.metrics.duplicate_endings.inc()
@@ -379,7 +370,3 @@ class LiveRequests:
         """Fail every live request: the process is about to exit."""
         for stream in list(self._streams.values()):
             self._fail(stream, error)
-
-
-def _seeded(params: SamplingParams) -> SamplingParams:
-    return params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(63))

@@ -7,27 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import resource
 import socket
 
 import msgspec
 import uvloop
 
 from quintet.frontend.app import FrontendApp
-from quintet.frontend.http.connection import bound_send_buffer
-from quintet.frontend.http.server import make_server
+from quintet.frontend.http.server import inherited_listener, make_server
 from quintet.frontend.inbox_handlers import REPORT_INTERVAL_S, FrontendInbox
 from quintet.frontend.service import Service
 from quintet.process.child import child_main
 from quintet.process.runtime import HandlerError, Process, Stopping
 from quintet.wire.config import EngineConfig
-from quintet.wire.errors import ConfigError, ErrorCode, RequestError
+from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.supervision import SlotState, Topology
-
-LISTEN_FD = "QUINTET_LISTEN_FD"
-"""Environment variable with the number of the listening socket's descriptor, made by the supervisor."""
 
 GRACE_S = 2.0
 """Seconds between closing the listener and closing idle connections: a request may already be on its way on one."""
@@ -56,7 +50,9 @@ class Frontend:
 
     def _handle(self, message: msgspec.Struct) -> None:
         self._service.handle(message)
-        if isinstance(message, Topology) and _shows_ready(message, self._me):
+        if isinstance(message, Topology) and any(
+            slot.worker == self._me and slot.state is SlotState.READY for slot in message.slots
+        ):
             self._is_acknowledged.set()
         if self._service.is_retiring and self._retirement is None:
             self._retirement = asyncio.get_running_loop().create_task(self._retire())
@@ -127,37 +123,10 @@ class Frontend:
             raise self._crash
 
     def close(self) -> None:
-        """Close every socket."""
         self._process.close()
 
 
-def _shows_ready(topology: Topology, worker: WorkerId) -> bool:
-    return any(slot.worker == worker and slot.state is SlotState.READY for slot in topology.slots)
-
-
-def inherited_listener() -> socket.socket:
-    """Return the listening socket inherited from the supervisor."""
-    number = os.environ.get(LISTEN_FD, "")
-    if not number.isdigit():
-        raise ConfigError(
-            f"{LISTEN_FD} is {number!r}; it must be the file descriptor of a listening socket. "
-            "Start the server with `quintet serve`."
-        )
-    listener = socket.socket(fileno=int(number))
-    listener.setblocking(False)
-    bound_send_buffer(listener)
-    return listener
-
-
-def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit: each connection takes one descriptor."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def run(me: WorkerId, config: EngineConfig) -> None:
-    """Run the frontend until the supervisor stops it."""
-    raise_file_limit()
     frontend = Frontend(me, config)
     try:
         uvloop.run(frontend.serve(inherited_listener()))

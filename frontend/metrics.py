@@ -12,7 +12,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
@@ -66,8 +66,6 @@ LOAD_AGE_S = 0.2
 """Cache lifetime: each read asks all processes."""
 LOAD_WAIT_S = 0.5
 """Timeout of the supervisor; on timeout the header is omitted."""
-LOAD_GAUGES = ("kv_cache_usage_perc", "num_requests_waiting")
-"""The first is the maximum over engines, the second the sum."""
 
 Series = CounterSeries | GaugeSeries | HistogramSeries
 
@@ -81,7 +79,6 @@ class SlotMetrics:
     snapshot: Snapshot
 
     def series(self) -> Iterator[Series]:
-        """Yield every series of every type."""
         yield from self.snapshot.counters
         yield from self.snapshot.gauges
         yield from self.snapshot.histograms
@@ -133,41 +130,25 @@ class MetricsPage(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return the families, Quintet's first, then vLLM's."""
         ours: dict[str, Metric] = {}
-        alias = Alias(self._model_name)
+        merged_series: dict[tuple[str, Labels, int], Series] = {}
         for source in self._sources:
             labels = (
                 ("model_name", self._model_name),
                 ("role", str(source.role)),
                 ("index", str(source.index)),
             )
-            engine = source.index if source.role in ENGINE_ROLES else 0
+            engine = source.index if source.role in ENGINE_ROLES else 0  # shared roles count for engine 0
             for series in source.series():
                 add_samples(family_of(ours, f"quintet:{series.name}", series), series, labels)
                 if series.name in VLLM_NAMES:
-                    alias.add(series, engine)
-        return [*ours.values(), *alias.families()]
-
-
-@dataclass(slots=True)
-class Alias:
-    """Metrics under vLLM's names, per engine. Metrics of roles shared by all engines count for engine 0."""
-
-    model_name: str
-    _merged: dict[tuple[str, Labels, int], Series] = field(default_factory=dict)
-
-    def add(self, series: Series, engine: int) -> None:
-        """Merge a process's series into the engine's series of the same name and labels."""
-        key = (series.name, series.labels, engine)
-        known = self._merged.get(key)
-        self._merged[key] = series if known is None else merge(known, series)
-
-    def families(self) -> Iterable[Metric]:
-        """Return the merged series as families."""
-        families: dict[str, Metric] = {}
-        for (_, _, engine), series in self._merged.items():
-            labels = (("model_name", self.model_name), ("engine", str(engine)))
-            add_samples(family_of(families, f"vllm:{series.name}", series), series, labels)
-        return families.values()
+                    key = (series.name, series.labels, engine)
+                    known = merged_series.get(key)
+                    merged_series[key] = series if known is None else merge(known, series)
+        aliases: dict[str, Metric] = {}
+        for (_, _, engine), series in merged_series.items():
+            engine_labels = (("model_name", self._model_name), ("engine", str(engine)))
+            add_samples(family_of(aliases, f"vllm:{series.name}", series), series, engine_labels)
+        return [*ours.values(), *aliases.values()]
 
 
 def merge(a: Series, b: Series) -> Series:
@@ -239,18 +220,16 @@ class LoadReport:
     async def _refresh(self) -> bool:
         """Read the load; return whether the supervisor answered."""
         try:
-            self._gauges = await self._read()
+            report = await self._service.queries.metrics(LOAD_WAIT_S, self._service.metrics.encoded())
         except RequestError:
             return False
+        usage, waiting = 0.0, 0.0
+        for source in collect(report):
+            for gauge in source.snapshot.gauges if source.role is Role.CORE else ():
+                if gauge.name == "kv_cache_usage_perc":
+                    usage = max(usage, gauge.value)
+                elif gauge.name == "num_requests_waiting":
+                    waiting += gauge.value
+        self._gauges = {"kv_cache_usage_perc": usage, "num_requests_waiting": waiting}
         self._read_s = time.monotonic()
         return True
-
-    async def _read(self) -> dict[str, float]:
-        report = await self._service.queries.metrics(LOAD_WAIT_S, self._service.metrics.encoded())
-        found: dict[str, list[float]] = {name: [] for name in LOAD_GAUGES}
-        for source in collect(report):
-            for series in source.snapshot.gauges if source.role is Role.CORE else ():
-                if series.name in found:
-                    found[series.name].append(float(series.value))
-        usage, waiting = (found[name] for name in LOAD_GAUGES)
-        return dict(zip(LOAD_GAUGES, (max(usage, default=0.0), sum(waiting, start=0.0)), strict=True))

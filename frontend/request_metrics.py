@@ -57,7 +57,6 @@ class RequestMetrics:
         )
 
     def submitted(self, params: SamplingParams) -> None:
-        """Count a new request."""
         self.params_n.observe(params.n)
         if params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)
@@ -65,7 +64,6 @@ class RequestMetrics:
     def choice_ended(
         self, submit: Submit, finish: Finish, num_tokens: int, first_token_ns: int, now_ns: int
     ) -> None:
-        """Count the end of a choice."""
         self.success[finish.reason if finish.reason in self.success else FinishReason.ERROR].inc()
         self.latency.observe((now_ns - submit.spec.arrival_ns) * NS)
         self.generation_tokens.observe(num_tokens)

@@ -92,7 +92,6 @@ class Record:
 
     @property
     def is_open(self) -> bool:
-        """True if it has not ended."""
         return self.status in (QUEUED, IN_PROGRESS)
 
 
@@ -282,7 +281,6 @@ class ResponseFile:
         )
 
     def find(self, response_id: str) -> Record | None:
-        """Return a response, or None."""
         rows = self._db.execute(f"SELECT {_COLUMNS} FROM responses WHERE id = ?", (response_id,)).fetchall()
         return Record(*rows[0]) if rows else None
 

@@ -10,9 +10,8 @@ from quintet.frontend.api.inference.generate import generate
 from quintet.frontend.api.inference.types import DerenderChatBody, DerenderCompletionBody, GenerateBody
 from quintet.frontend.api.openai.batch import batch
 from quintet.frontend.api.openai.chat import chat_completions
-from quintet.frontend.api.openai.completions import completions
+from quintet.frontend.api.openai.completions import completions, invocations
 from quintet.frontend.api.openai.derender import derender_chat, derender_completions
-from quintet.frontend.api.openai.invocations import invocations
 from quintet.frontend.api.openai.render import render_chat, render_completions
 from quintet.frontend.api.openai.tokenize import detokenize, tokenize, tokenizer_info
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -52,7 +51,6 @@ GENERATED = {"choices": [{"token_ids": [1, 2, 3], "finish_reason": "stop"}]}
 
 
 async def openapi(service: Service, http_request: HttpRequest) -> None:
-    """Serve the OpenAPI document."""
     check_public(service)
     config = service.config.frontend
     await http_request.respond_json(openapi_document(ROUTES, bool(config.api_keys), config.root_path))

@@ -77,7 +77,6 @@ class Rpc:
             pending.answer.set_result(answer)
 
     def fail(self, query_id: int, error: RequestError) -> None:
-        """Fail a query with ``error``."""
         pending = self._waiting.get(query_id)
         if pending is not None and not pending.answer.done():
             pending.answer.set_exception(error)

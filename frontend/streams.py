@@ -152,10 +152,11 @@ class Mailbox:
         self._ready: list[Stream] = []
         self._waiter: asyncio.Future[None] | None = None
         self._is_woken = False
+        """True if the next `wait` returns at once."""
 
     async def wait(self) -> list[Stream]:
         """Return the streams with new output; empty after a `wake` alone. One reader only."""
-        if not self._ready and not self._is_woken:
+        if not self._is_woken:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -166,19 +167,16 @@ class Mailbox:
         return ready
 
     def wake(self) -> None:
-        """Wake the reader without new output."""
+        """Wake the reader, even without new output."""
         self._is_woken = True
-        self._wake()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def post(self, stream: Stream) -> None:
         """Mark a stream as having new output and wake the reader. Called by `LiveRequests`."""
         self._ready.append(stream)
-        self._wake()
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self.wake()
 
 
 class Stream:
@@ -294,7 +292,6 @@ class Stream:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens of all choices so far."""
         return sum(len(choice.output_ids) for choice in self.choices)
 
     async def next_batch(self) -> Batch | None:

@@ -33,9 +33,7 @@ from quintet.deploy.router.watch import Pulse, Watch
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.frontend.http.auth import Keys
 from quintet.frontend.http.bodies import BodyBuffers
-from quintet.frontend.http.connection import bound_send_buffer
-from quintet.frontend.http.server import HttpServer, make_server
-from quintet.frontend.main import raise_file_limit
+from quintet.frontend.http.server import HttpServer, make_server, prepare_listener
 from quintet.process.log import configure_logging
 from quintet.wire.config import FrontendConfig, Routing
 from quintet.wire.errors import ConfigError
@@ -245,9 +243,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     gc.collect()
     gc.freeze()
-    listener.setblocking(False)
-    bound_send_buffer(listener)
-    raise_file_limit()
+    prepare_listener(listener)
     uvloop.run(_serve(arguments, listener))
     return 0
 

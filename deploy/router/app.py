@@ -22,7 +22,7 @@ from quintet.frontend.http.auth import Keys
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
-from quintet.frontend.http.paths import tidy_path, without_alias
+from quintet.frontend.http.paths import normalized
 from quintet.frontend.metrics import CONTENT_TYPE
 from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.params import shown
@@ -56,7 +56,7 @@ class RouterApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this router speaks HTTP, not {scope['type']}")
-        scope["path"] = without_alias(tidy_path(scope["path"]))
+        scope["path"] = normalized(scope["path"])
         http_request = HttpRequest(scope, receive, send, errors_of(scope["path"]))
         if self.is_draining:
             http_request.headers_out.append((b"connection", b"close"))

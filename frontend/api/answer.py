@@ -12,9 +12,10 @@ from typing import Protocol
 import msgspec
 
 from quintet.frontend.api import sse
-from quintet.frontend.http.http_request import ClientDisconnected, Header, HttpRequest
-from quintet.frontend.http.stream_timers import KeepAliveTimer, Reader
-from quintet.frontend.resume.stream_state import StreamId
+from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
+from quintet.frontend.http.stream_timers import KeepAliveTimer
+from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, StreamState, resume_token_for
+from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Batch, Mailbox, Received, Stream
 from quintet.wire.embeds import EmbedsPrompt
@@ -34,6 +35,8 @@ MAX_EXPLAINED = 16
 class AnswerWriter(Protocol):
     """Writer of one streamed response in an API's event format."""
 
+    state: StreamState
+
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """Append events for the new output of the prompt at index ``position``. Hot path."""
 
@@ -45,9 +48,6 @@ class AnswerWriter(Protocol):
 
     def silence(self) -> bytes:
         """Return the keep-alive bytes for an idle stream."""
-
-    def headers(self) -> tuple[Header, ...]:
-        """Return the response headers, without the content type."""
 
 
 class Body(Protocol):
@@ -64,7 +64,10 @@ BeforeEnd = Callable[[Service, AnswerWriter], Awaitable[None]]
 
 
 class Submissions:
-    """Streams of one HTTP request, one per prompt, and their mailbox."""
+    """Streams of one HTTP request, one per prompt, and their mailbox.
+
+    As a context manager it cancels the streams if the block raises.
+    """
 
     def __init__(self, streams_per_prompt: int = 1) -> None:
         """``streams_per_prompt``: above one if each choice has its own stream."""
@@ -74,9 +77,18 @@ class Submissions:
         self.num_unread = 0
         """Streams with an unread end."""
         self.client_gone = False
+        self.position: StreamCursor | None = None
+        """Cursor of a client that already has a part of the response."""
+        self.replayed: list[tuple[int, Sequence[int]]] = []
+        """Choices and their token ids before the cursor, which a relay gets again."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.close()
 
     def disconnect(self) -> None:
-        """Note that the client disconnected, and wake the writer."""
         self.client_gone = True
         self.mailbox.wake()
 
@@ -98,7 +110,6 @@ class Submissions:
         return None if resume_token is None else StreamId(submit.request_id, resume_token.key)
 
     def unread_bytes(self) -> int:
-        """Estimate the bytes held for the client."""
         return sum(stream.unread_bytes() for stream in self.streams)
 
     def take(self, stream: Stream) -> Batch:
@@ -118,29 +129,36 @@ def echo_of(prompt: Prompt, is_asked: bool) -> Echo:
 
 def submit_all(
     service: Service,
+    http_request: HttpRequest,
     body: Body,
     prompts: Sequence[Prompt],
     spec: RequestSpec,
     *,
     clamp_max_tokens: bool,
-    interval: int = 1,
+    answer: Answer | None = None,
     echo: bool = False,
     session: str = "",
-    received: Sequence[Sequence[Received]] = (),
-    seeds: Sequence[int] = (),
 ) -> Submissions:
     """Pass admission and submit one request per prompt; priority and cache salt are the body's.
 
     Raises `RequestError`, and then cancels those already submitted. For the parameters see `LiveRequests.submit`.
-
-    - ``received``: per prompt, output of its choices received from another server.
-    - ``seeds``: seed of each prompt at that server.
+    ``answer``: event format of a response that can be resumed. Output that its client has from another server
+    (`HttpRequest.partial_response`) is not generated again.
     """
-    service.admission.check(prompts, spec.params)
     submissions = Submissions()
+    seeds: Sequence[int] = ()
+    received: Sequence[Sequence[Received]] = ()
+    if answer is not None:
+        if body.stream and http_request.reads_event_ids:
+            spec.resume_token = resume_token_for(answer, service.config)
+        if http_request.partial_response is not None:
+            seeds, submissions.position, received = resume_state(
+                http_request.partial_response, answer.num_choices, answer.num_prompts
+            )
+    service.admission.check(prompts, spec.params)
     salt, adapter = body.cache_salt or "", adapter_digest(service.config.model, body.model)
     spec = msgspec.structs.replace(spec, priority=body.priority or 0, cache_salt=salt, adapter=adapter)
-    try:
+    with submissions:
         for index, prompt in enumerate(prompts):
             params = msgspec.structs.replace(spec.params, seed=seeds[index]) if seeds else spec.params
             submissions.add(
@@ -149,15 +167,12 @@ def submit_all(
                     msgspec.structs.replace(spec, params=params, echo=echo_of(prompt, echo)),
                     mailbox=submissions.mailbox,
                     final_only=not body.stream,
-                    interval=interval,
+                    interval=1 if answer is None else answer.interval,
                     clamp_max_tokens=clamp_max_tokens,
                     session=session,
                     received=received[index] if received else (),
                 )
             )
-    except BaseException:
-        submissions.close()
-        raise
     return submissions
 
 
@@ -172,22 +187,24 @@ async def stream_answer(
 
     The status is sent with the first output, so an error before it has its own. ``before_end`` runs before the last write.
     """
-    write_timeout, write_seconds, span = service.write_timeout, service.http.write_seconds, service.span
+    if http_request.wants_relay:
+        enable_relay(http_request.headers_out, writer.state, submissions.streams, submissions.replayed)
+    write_seconds, span = service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
     watcher = http_request.watch_disconnect(submissions.disconnect)
     keep_alive = KeepAliveTimer(service.config.frontend.keep_alive_s, submissions.mailbox.wake)
-    reader = Reader(http_request.abort, submissions.unread_bytes)
-    write_timeout.watch(reader)
+    reader = service.write_timeout.watch(http_request.abort, submissions.unread_bytes)
     http_request.register_break_silence(submissions.mailbox.wake)
     if submissions.num_unread == 0:
         submissions.mailbox.wake()  # only the end is left to write
+    last = False
     try:
-        while True:
+        while not last:
             ready = await submissions.mailbox.wait()
             woken_ns = time.monotonic_ns()
             if submissions.client_gone:
                 raise ClientDisconnected
-            frames: list[bytes] = []
+            frames = writer.state.take_comments() if ready else []
             error: RequestError | None = None
             for stream in ready:
                 batch = submissions.take(stream)
@@ -208,17 +225,15 @@ async def stream_answer(
                 began = reader.waiting_since_s = time.perf_counter()
                 if not http_request.started:
                     explain(http_request, submissions.streams)
-                    await http_request.start_stream(sse.CONTENT_TYPE, writer.headers())
+                    await http_request.start_stream(sse.CONTENT_TYPE, writer.state.headers())
                 await http_request.write(b"".join(frames) if len(frames) > 1 else frames[0], last)
                 reader.waiting_since_s = None
                 write_seconds.observe(time.perf_counter() - began)
                 span("events", len(ready), woken_ns)
                 keep_alive.wrote()
-            if last:
-                return
     finally:
         keep_alive.stop()
-        write_timeout.forget(reader)
+        service.write_timeout.forget(reader)
         watcher.cancel()
         submissions.close(keep=http_request.started)
 

@@ -68,38 +68,25 @@ class Keys:
 
     def admit(self, path: str, header: Callable[[str], str | None]) -> bytes:
         """Check a path and its headers, given by lower-case name, as `check` does."""
-        given = _keys_of(header)
+        given, keys = _keys_of(header), self._keys
         if self._operators is not None and is_operators(path):
-            return _admit_operator(given, [key.encode() for key in self._operators()])
-        if not self._keys or self._is_open(path):
-            return given[0] if given else b""
-        if not given:
-            raise RequestError(
-                ErrorCode.UNAUTHORIZED,
-                "No API key was sent; send `Authorization: Bearer <key>` or `x-api-key: <key>`.",
+            keys = [key.encode() for key in self._operators()]
+            wrong = (
+                "This path requires the operator key: send `Authorization: Bearer <key>` with the key of --admin-key, or use "
+                "`quintet admin kv` on the server's machine."
             )
-        matches = _matching(given, self._keys)
+        elif not keys or self._is_open(path):
+            return given[0] if given else b""
+        elif given:
+            wrong = "The API key is invalid."
+        else:
+            wrong = "No API key was sent; send `Authorization: Bearer <key>` or `x-api-key: <key>`."
+        # Every pair is compared, so the time depends only on lengths.
+        pairs = [(each, hmac.compare_digest(each, key)) for each in given for key in keys]
+        matches = [each for each, is_equal in pairs if is_equal]
         if not matches:
-            raise RequestError(ErrorCode.UNAUTHORIZED, "The API key is invalid.")
+            raise RequestError(ErrorCode.UNAUTHORIZED, wrong)
         return matches[0]
-
-
-def _matching(given: Sequence[bytes], keys: Sequence[bytes]) -> list[bytes]:
-    """Return the given keys that are valid. Every pair is compared, so the time depends only on lengths."""
-    pairs = [(each, hmac.compare_digest(each, key)) for each in given for key in keys]
-    return [each for each, is_equal in pairs if is_equal]
-
-
-def _admit_operator(given: Sequence[bytes], keys: Sequence[bytes]) -> bytes:
-    """Return the given key that is an operator key. Raises `RequestError`."""
-    matches = _matching(given, keys)
-    if not matches:
-        raise RequestError(
-            ErrorCode.UNAUTHORIZED,
-            "This path requires the operator key: send `Authorization: Bearer <key>` with the key of --admin-key, or use "
-            "`quintet admin kv` on the server's machine.",
-        )
-    return matches[0]
 
 
 def _keys_of(header: Callable[[str], str | None]) -> list[bytes]:

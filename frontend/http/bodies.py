@@ -57,7 +57,6 @@ class BodyBuffers:
         return body
 
     def grow(self, body: OpenBody, num_bytes: int) -> None:
-        """Count a received chunk."""
         body.num_bytes += num_bytes
         self.num_open_bytes += num_bytes
         del self._open[body]

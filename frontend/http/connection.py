@@ -6,15 +6,14 @@ Body timeouts are in `quintet.frontend.http.bodies`, those of streams in `quinte
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
 from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from quintet.frontend.http.connection_close import HalfOpen, close_delimited
 from quintet.frontend.http.error_shape import ErrorShape, bare_response
-from quintet.frontend.http.half_open import HalfOpen
 from quintet.frontend.http.http_request import CONNECTION
 from quintet.wire.errors import ErrorCode, RequestError, invalid
 
@@ -25,8 +24,6 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_PIPELINED = 64
 """Maximum requests that wait for the response before them; a connection with more is reset."""
 UPGRADE = b"upgrade"
-SEND_BUFFER_BYTES = 64 << 10
-"""SO_SNDBUF of client sockets. Linux doubles it; its own default grows to 4 MiB."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -267,26 +264,6 @@ class Protocol(HttpToolsProtocol):
             self._unread_timer = None
 
 
-def close_delimited(cycle: RequestResponseCycle) -> None:
-    """End a response of unknown length by closing the connection: HTTP/1.0 has no chunked encoding."""
-    send = cycle.send
-    cycle.waiting_for_100_continue = False  # HTTP/1.0 has no interim responses either
-
-    has_no_length = False
-
-    async def send_unchunked(message: Any) -> None:
-        nonlocal has_no_length
-        if message["type"] == "http.response.start":
-            has_no_length = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
-            if has_no_length:
-                cycle.chunked_encoding = False
-        elif has_no_length:
-            cycle.expected_content_length = len(message.get("body", b""))
-        await send(message)
-
-    cycle.send = send_unchunked  # type: ignore[method-assign]
-
-
 def _not_http(error: httptools.HttpParserError, method: bytes) -> RequestError:
     """Build the error for bytes that are no HTTP/1 request."""
     if method == b"PRI":
@@ -294,8 +271,3 @@ def _not_http(error: httptools.HttpParserError, method: bytes) -> RequestError:
     else:
         words = f"Not an HTTP/1.1 request: {error}. Check the URL's scheme, the request line and the headers."
     return invalid(words)
-
-
-def bound_send_buffer(listener: socket.socket) -> None:
-    """Bound the kernel's send buffer of clients accepted on ``listener``."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

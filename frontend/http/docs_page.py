@@ -28,14 +28,12 @@ def _file(name: str) -> bytes:
 
 
 async def docs(service: Service, http_request: HttpRequest) -> None:
-    """Serve the page."""
     check_public(service)
     headers = [(b"content-security-policy", POLICY)]
     await http_request.respond(200, _file("index.html"), b"text/html; charset=utf-8", headers)
 
 
 async def docs_part(service: Service, http_request: HttpRequest) -> None:
-    """Serve the page's script."""
     check_public(service)
     name = http_request.path_params["name"]
     if name != SCRIPT:

@@ -42,12 +42,10 @@ class ErrorShape:
 
 
 def status_of(error: RequestError) -> int:
-    """Return the HTTP status of an error."""
     return STATUS[error.code]
 
 
 def headers_of(error: RequestError) -> list[tuple[bytes, bytes]]:
-    """Return the headers of an error."""
     if error.code is ErrorCode.UNAUTHORIZED:
         return [(b"www-authenticate", b"Bearer")]
     if error.retry_s or error.code in {ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED}:

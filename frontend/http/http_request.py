@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quintet.frontend.http.bodies import BodyBuffers, OpenBody
 from quintet.frontend.http.encodings import ACCEPTED, Inflater, as_utf8, inflater_of
 from quintet.frontend.http.error_shape import ErrorShape, headers_of, status_of
-from quintet.frontend.resume.stream_state import RELAY_HEADER, PartialResponse
+from quintet.frontend.resume.token_relay import RELAY_HEADER, PartialResponse
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN, shown
 
@@ -237,14 +237,12 @@ class HttpRequest:
     async def respond(
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Iterable[Header] = ()
     ) -> None:
-        """Send a whole response."""
         self.num_bytes += len(body)
         length = b"%d" % len(body)
         await self._start(status, [(b"content-type", content_type), (b"content-length", length), *headers])
         await self._send({"type": "http.response.body", "body": body})
 
     async def respond_json(self, value: object, status: int = 200) -> None:
-        """Send a JSON response."""
         await self.respond(status, msgspec.json.encode(value))
 
     async def respond_error(self, error: RequestError) -> None:

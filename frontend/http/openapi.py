@@ -92,7 +92,6 @@ class RouteSpec:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Methods that the route takes."""
         return tuple(operation.method.upper() for operation in self.operations)
 
 

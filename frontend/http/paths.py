@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 _PREFIX = re.compile(
     r"/openai(?:/v1)?/deployments/.+?(?=/(?:chat/)?completions$)|/openai(?=/v1/)|/v1(?=/v1/)"
@@ -11,6 +12,16 @@ _API = re.compile(r"/(?:chat/completions|completions|responses|messages|models|c
 """Paths of APIs below ``/v1``."""
 _MODEL_NAME = re.compile(r"(.*?/v[12]/+models/)(/*[^/].*)")
 """Paths that end with a model name, which may be a folder's path."""
+
+
+def normalized(path: str, known: Container[str] = (), root_path: str = "") -> str:
+    """Normalize a path; strip ``root_path`` and aliases unless the path is ``known``."""
+    path = tidy_path(path)
+    if path in known:
+        return path
+    if root_path and path.startswith(root_path + "/"):
+        path = path.removeprefix(root_path)
+    return without_alias(path)
 
 
 def tidy_path(path: str) -> str:

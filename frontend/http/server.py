@@ -1,4 +1,4 @@
-"""The HTTP server of a frontend: uvicorn, with CORS, the configured middleware and TLS."""
+"""The HTTP server of a frontend: its listening socket, and uvicorn with CORS, the configured middleware and TLS."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import contextlib
 import functools
 import importlib
 import inspect
+import os
+import resource
+import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
@@ -20,6 +23,35 @@ from quintet.frontend.http.connection import IDLE_S, Protocol
 from quintet.frontend.http.cors import with_cors
 from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import ConfigError
+
+LISTEN_FD = "QUINTET_LISTEN_FD"
+"""Environment variable with the number of the listening socket's descriptor, made by the supervisor."""
+SEND_BUFFER_BYTES = 64 << 10
+"""SO_SNDBUF of client sockets. Linux doubles it; its own default grows to 4 MiB."""
+
+
+def inherited_listener() -> socket.socket:
+    """Return the listening socket inherited from the supervisor."""
+    number = os.environ.get(LISTEN_FD, "")
+    if not number.isdigit():
+        raise ConfigError(
+            f"{LISTEN_FD} is {number!r}; it must be the file descriptor of a listening socket. "
+            "Start the server with `quintet serve`."
+        )
+    listener = socket.socket(fileno=int(number))
+    prepare_listener(listener)
+    return listener
+
+
+def prepare_listener(listener: socket.socket) -> None:
+    """Make a listener nonblocking, bound the kernel's send buffer of its clients, and raise the limit of open files.
+
+    Each connection takes one descriptor: the soft limit becomes the hard limit.
+    """
+    listener.setblocking(False)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def wrap_middleware(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
@@ -47,7 +79,6 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handler."""
         yield
 
 

@@ -17,7 +17,7 @@ MAX_UNREAD_BYTES = 256 << 10
 """Maximum output held for a client that does not read, as `Stream.unread_bytes` estimates it.
 
 As much may be in the write in progress, and in the socket, which holds twice
-`quintet.frontend.http.connection.SEND_BUFFER_BYTES`: less than 1 MiB in all.
+`quintet.frontend.http.server.SEND_BUFFER_BYTES`: less than 1 MiB in all.
 """
 
 
@@ -43,14 +43,15 @@ class WriteTimeout:
         self._readers: set[Reader] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, reader: Reader) -> None:
-        """Watch a reader until `forget`."""
+    def watch(self, abort: Callable[[], None], unread_bytes: Callable[[], int]) -> Reader:
+        """Watch the client of a response until `forget`."""
+        reader = Reader(abort, unread_bytes)
         self._readers.add(reader)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+        return reader
 
     def forget(self, reader: Reader) -> None:
-        """Stop watching a reader."""
         self._readers.discard(reader)
 
     def end_all(self) -> None:
@@ -89,7 +90,6 @@ class KeepAliveTimer:
             self._timer = self._loop.call_later(interval_s, self._fire)
 
     def wrote(self) -> None:
-        """Note a write."""
         self._last_s = self._loop.time()
 
     def _fire(self) -> None:
@@ -102,7 +102,6 @@ class KeepAliveTimer:
         self._timer = self._loop.call_later(wait_s, self._fire)
 
     def stop(self) -> None:
-        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -88,7 +88,6 @@ class EngineSelector:
         )
 
     def history(self, index: int) -> EngineHistory:
-        """Return the history of an engine."""
         history = self._histories.get(index)
         if history is None:
             history = self._histories[index] = EngineHistory(self._max_hashes, self._speed_fit)

@@ -15,7 +15,7 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
@@ -24,9 +24,11 @@ from quintet.frontend.api.answer import AnswerWriter, BeforeEnd, Submissions, st
 from quintet.frontend.api.anthropic.errors import ERRORS as ANTHROPIC_ERRORS
 from quintet.frontend.api.anthropic.events import MessagesAnswer, MessagesWriter
 from quintet.frontend.api.anthropic.messages import messages
-from quintet.frontend.api.inference import generate
-from quintet.frontend.api.openai import chat, completions, parse
+from quintet.frontend.api.inference.generate import GenerateAnswer, generate
+from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import ChunkWriter
+from quintet.frontend.api.openai.chat import ChatAnswer, chat_completions
+from quintet.frontend.api.openai.completions import CompletionAnswer, completions
 from quintet.frontend.api.openai.errors import ERRORS
 from quintet.frontend.api.openai.redetokenize import replay_usage
 from quintet.frontend.api.responses.create import responses
@@ -39,12 +41,10 @@ from quintet.frontend.resume.retained import resume_retained
 from quintet.frontend.resume.stream_state import (
     LAST_EVENT,
     Answer,
-    PartialResponse,
-    RelayedWriter,
     StreamCursor,
     StreamId,
 )
-from quintet.frontend.resume.token_relay import enable_relay
+from quintet.frontend.resume.token_relay import PartialResponse
 from quintet.frontend.service import Handler, Service
 from quintet.frontend.streams import Received
 from quintet.wire.codec import unpack_i32
@@ -55,10 +55,6 @@ from quintet.wire.params import check_token_ids, shown
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 63) - 1
 
 
-class Writer(AnswerWriter, RelayedWriter, Protocol):
-    """Writer of the events of a resumable stream."""
-
-
 @dataclass(frozen=True, slots=True)
 class ResumableApi:
     """One API with resumable streams."""
@@ -67,7 +63,7 @@ class ResumableApi:
     handler: Handler
     answer: type[Answer]
     """Its answer in the resume token."""
-    writer: Callable[[Any, StreamId | None, StreamCursor | None], Writer]
+    writer: Callable[[Any, StreamId | None, StreamCursor | None], AnswerWriter]
     """Makes the writer of a response that has ids (or None), starting after a cursor (None: at the start)."""
     errors: ErrorShape = ERRORS
     needs_replay: bool = False
@@ -76,12 +72,10 @@ class ResumableApi:
 
 
 RESUMABLE_APIS = (
-    ResumableApi(
-        "/v1/completions", completions.completions, completions.CompletionAnswer, completions.writer
-    ),
-    ResumableApi("/v1/chat/completions", chat.chat_completions, chat.ChatAnswer, chat.writer),
+    ResumableApi("/v1/completions", completions, CompletionAnswer, ChunkWriter),
+    ResumableApi("/v1/chat/completions", chat_completions, ChatAnswer, ChunkWriter),
     ResumableApi("/v1/messages", messages, MessagesAnswer, MessagesWriter, ANTHROPIC_ERRORS),
-    ResumableApi("/inference/v1/generate", generate.generate, generate.GenerateAnswer, generate.writer),
+    ResumableApi("/inference/v1/generate", generate, GenerateAnswer, ChunkWriter),
     ResumableApi(
         "/v1/responses", responses, ResponsesAnswer, ResponsesWriter, needs_replay=True, before_end=store_end
     ),
@@ -124,7 +118,7 @@ async def _resume(service: Service, http_request: HttpRequest, stream_id: Stream
         for offset in range(0, total, n)
     ]
     submissions = Submissions()
-    try:
+    with submissions:
         received: list[Received] = []
         for offset, each in zip(range(0, total, n), resumed, strict=True):
             has = _received(each, position, offset, n)
@@ -139,14 +133,9 @@ async def _resume(service: Service, http_request: HttpRequest, stream_id: Stream
             )
             submissions.add(stream)
         writer = api.writer(answer, StreamId(first_id, stream_id.key), position)
-        before = [(index, ids) for index, (ids, _) in enumerate(received) if ids is not None]
-        if http_request.wants_relay:
-            enable_relay(http_request, writer, submissions, before)
+        submissions.replayed = [(index, ids) for index, (ids, _) in enumerate(received) if ids is not None]
         if isinstance(writer, ChunkWriter) and writer.options.include_usage:
             await replay_usage(service, submissions)
-    except BaseException:
-        submissions.close()
-        raise
     await stream_answer(service, http_request, submissions, writer, api.before_end)
 
 
@@ -206,7 +195,6 @@ _flags_decoder = msgspec.json.Decoder(_StreamFlags)
 
 
 async def resume_from_server(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/streams."""
     body = parse.decode(await http_request.read_json_body(service.bodies), _decoder)
     api = _BY_PATH.get(body.path)
     if api is None:

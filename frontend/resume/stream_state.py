@@ -1,4 +1,4 @@
-"""State with which a stream is resumed: id, cursor, resume token, and the output that its client has.
+"""State with which a stream is resumed: id, cursor and resume token.
 
 The cursor is the client's position, as in event ids.
 
@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
 from quintet.frontend.api import sse
-from quintet.frontend.streams import Received
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.params import shown
@@ -30,8 +27,6 @@ from quintet.wire.request import ResumeToken
 
 _STREAM = re.compile(r"([0-9a-f]{1,16})-([0-9a-f]{32})")
 _CHOICE = re.compile(r"-|[0-9]{1,9}e?")
-RELAY_HEADER = "x-quintet-relay"
-"""Header that asks for token ids (`quintet.frontend.resume.token_relay`)."""
 LAST_EVENT = "last-event-id"
 """Header of a repeated request: id of the last event that its client has."""
 MAX_CHOICES = 32
@@ -144,16 +139,9 @@ class StreamState:
         return comments
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Return the headers of the response."""
         if self.stream_id is None:
             return sse.HEADERS
         return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))
-
-
-class RelayedWriter(Protocol):
-    """Writer of the events of a stream that a proxy may resume elsewhere."""
-
-    state: StreamState
 
 
 KEY_BYTES = 16
@@ -170,37 +158,8 @@ class Answer(msgspec.Struct, array_like=True):
     """Tokens per event."""
 
 
-encode_answer: Callable[[Answer], bytes] = msgspec.msgpack.Encoder().encode
-
-
 def resume_token_for(answer: Answer, config: EngineConfig) -> ResumeToken | None:
     """Build the resume token; None if resuming is disabled or there are too many choices."""
     if config.scheduler.resume_grace_s <= 0 or answer.num_prompts * answer.num_choices > MAX_CHOICES:
         return None
-    return ResumeToken(secrets.token_bytes(KEY_BYTES), encode_answer(answer))
-
-
-ResumeState = tuple[Sequence[int], StreamCursor | None, Sequence[Sequence[Received]]]
-"""Each prompt's seed, the cursor, and the received output of each prompt's choices."""
-FROM_START: ResumeState = ((), None, ())
-"""State of a request that resumes nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class PartialResponse:
-    """Part of a response that a client received from another server, which failed.
-
-    A proxy such as `quintet route` keeps each choice's token ids. With them any server of the same model resumes the response;
-    the ids are prefilled with the prompt.
-    """
-
-    position: str
-    """Client's cursor, as in the id of the last event."""
-    outputs: Sequence[Sequence[int]]
-    """Token ids of every choice, in order of prompts; at least as many as the cursor counts."""
-    seeds: Sequence[int]
-    """One per prompt."""
-    created: int
-    """Unix time, in seconds."""
-    name: str = ""
-    """Response id, in APIs where the server makes one up; else ""."""
+    return ResumeToken(secrets.token_bytes(KEY_BYTES), msgspec.msgpack.encode(answer))

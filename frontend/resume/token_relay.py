@@ -9,26 +9,40 @@ the proxy has.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from quintet.frontend.api.answer import Submissions
-from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_state import (
-    RELAY_HEADER,
-    PartialResponse,
-    RelayedWriter,
-    ResumeState,
-    StreamCursor,
-)
-from quintet.frontend.streams import Received
+from quintet.frontend.resume.stream_state import StreamCursor, StreamState
+from quintet.frontend.streams import Received, Stream
 from quintet.wire.errors import invalid
 
+RELAY_HEADER = "x-quintet-relay"
 MAX_COMMENT_TOKENS = 1 << 15
 """Tokens per comment, to stay below the maximum size of an event."""
 WITHDRAWN = b": withdrawn\n"
 """Comment before an error event without a status: another server can continue the stream."""
 _encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class PartialResponse:
+    """Part of a response that a client received from another server, which failed.
+
+    A proxy such as `quintet route` keeps each choice's token ids. With them any server of the same model resumes the response;
+    the ids are prefilled with the prompt.
+    """
+
+    position: str
+    """Client's cursor, as in the id of the last event."""
+    outputs: Sequence[Sequence[int]]
+    """Token ids of every choice, in order of prompts; at least as many as the cursor counts."""
+    seeds: Sequence[int]
+    """One per prompt."""
+    created: int
+    """Unix time, in seconds."""
+    name: str = ""
+    """Response id, in APIs where the server makes one up; else ""."""
 
 
 def ids_comment(index: int, token_ids: Sequence[int]) -> bytes:
@@ -47,29 +61,30 @@ def replayed_comments(index: int, token_ids: Sequence[int]) -> list[bytes]:
 
 
 def enable_relay(
-    http_request: HttpRequest,
-    writer: RelayedWriter,
-    submissions: Submissions,
-    received: Iterable[tuple[int, Sequence[int]]] = (),
+    headers_out: list[tuple[bytes, bytes]],
+    state: StreamState,
+    streams: Sequence[Stream],
+    received: Iterable[tuple[int, Sequence[int]]],
 ) -> None:
     """Enable token id comments and the relay header, if the stream is resumable. For requests with `RELAY_HEADER`.
 
     The header has the seed of each prompt, the start time, and the response id if the server made it up.
     ``received``: choices and their token ids before the cursor.
     """
-    state = writer.state
     if state.stream_id is None or not state.is_relayable:
         return
     state.sends_ids = True
     state.prior_comments = [note for index, ids in received for note in replayed_comments(index, ids)]
-    seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
+    seeds = ",".join(str(stream.submit.spec.params.seed) for stream in streams)
     name = f".{state.name}" if state.name else ""
     ticket = f"{seeds}.{state.created or 0}{name}"
-    http_request.headers_out.append((RELAY_HEADER.encode(), ticket.encode()))
+    headers_out.append((RELAY_HEADER.encode(), ticket.encode()))
 
 
-def resume_state(partial: PartialResponse, n: int, num_prompts: int) -> ResumeState:
-    """Return the state to resume a request of ``n`` choices. Raises `RequestError`."""
+def resume_state(
+    partial: PartialResponse, n: int, num_prompts: int
+) -> tuple[Sequence[int], StreamCursor, list[list[Received]]]:
+    """Return each prompt's seed, the cursor, and the received output of each prompt's ``n`` choices. Raises `RequestError`."""
     if len(partial.seeds) != num_prompts:
         raise invalid(
             f"seeds has {len(partial.seeds)} numbers for {num_prompts} prompts; send one seed per prompt.",

@@ -28,9 +28,7 @@ from quintet.deploy.integrations.fastchat.app import FastChatApp
 from quintet.deploy.integrations.fastchat.registration import Registration
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.frontend.http.bodies import BodyBuffers
-from quintet.frontend.http.connection import bound_send_buffer
-from quintet.frontend.http.server import make_server
-from quintet.frontend.main import raise_file_limit
+from quintet.frontend.http.server import make_server, prepare_listener
 from quintet.process.log import configure_logging
 from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
@@ -147,9 +145,7 @@ def main(words: list[str] | None = None) -> int:
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     setproctitle.setproctitle("quintet-fastchat")
     configure_logging("fastchat", arguments.log_level)
-    listener.setblocking(False)
-    bound_send_buffer(listener)
-    raise_file_limit()
+    prepare_listener(listener)
     uvloop.run(serve(server, controller, listener, arguments))
     return 0
 

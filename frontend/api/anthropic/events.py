@@ -20,7 +20,6 @@ from quintet.frontend.api.anthropic.errors import error_body
 from quintet.frontend.api.channels import Channels
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.outputs import Output
-from quintet.frontend.http.http_request import Header
 from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, StreamState
 from quintet.frontend.resume.token_relay import ids_comment
 from quintet.frontend.streams import Batch, OutputDelta, Stream, text_spans
@@ -184,8 +183,6 @@ class MessagesWriter:
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """See `AnswerWriter.write`. There is one prompt with one choice."""
         cursor = self._position
-        if self.state.prior_comments:
-            frames += self.state.take_comments()
         if batch.started is not None and cursor.counts[0] is None:
             cursor.counts[0] = 0
             usage = usage_of(batch.started, 0)
@@ -317,21 +314,15 @@ class MessagesWriter:
     # --- start and end ----------------------------------------------------------------------------------------
 
     def tail(self, _streams: Sequence[Stream]) -> bytes:
-        """See `AnswerWriter.tail`."""
         return b"" if self._has_failed else self._event("message_stop")
 
     def failed(self, error: RequestError) -> bytes:
-        """See `AnswerWriter.failed`."""
         self._has_failed = True
         return b"event: error\ndata: " + error_body(error, self._answer.request_id) + b"\n\n"
 
     def silence(self) -> bytes:
         """See `AnswerWriter.silence`. Before the first event only a comment is sent."""
         return PING if self._position.counts[0] is not None else sse.KEEP_ALIVE
-
-    def headers(self) -> tuple[Header, ...]:
-        """See `AnswerWriter.headers`."""
-        return self.state.headers()
 
     # --- bytes ------------------------------------------------------------------------------------------------
 

@@ -11,13 +11,11 @@ from quintet.frontend.api.anthropic.types import CountTokensBody, MessagesBody
 from quintet.frontend.api.channels import channels_of
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.chat_body import Conversation, checked_chat, parse_conversation
+from quintet.frontend.api.openai.prompts import num_tokens
 from quintet.frontend.api.openai.render import respond_rendered
-from quintet.frontend.api.openai.tokenize import num_tokens
 from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.api.outputs import collect_outputs
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.stream_state import FROM_START, resume_token_for
-from quintet.frontend.resume.token_relay import enable_relay, resume_state
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import RequestError
@@ -29,7 +27,6 @@ _count_decoder = msgspec.json.Decoder(CountTokensBody)
 
 
 async def messages(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/messages."""
     config = service.config
     body = await parse.read_body(service, http_request, _decoder)
     chat, conversation, params, parsing = _checked(body, config)
@@ -37,30 +34,19 @@ async def messages(service: Service, http_request: HttpRequest) -> None:
     channels = channels_of(chat, conversation, request_id, config, http_request)
     name = name_in_responses(config.model, body.model)
     answer = MessagesAnswer(1, 1, 1, request_id, name, body.max_tokens, channels)
-    resume_token = resume_token_for(answer, config) if body.stream and http_request.reads_event_ids else None
     deadline_ns = parse.deadline_ns(chat, http_request)
-    earlier = http_request.partial_response
-    seeds, position, received = FROM_START if earlier is None else resume_state(earlier, 1, 1)
     submissions = submit_all(
         service,
+        http_request,
         body,
         [conversation.prompt],
-        RequestSpec(
-            params,
-            http_request.arrival_ns,
-            deadline_ns=deadline_ns,
-            resume_token=resume_token,
-            parsing=parsing,
-        ),
+        RequestSpec(params, http_request.arrival_ns, deadline_ns=deadline_ns, parsing=parsing),
+        answer=answer,
         clamp_max_tokens=True,  # max_tokens is required by the API; the context length limits too
         session=session_of(http_request),
-        received=received,
-        seeds=seeds,
     )
     if body.stream:
-        writer = MessagesWriter(answer, submissions.stream_id, position)
-        if http_request.wants_relay:
-            enable_relay(http_request, writer, submissions)
+        writer = MessagesWriter(answer, submissions.stream_id, submissions.position)
         await stream_answer(service, http_request, submissions, writer)
     else:
         (output,) = await collect_outputs(http_request, submissions)
@@ -71,7 +57,7 @@ async def render_messages(service: Service, http_request: HttpRequest) -> None:
     """Handle POST /v1/messages/render: return the request in token ids."""
     body = await parse.read_body(service, http_request, _decoder)
     chat, conversation, params, _ = _checked(body, service.config)
-    await respond_rendered(service, http_request, chat, conversation.prompt, params, "messages")
+    await respond_rendered(service, http_request, chat, conversation.prompt, params)
 
 
 def _checked(
@@ -89,7 +75,6 @@ def _checked(
 
 
 async def count_tokens(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/messages/count_tokens."""
     config = service.config
     body = await parse.read_body(service, http_request, _count_decoder)
     chat, translation = chat_body(body)

@@ -11,12 +11,14 @@ from typing import Any
 
 import msgspec
 
-from quintet.frontend.api.anthropic.turns import given, messages_of
+from quintet.frontend.api.anthropic.turns import messages_of
 from quintet.frontend.api.anthropic.types import ConversationBody, MessagesBody, ToolChoice, Turn
+from quintet.frontend.api.chat_messages import given
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.chat_body import THINKING_KWARGS
 from quintet.frontend.api.openai.offered_tools import OfferedTool, SentTool, Translation, offered_tools
+from quintet.frontend.api.openai.tools import forced_choice
 from quintet.frontend.api.openai.types import FORM_FIELDS, ChatBody, RawField, ResponseFormat
 from quintet.wire.errors import invalid
 from quintet.wire.params import shown
@@ -111,8 +113,7 @@ def _choice(choice: ToolChoice) -> str | dict[str, msgspec.Raw]:
         case "any":
             return "required"
         case "tool":
-            name = given(choice.name, "tool_choice.name")
-            return {"type": msgspec.Raw(b'"function"'), "function": msgspec.Raw(encode_json({"name": name}))}
+            return forced_choice(given(choice.name, "tool_choice.name"))
         case _:
             raise invalid(
                 f"tool_choice.type is {shown(choice.type)}; it must be 'auto', 'any', 'tool' or 'none'.",
@@ -121,7 +122,6 @@ def _choice(choice: ToolChoice) -> str | dict[str, msgspec.Raw]:
 
 
 def _format(raw: RawField, name: str) -> ResponseFormat | None:
-    """Translate the output format."""
     if not parse.json_of(raw):
         return None
     sent_format = parse.decode_part(raw, _output_format, name)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import msgspec
 
 from quintet.frontend.api.anthropic.types import ContentBlock, ReferencedTool, Turn
-from quintet.frontend.api.merged_messages import MergedMessages
+from quintet.frontend.api.chat_messages import Message, call_of, given, merge_messages, result_message
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.offered_tools import OfferedTool
 from quintet.wire.errors import invalid
@@ -23,8 +22,6 @@ SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "_tool_result", "container_u
 MAX_DEFINITION_CHARS = 4 << 20
 """Characters of the definitions at references to deferred tools: a reference is short, and repeats a whole definition."""
 
-Message = dict[str, Any]
-FieldT = TypeVar("FieldT")
 _any_decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(object)
 _log = logging.getLogger("quintet")
 
@@ -60,10 +57,10 @@ def messages_of(
         raise invalid("messages is []; it must hold at least one message.", "messages")
     reader = _Reader({tool.name: tool for tool in tools})
     last_user = max((index for index, turn in enumerate(turns) if turn.role == "user"), default=-1)
-    found = MergedMessages()
+    found: list[tuple[Message, str]] = []
     text = without_billing_header(_text(system, "system", reader)) if system else ""
     if text:
-        found.add({"role": "system", "content": text}, "system")
+        found.append(({"role": "system", "content": text}, "system"))
     for index, turn in enumerate(turns):
         where = f"messages[{index}]"
         if turn.role not in ROLES:
@@ -73,8 +70,8 @@ def messages_of(
         if turn.clear_at == "next_user_message" and index < last_user:
             continue
         for message in _messages_of(turn, where, reader):
-            found.add(message, where)
-    return _without_empty_prefill(found.merged(), found.places)
+            found.append((message, where))
+    return _without_empty_prefill(*merge_messages(found))
 
 
 def _without_empty_prefill(messages: list[Message], places: list[str]) -> tuple[list[Message], list[str]]:
@@ -121,11 +118,9 @@ def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:
 
 
 def _result(block: ContentBlock, where: str, reader: _Reader) -> Message:
-    """Return the tool message of a result."""
     call = given(block.tool_use_id, f"{where}.tool_use_id")
     content = _text(block.content or "", f"{where}.content", reader, is_result=True)
-    message = {"role": "tool", "tool_call_id": call, "content": content}
-    return message | ({"name": reader.names[call]} if call in reader.names else {})
+    return result_message(call, content, reader.names)
 
 
 def _assistant(blocks: Sequence[ContentBlock], where: str, reader: _Reader) -> Message:
@@ -145,8 +140,7 @@ def _assistant(blocks: Sequence[ContentBlock], where: str, reader: _Reader) -> M
                 name = reader.names[call] = given(block.name, f"{at}.name")
                 sent = parse.json_of(block.input)
                 arguments = parse.decode_part(block.input, _any_decoder, f"{at}.input") if sent else {}
-                function = {"name": name, "arguments": arguments}
-                calls.append({"id": call, "type": "function", "function": function})
+                calls.append(call_of(call, name, arguments))
             case _:
                 texts += _text_of(block, at, reader, is_answer=True)
     message: Message = {"role": "assistant", "content": "\n".join(texts)}
@@ -256,10 +250,3 @@ def _document(block: ContentBlock, where: str, reader: _Reader, *, is_result: bo
             "Send its text: a source of type text, with media_type text/plain.",
         )
     return f"{block.title}\n{source.data}" if block.title else source.data
-
-
-def given(value: FieldT | None, name: str) -> FieldT:
-    """Return a required field's value. Raises `RequestError` if it is missing."""
-    if value is None:
-        raise invalid(f"{name} is missing; it is required.", "messages")
-    return value

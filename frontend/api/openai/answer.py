@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import msgspec
 
 from quintet.frontend.api import sse
+from quintet.frontend.api.answer import Submissions
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.errors import error_body
 from quintet.frontend.api.openai.types import CompletionBody, GenerationBody
-from quintet.frontend.http.http_request import Header, HttpRequest
-from quintet.frontend.resume.stream_state import StreamCursor, StreamId, StreamState
+from quintet.frontend.api.outputs import Output
+from quintet.frontend.http.http_request import HttpRequest
+from quintet.frontend.resume.stream_state import Answer, StreamCursor, StreamId, StreamState
 from quintet.frontend.resume.token_relay import ids_comment
 from quintet.frontend.streams import Batch, OutputDelta, Stream
 from quintet.wire.config import EngineConfig
@@ -73,6 +75,15 @@ class AnswerOptions(msgspec.Struct, frozen=True, array_like=True):
     """Only the prompt is returned (``max_tokens: 0``); generated tokens are dropped."""
     num_spec_tokens: int | None = None
     """Maximum draft tokens of a step, if the response reports drafts."""
+
+    def head(self, object_name: str) -> dict[str, object]:
+        """Return the first fields of a response or event."""
+        return {
+            "id": self.response_id,
+            "object": object_name,
+            "created": self.created,
+            "model": self.model,
+        }
 
 
 def options_of(
@@ -163,16 +174,6 @@ def metrics_of(streams: Sequence[Stream], num_spec_tokens: int) -> dict[str, obj
     return {"speculative_decoding": metrics}
 
 
-def head_of(object_name: str) -> Callable[[AnswerOptions], dict[str, object]]:
-    """Return the function for the head fields of events."""
-    return lambda options: {
-        "id": options.response_id,
-        "object": object_name,
-        "created": options.created,
-        "model": options.model,
-    }
-
-
 def token_ids_json(token_ids: Sequence[int] | None) -> bytes:
     """Return the JSON field ``token_ids`` of a choice, with a leading comma."""
     return b',"token_ids":' + (b"null" if token_ids is None else encode_json(list(token_ids)))
@@ -200,19 +201,30 @@ class ChunkFormat:
     """Replaces ``open``, text and ``close`` in each event if the text has channels; the last is empty if nothing is to send."""
 
 
+class ChunkAnswer(Answer):
+    """Format of a response whose events are chunks."""
+
+    options: AnswerOptions
+
+    def shape(self) -> ChunkFormat:
+        """Return the format of its chunks."""
+        raise NotImplementedError
+
+    def whole(self, outputs: Sequence[Output], submissions: Submissions) -> dict[str, object]:
+        """Return the unstreamed response."""
+        raise NotImplementedError
+
+
 class ChunkWriter:
-    """Writer of the events of one response."""
+    """Writer of the events of one response (an `AnswerWriter`)."""
 
     def __init__(
-        self,
-        shape: ChunkFormat,
-        options: AnswerOptions,
-        num_prompts: int,
-        stream_id: StreamId | None = None,
-        position: StreamCursor | None = None,
+        self, answer: ChunkAnswer, stream_id: StreamId | None = None, position: StreamCursor | None = None
     ) -> None:
         """``stream_id``: events have ids and start after ``position`` (default: at the start)."""
-        self._position = position or StreamCursor(num_prompts * options.num_choices)
+        shape, options = answer.shape(), answer.options
+        num_choices = answer.num_prompts * options.num_choices
+        self._position = position or StreamCursor(num_choices)
         self.state = StreamState(stream_id, self._position, options.created)
         self._event_id = self.state.event_id
         self.streams_per_prompt = 1
@@ -221,8 +233,7 @@ class ChunkWriter:
         self.options = options
         self._head = b"data: " + encode_json(shape.head(options))[:-1] + b',"choices":['
         self._prefixes = [
-            b'%s{"index":%d,%s' % (self._head, index, shape.open)
-            for index in range(num_prompts * options.num_choices)
+            b'%s{"index":%d,%s' % (self._head, index, shape.open) for index in range(num_choices)
         ]
         no_usage = b',"usage":null' if options.include_usage else b""
         self._end = b"]" + no_usage + b"}\n\n"
@@ -236,12 +247,9 @@ class ChunkWriter:
         self._is_plain = not self._has_token_fields and shape.channels is None
 
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
-        """See `AnswerWriter.write`."""
         n = self.options.num_choices
         base = position * n
         cursor = self._position
-        if self.state.prior_comments:
-            frames += self.state.take_comments()
         if batch.started is not None:
             for index in range(base, base + n):
                 if cursor.counts[index] is None:
@@ -345,16 +353,10 @@ class ChunkWriter:
     def _end_with(self, usage: object) -> bytes:
         return self._end if usage is None else b'],"usage":' + encode_json(usage) + b"}\n\n"
 
-    def headers(self) -> tuple[Header, ...]:
-        """See `AnswerWriter.headers`."""
-        return self.state.headers()
-
     def failed(self, error: RequestError) -> bytes:
-        """See `AnswerWriter.failed`."""
         return sse.frame(error_body(error)) + sse.DONE
 
     def silence(self) -> bytes:
-        """See `AnswerWriter.silence`."""
         return sse.KEEP_ALIVE_WITH_IDS if self._event_id else sse.KEEP_ALIVE
 
     def tail(self, streams: Sequence[Stream]) -> bytes:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from quintet.frontend.api.chat_messages import Message, call_of, result_message
 from quintet.wire.errors import invalid
 from quintet.wire.params import shown
 
 CALL, RESULT = "tool_use", "tool_result"
 FIELDS = {CALL: ("id", "name"), RESULT: ("tool_use_id",)}
 """Texts that a block must have."""
-
-Message = dict[str, Any]
 
 
 def with_plain_calls(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
@@ -43,8 +42,9 @@ def _plain(message: Message, names: dict[str, str], place: str) -> list[Message]
     others = [part for part in content if part not in blocks]
     if kind == CALL:
         names |= {block["id"]: block["name"] for block in blocks}
-        return [{**message, "content": others or None, "tool_calls": [_call(block) for block in blocks]}]
-    results = [_result(block, names) for block in blocks]
+        calls = [call_of(block["id"], block["name"], block.get("input")) for block in blocks]
+        return [{**message, "content": others or None, "tool_calls": calls}]
+    results = [result_message(block["tool_use_id"], block.get("content"), names) for block in blocks]
     return [*results, {**message, "content": others}] if others else results
 
 
@@ -59,14 +59,3 @@ def _is_block(part: Any, kind: str | None, place: str) -> bool:
                 place,
             )
     return True
-
-
-def _call(block: Message) -> Message:
-    function = {"name": block["name"], "arguments": block.get("input")}
-    return {"id": block["id"], "type": "function", "function": function}
-
-
-def _result(block: Message, names: dict[str, str]) -> Message:
-    call = block["tool_use_id"]
-    message = {"role": "tool", "tool_call_id": call, "content": block.get("content")}
-    return message | ({"name": names[call]} if call in names else {})

@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from quintet.frontend.api.answer import session_of, submit_all
-from quintet.frontend.api.channels import channels_of
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import options_of, usage_of
-from quintet.frontend.api.openai.chat import ChatAnswer, choice_of
+from quintet.frontend.api.openai.chat import ChatAnswer, answer_of, choice_of
 from quintet.frontend.api.openai.chat_body import (
     Conversation,
     check_chat,
@@ -46,6 +45,7 @@ async def batch(service: Service, http_request: HttpRequest) -> None:
     parse.reject_search(body)
     submissions = submit_all(
         service,
+        http_request,
         body,
         [each.prompt for each in conversations],
         RequestSpec(
@@ -59,25 +59,13 @@ async def batch(service: Service, http_request: HttpRequest) -> None:
         session=session_of(http_request, body.session_id, body.user),
     )
     outputs = await collect_outputs(http_request, submissions)
-    reply_id = options.response_id
     answers = [
-        ChatAnswer(
-            1,
-            params.n,
-            1,
-            options,
-            each.role,
-            each.last_text if options.echo else "",
-            None if parsing is None else channels_of(body, each, reply_id, config, http_request),
-        )
+        answer_of(body, each, options, http_request, config, has_channels=parsing is not None)
         for each in conversations
     ]
     await http_request.respond_json(
         {
-            "id": options.response_id,
-            "object": "chat.completion",
-            "created": options.created,
-            "model": options.model,
+            **options.head("chat.completion"),
             "choices": [_choice(output, answers[output.index // params.n]) for output in outputs],
             "usage": usage_of(submissions.streams),
         }

@@ -11,9 +11,9 @@ import msgspec
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.anthropic_blocks import with_plain_calls
-from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.json_errors import explain
 from quintet.frontend.api.openai.offered_tools import AS_SENT, Translation, shown_tools, with_deferred
+from quintet.frontend.api.openai.prompts import token_prompt
 from quintet.frontend.api.openai.reasoning_switch import last_mark, read_reasoning
 from quintet.frontend.api.openai.tools import check_tool_choice, form_of_calls, form_or_calls
 from quintet.frontend.api.openai.types import ChatBody, TokenizeBody
@@ -176,7 +176,6 @@ def check_chat(body: ChatBody, config: EngineConfig) -> None:
 
 
 def reject_unsupported(body: ChatBody) -> None:
-    """Reject unsupported fields."""
     for name, raw in (("functions", body.functions), ("function_call", body.function_call)):
         if parse.json_of(raw) not in {b"", b"[]", b'"none"'}:
             raise parse.not_implemented(

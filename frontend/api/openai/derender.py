@@ -40,7 +40,6 @@ _completion_request_decoder = msgspec.json.Decoder(CompletionBody)
 
 
 async def derender_chat(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/chat/completions/derender."""
     config = service.config
     body = await parse.read_body(service, http_request, _chat_decoder)
     generated = body.generate_response
@@ -69,12 +68,11 @@ async def derender_chat(service: Service, http_request: HttpRequest) -> None:
     usage = _usage([generated], [len(unpack_i32(prompt_ids))] if given else given_counts)
     if parsing is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-    answer_body = {**_head(options, "chat.completion"), "choices": choices, "usage": usage}
+    answer_body = {**options.head("chat.completion"), "choices": choices, "usage": usage}
     await http_request.respond_json({**answer_body, "prompt_logprobs": _raw_json(generated.prompt_logprobs)})
 
 
 async def derender_completions(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/completions/derender."""
     config = service.config
     body = await parse.read_body(service, http_request, _completion_decoder)
     answers = body.generate_responses
@@ -101,7 +99,7 @@ async def derender_completions(service: Service, http_request: HttpRequest) -> N
                 {**fields, "index": len(choices), "prompt_logprobs": _raw_json(generated.prompt_logprobs)}
             )
     usage = _usage(answers, body.prompt_tokens)
-    await http_request.respond_json({**_head(options, "text_completion"), "choices": choices, "usage": usage})
+    await http_request.respond_json({**options.head("text_completion"), "choices": choices, "usage": usage})
 
 
 def _check(answers: Sequence[Generated], stream: bool | None, config: EngineConfig) -> None:
@@ -143,7 +141,6 @@ async def _read(
     prompt_ids: bytes,
     parsing: OutputParsing | None,
 ) -> Detokenized:
-    """Detokenize a choice."""
     ends_with_stop = choice.finish_reason in ("stop", "tool_calls")
     is_cut = choice.finish_reason is not None and not ends_with_stop
     ids = choice.token_ids or ()
@@ -164,15 +161,6 @@ def _choice(choice: GeneratedChoice, answer: Detokenized, fields: dict[str, obje
 
 def _raw_json(raw: msgspec.Raw | msgspec.UnsetType) -> object:
     return msgspec.Raw(parse.json_of(raw) or b"null")
-
-
-def _head(options: AnswerOptions, object_name: str) -> dict[str, object]:
-    return {
-        "id": options.response_id,
-        "object": object_name,
-        "created": options.created,
-        "model": options.model,
-    }
 
 
 def _usage(answers: Sequence[Generated], prompt_tokens: Sequence[int] | None) -> dict[str, object]:

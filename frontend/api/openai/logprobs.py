@@ -65,7 +65,6 @@ def joined(first: dict[str, list[object]], second: dict[str, list[object]]) -> d
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], options: AnswerOptions) -> dict[str, object]:
-    """Return the chat format."""
     limit = options.max_alternatives
     return {
         "content": [

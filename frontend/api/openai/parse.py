@@ -62,7 +62,8 @@ async def read_body(
 ) -> NamingT:
     """Return the body of a request for a served model. Raises `RequestError`."""
     body = decode(await http_request.read_json_body(service.bodies), decoder)
-    check_model(body.model, service.config.model)
+    if body.model:  # an empty name selects the first one
+        check_model(body.model, service.config.model)
     return body
 
 
@@ -101,9 +102,9 @@ def json_of(raw: RawField) -> bytes:
     return b"" if encoded == b"null" else encoded
 
 
-def check_model(model: str | None, config: ModelConfig) -> None:
-    """Reject a model that is not served. An empty name selects the first one."""
-    if model and model not in model_names(config):
+def check_model(model: str, config: ModelConfig) -> None:
+    """Reject a model that is not served."""
+    if model not in model_names(config):
         names = ", ".join(f"`{name}`" for name in model_names(config))
         raise RequestError(
             ErrorCode.MODEL_NOT_FOUND,

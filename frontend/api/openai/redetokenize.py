@@ -61,13 +61,10 @@ async def replay_usage(service: Service, submissions: Submissions) -> None:
         [(choice, choice.finish) for choice in stream.choices if choice.finish is not None]
         for stream in submissions.streams
     ]
-    try:
+    with submissions:
         for stream, choices in zip(submissions.streams, ended, strict=True):
             if choices:
                 await _count(service, stream, choices)
-    except BaseException:
-        submissions.close()
-        raise
 
 
 async def _count(service: Service, stream: Stream, ended: list[tuple[StreamChoice, Finish]]) -> None:

@@ -10,11 +10,11 @@ import msgspec
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.chat_body import checked_chat, prompt_of
 from quintet.frontend.api.openai.chat_body import reject_unsupported as reject_unsupported_in_chat
-from quintet.frontend.api.openai.completions import completion_params, parse_prompts
+from quintet.frontend.api.openai.completions import completion_params
+from quintet.frontend.api.openai.prompts import parse_prompts, token_ids_of
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody, GenerationBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
-from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import invalid
 from quintet.wire.messages import ChatPrompt, TextPrompt, TokenPrompt
@@ -30,14 +30,13 @@ NOT_SENT = frozenset({"output_kind", "detokenize", "structured_outputs", "trunca
 
 
 async def render_chat(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/chat/completions/render."""
     config = service.config
     body = await parse.read_body(service, http_request, _chat_decoder)
     conversation, params, _ = checked_chat(body, config)
     prompt = prompt_of(body, conversation, config)
     reject_unsupported_in_chat(body)
     parse.reject_search(body)
-    await respond_rendered(service, http_request, body, prompt, params, "messages")
+    await respond_rendered(service, http_request, body, prompt, params)
 
 
 async def respond_rendered(
@@ -46,13 +45,12 @@ async def respond_rendered(
     chat: ChatBody,
     prompt: ChatPrompt | TokenPrompt,
     params: SamplingParams,
-    field: str,
 ) -> None:
     """Answer with the rendered request of a conversation. Its output limit is only an upper bound.
 
-    ``field``: the body's conversation field. ``params.max_tokens`` is reduced to the rest of the context.
+    ``params.max_tokens`` is reduced to the rest of the context.
     """
-    ids = await _ids_of(prompt, None, service, field)
+    ids = await _ids_of(prompt, None, service, "messages")
     if params.max_tokens is not None:
         params.max_tokens = min(params.max_tokens, service.config.model.max_model_len - len(ids))
     await http_request.respond_json(_rendered(ids, chat, params, http_request, service.config))
@@ -66,7 +64,7 @@ async def render_completions(service: Service, http_request: HttpRequest) -> Non
     parse.check_logprob_token_ids(body, has_logprobs=body.logprobs is not None)
     if body.prompt_embeds:
         raise invalid("prompt_embeds cannot be rendered to token ids; leave it out.", "prompt_embeds")
-    prompts = parse_prompts(body, config.model)
+    prompts = parse_prompts(body.prompt, "prompt", body, config.model, body.suffix or "")
     params = completion_params(body, config)
     parse.reject_unsupported(body)
     parse.reject_search(body)
@@ -81,12 +79,7 @@ async def _ids_of(
     prompt: TextPrompt | TokenPrompt | ChatPrompt, max_tokens: int | None, service: Service, field: str
 ) -> Sequence[int]:
     """Return a prompt's ids. Raises `RequestError` if prompt and output exceed the context length."""
-    if isinstance(prompt, TokenPrompt):
-        ids: Sequence[int] = unpack_i32(prompt.token_ids)
-    else:
-        ids = unpack_i32((await service.queries.tokenize(prompt)).token_ids)
-    if not ids:
-        raise invalid(f"{field} is empty: it has no tokens; send at least one token.", field)
+    ids = await token_ids_of(service, prompt, field)
     check_length(len(ids), service.config.model.max_model_len, field, max_tokens)
     return ids
 

@@ -46,11 +46,6 @@ async def tokenize(service: Service, http_request: HttpRequest) -> None:
     )
 
 
-async def num_tokens(service: Service, prompt: ChatPrompt) -> int:
-    """Return the number of tokens of a prompt, which may exceed the context length."""
-    return len((await service.queries.tokenize(prompt)).token_ids) // ID_BYTES
-
-
 async def _as_json(column: bytes) -> msgspec.Raw:
     """Return ids as a JSON list, encoded in parts: a Python list of millions of ints would take ten times the memory.
 

@@ -129,6 +129,11 @@ def _named(choice: Mapping[str, msgspec.Raw]) -> str:
         ) from None
 
 
+def forced_choice(name: str) -> dict[str, msgspec.Raw]:
+    """Return the ``tool_choice`` that names a function."""
+    return {"type": msgspec.Raw(b'"function"'), "function": msgspec.Raw(msgspec.json.encode({"name": name}))}
+
+
 def form_of_calls(body: ChatBody, how: ForcedCalls) -> StructuredOutputsParams | None:
     """Return the constraint for required calls; None if a call is optional.
 
@@ -138,7 +143,7 @@ def form_of_calls(body: ChatBody, how: ForcedCalls) -> StructuredOutputsParams |
     if not functions:
         return None
     is_one = how.is_single or body.parallel_tool_calls is False or body.tool_choice != "required"
-    tags = [_tag(function.name, _object_schema(function), how) for function in functions]
+    tags = [_named_call_tag(function.name, _object_schema(function), how) for function in functions]
     tag = _structural_tag(tags, how, is_one=is_one)
     pattern = body.guided_whitespace_pattern
     return StructuredOutputsParams(structural_tag=tag, whitespace_pattern=pattern).checked()
@@ -167,40 +172,31 @@ def form_or_calls(
         return form
     how = parsers.forced
     is_bare = (how.begin + how.call_begin).lstrip("[").startswith("{")
-    tags = (
-        [_bare_call_tag(names, how)] if is_bare else [_tag(name, {"type": "object"}, how) for name in names]
-    )
+    if is_bare:
+        tags = [_bare_call_tag(names, how)]
+    else:
+        tags = [_named_call_tag(name, {"type": "object"}, how) for name in names]
     tag = _structural_tag(tags, how, is_one=how.is_single or body.parallel_tool_calls is False)
     return msgspec.structs.replace(form, calls=tag)
 
 
-def _tag(name: str, schema: Mapping[str, object], how: ForcedCalls) -> dict[str, object]:
-    """Return the tag of one call. ``schema``: of its arguments."""
+def _tag(begin: str, schema: Mapping[str, object], end: str) -> dict[str, object]:
+    """Return the tag of one call. ``schema``: of the text between ``begin`` and ``end``."""
     content = {"type": "json_schema", "json_schema": schema}
-    return {
-        "type": "tag",
-        "begin": how.call_begin + name + how.name_end,
-        "content": content,
-        "end": how.call_end,
-    }
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _named_call_tag(name: str, schema: Mapping[str, object], how: ForcedCalls) -> dict[str, object]:
+    """Return the tag of a call of one function. ``schema``: of its arguments."""
+    return _tag(how.call_begin + name + how.name_end, schema, how.call_end)
 
 
 def _bare_call_tag(names: Sequence[str], how: ForcedCalls) -> dict[str, object]:
     """Return the tag of a call in bare JSON: the schema distinguishes it from the final JSON."""
     key = "parameters" if "parameters" in how.name_end else "arguments"
     properties = {"name": {"enum": names}, key: {"type": "object"}}
-    schema = {
-        "type": "object",
-        "properties": properties,
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
-    return {
-        "type": "tag",
-        "begin": "",
-        "content": {"type": "json_schema", "json_schema": schema},
-        "end": "",
-    }
+    required = {"required": ["name", key], "additionalProperties": False}
+    return _tag("", {"type": "object", "properties": properties, **required}, "")
 
 
 def _structural_tag(tags: Sequence[Mapping[str, object]], how: ForcedCalls, *, is_one: bool) -> str:

@@ -6,14 +6,16 @@ import asyncio
 import base64
 import sys
 import time
+from collections.abc import Sequence
 
 import msgspec
 
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.chat_body import parse_conversation
+from quintet.frontend.api.openai.prompts import parse_prompts
 from quintet.frontend.api.openai.types import TokenizeBody
 from quintet.frontend.api.pooling.types import EmbeddingBody
-from quintet.frontend.api.pooling.vectors import Vectors, fields_of, pool, pooling_of, read_input, vector_of
+from quintet.frontend.api.pooling.vectors import Vectors, fields_of, pool, pooling_of, vector_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig
@@ -30,15 +32,16 @@ _decoder = msgspec.json.Decoder(EmbeddingBody)
 
 
 async def embeddings(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/embeddings."""
     config = service.config
     body = await parse.read_body(service, http_request, _decoder)
     pooling = pooling_of(config.model)
     _check(body, pooling)
-    if body.messages is not None:
-        prompts, field = [_conversation(body, config)], "messages"
-    else:
-        prompts, field = read_input(body.input, "input", body, config.model), "input"
+    field = "input" if body.messages is None else "messages"
+    prompts: Sequence[Prompt] = (
+        parse_prompts(body.input, field, body, config.model, max_tokens=0)
+        if body.messages is None
+        else [_conversation(body, config)]
+    )
     found = await pool(service, http_request, body, prompts, field)
     response = {
         "id": f"embd-{parse.request_id(fields_of(body), http_request)}",

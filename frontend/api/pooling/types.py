@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-RawField = msgspec.Raw | msgspec.UnsetType
-"""Raw JSON, or absent."""
+from quintet.frontend.api.openai.types import RawField
 
 
 class PoolingBody(msgspec.Struct, kw_only=True):

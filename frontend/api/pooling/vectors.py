@@ -11,7 +11,6 @@ import msgspec
 
 from quintet.frontend.api.answer import session_of, submit_all
 from quintet.frontend.api.openai import parse
-from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.types import GenerationBody
 from quintet.frontend.api.outputs import collect_outputs
 from quintet.frontend.api.pooling.types import PoolingBody
@@ -19,17 +18,14 @@ from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Stream
 from quintet.wire.config import ModelConfig
-from quintet.wire.errors import ErrorCode, RequestError, invalid
-from quintet.wire.messages import Prompt, TextPrompt
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import Prompt
 from quintet.wire.params import SamplingParams
 from quintet.wire.pooling import PoolingConfig, PoolingType
 from quintet.wire.request import RequestSpec
 
 MAX_TOGETHER = 256
 """Prompts of one HTTP request that run at the same time."""
-
-Input = str | list[str | int | list[int]]
-"""One text, or the ids of one; or a list of either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,34 +83,6 @@ def fields_of(body: PoolingBody) -> GenerationBody:
     )
 
 
-def read_input(given: Input | None, field: str, body: PoolingBody, model: ModelConfig) -> list[Prompt]:
-    """Return the prompts of a field: one, or one per element. Raises `RequestError`."""
-    special = body.add_special_tokens is not False
-    if given is None:
-        raise invalid(f"{field} is missing; send text, token ids, or a list of either.", field)
-    if isinstance(given, str):
-        given = [given]
-    if not given:
-        raise invalid(f"{field} is []; it must hold at least one text or token id.", field)
-    ids = [item for item in given if isinstance(item, int)]
-    if len(ids) == len(given):
-        return [_ids(ids, field, body, model)]
-    if ids:
-        raise invalid(
-            f"{field} mixes token ids with texts; send one list of ids, a list of texts, or a list of lists of ids.",
-            field,
-        )
-    return [
-        TextPrompt(item, special) if isinstance(item, str) else _ids(item, field, body, model)
-        for item in given
-        if not isinstance(item, int)
-    ]
-
-
-def _ids(ids: Sequence[int], field: str, body: PoolingBody, model: ModelConfig) -> Prompt:
-    return token_prompt(ids, body.truncate_prompt_tokens, model, field, max_tokens=0)
-
-
 async def pool(
     service: Service, http_request: HttpRequest, body: PoolingBody, prompts: Sequence[Prompt], field: str
 ) -> Vectors:
@@ -143,7 +111,9 @@ async def pool(
     try:
         for begin in range(0, len(prompts), together):
             part = prompts[begin : begin + together]
-            submissions = submit_all(service, body, part, spec, clamp_max_tokens=False, session=session)
+            submissions = submit_all(
+                service, http_request, body, part, spec, clamp_max_tokens=False, session=session
+            )
             await collect_outputs(http_request, submissions)
             streams += submissions.streams
     except RequestError as error:

@@ -70,7 +70,16 @@ async def run(service: Service, record: Record, submissions: Submissions, writer
             if record.streams and frames:
                 events = Events(writer.last_number, writer.position, b"".join(frames))
             if is_new or events is not None or writer.response:
-                write = functools.partial(_write_progress, record.id, owner, writer, events)
+                turn = conversation_turn(writer.answer, writer.status, writer.response)
+                write = functools.partial(
+                    ResponseFile.write_progress,
+                    response_id=record.id,
+                    owner=owner,
+                    status=writer.status,
+                    events=events,
+                    response=writer.response,
+                    turn=turn,
+                )
                 if not await store.do(write):
                     return
                 is_new = False
@@ -83,13 +92,6 @@ def wake_on_start(submissions: Submissions) -> Submissions:
     for stream in submissions.streams:
         stream.wakes_on_start = True
     return submissions
-
-
-def _write_progress(
-    response_id: str, owner: str, writer: ResponsesWriter, events: Events | None, file: ResponseFile
-) -> bool:
-    turn = conversation_turn(writer.answer, writer.status, writer.response)
-    return file.write_progress(response_id, owner, writer.status, events, writer.response, turn)
 
 
 def resume_lost(service: Service) -> None:
@@ -107,19 +109,16 @@ async def _resume_lost(service: Service) -> None:
         owners = await store.do(lambda file: file.owners())
         gone = [owner for owner in owners if store.is_lost(owner, topology)]
         if gone:
-            for record in await store.do(functools.partial(_claim, mine, gone)):
+            claim = functools.partial(ResponseFile.claim, owner=mine, former=gone)
+            for record in await store.do(claim):
                 start(service, record.id, _resume(service, record))
-
-
-def _claim(owner: str, former: list[str], file: ResponseFile) -> list[Record]:
-    return file.claim(owner, former)
 
 
 async def _resume(service: Service, record: Record) -> None:
     """Resume a response that another frontend began."""
     answer = answer_of(record)
     if not record.background:  # its client may still resume the stream, and then it ends normally
-        await _end(service, record, CANCELLED, None)
+        await end(service, record, CANCELLED)
         return
     reason = ""
     if record.num_owners > MAX_OWNERS:
@@ -129,24 +128,20 @@ async def _resume(service: Service, record: Record) -> None:
     elif answer.options.model not in model_names(service.config.model):
         reason = f"the server that answered it stopped, and {answer.options.model} is no longer served"
     if reason:
-        await _end(
+        await end(
             service, record, FAILED, RequestError(ErrorCode.INTERNAL, f"{reason}; send the request again.")
         )
         return
     await _wait_for_admission(service)
     submissions = await _resumed(service, record) or wake_on_start(_resubmitted(service, record, answer))
-    try:
+    with submissions:
         await note_request(service, record, submissions)
         position = await service.responses.do(lambda file: file.last_position(record.id))
         writer = ResponsesWriter(answer, None, StreamCursor.parse(position, 1))
-    except BaseException:
-        submissions.close()
-        raise
     await run(service, record, submissions, writer)
 
 
 async def _wait_for_admission(service: Service) -> None:
-    """Wait until admission accepts a request."""
     while True:
         try:
             service.admission.check_resumed(1)
@@ -207,15 +202,10 @@ async def note_request(service: Service, record: Record, submissions: Submission
     await service.responses.do(lambda file: file.note_request(record.id, stream, request))
 
 
-async def _end(service: Service, record: Record, status: str, error: RequestError | None) -> None:
+async def end(service: Service, record: Record, status: str, error: RequestError | None = None) -> None:
+    """Store the end of a response, unless it has ended."""
     response = response_json(answer_of(record).head, status, [], error=error)
     await service.responses.do(lambda file: file.finish(record.id, status, response, is_open=True))
-
-
-async def cancel(service: Service, record: Record) -> None:
-    """Cancel a background response on any frontend, and store its end."""
-    await _end(service, record, CANCELLED, None)
-    await stop(service, record)
 
 
 async def stop(service: Service, record: Record) -> None:

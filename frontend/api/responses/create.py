@@ -6,7 +6,6 @@ import functools
 import re
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -18,8 +17,8 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
 from quintet.frontend.api.openai.chat_body import checked_chat
 from quintet.frontend.api.openai.offered_tools import Translation
+from quintet.frontend.api.openai.prompts import num_tokens
 from quintet.frontend.api.openai.render import respond_rendered
-from quintet.frontend.api.openai.tokenize import num_tokens
 from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.api.outputs import collect_outputs
 from quintet.frontend.api.responses.background import note_request, run, start, wake_on_start
@@ -38,17 +37,17 @@ from quintet.frontend.api.responses.parse import (
 from quintet.frontend.api.responses.response_history import (
     conversation,
     conversation_turn,
-    record_of,
     resolved,
     response_of,
     store_end,
+    stored_items,
 )
 from quintet.frontend.api.responses.stored import write_events
 from quintet.frontend.api.responses.types import InputItem, ResponsesBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseFile, ResponseStore
-from quintet.frontend.resume.stream_state import FROM_START, PartialResponse, resume_token_for
-from quintet.frontend.resume.token_relay import enable_relay, resume_state
+from quintet.frontend.resume.stream_state import resume_token_for
+from quintet.frontend.resume.token_relay import PartialResponse, resume_state
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError, invalid
@@ -77,37 +76,35 @@ class CheckedRequest:
 
     @property
     def response_id(self) -> str:
-        """Id of the response."""
         return self.answer.options.response_id
 
 
 async def responses(service: Service, http_request: HttpRequest) -> None:
-    """Handle POST /v1/responses."""
     body = await parse.read_body(service, http_request, _decoder)
     checked = await _read(service, http_request, body)
     if not checked.answer.is_stored:
         await _answer(service, http_request, checked)
         return
     service.admission.check([checked.prompt], checked.params)  # before the first write to the store
-    record = record_of(
-        checked.answer,
+    record = Record(
+        checked.response_id,
         service.responses.owner(service.me),
         QUEUED if body.background else IN_PROGRESS,
-        checked.items,
-        body.previous_response_id,
         background=bool(body.background),
         streams=bool(body.background and body.stream),
+        previous=body.previous_response_id,
+        items=encode_json(stored_items(checked.items, checked.response_id)),
+        answer=msgspec.msgpack.encode(checked.answer),
     )
     is_new = await service.responses.do(functools.partial(_store_new, record, http_request.partial_response))
-    is_answered = False
     try:
         if body.background:
-            is_answered = await _answer_later(service, http_request, checked, record)
+            await _answer_later(service, http_request, checked, record)
         else:
-            is_answered = await _answer(service, http_request, checked)
-    finally:
-        if not is_answered:
-            await _discard(service, http_request, checked, is_new)
+            await _answer(service, http_request, checked)
+    except BaseException:
+        await _discard(service, http_request, checked, is_new)
+        raise
     if body.background and body.stream:
         await write_events(service, http_request, record, 0)
     elif body.background:
@@ -223,7 +220,7 @@ async def render_responses(service: Service, http_request: HttpRequest) -> None:
     body = await parse.read_body(service, http_request, _decoder)
     try:
         chat, prompt, params = await _chat_of(service, body)
-        await respond_rendered(service, http_request, chat, prompt, params, "messages")
+        await respond_rendered(service, http_request, chat, prompt, params)
     except RequestError as error:
         raise parse.renamed(error, CLIENT_NAMES) from None
 
@@ -254,11 +251,11 @@ def _submit(
     http_request: HttpRequest,
     resume_token: ResumeToken | None,
     replayed_ids: bytes = b"",
-    seeds: Sequence[int] = (),
 ) -> Submissions:
     body = checked.body
     return submit_all(
         service,
+        http_request,
         body,
         [checked.prompt],
         RequestSpec(
@@ -272,23 +269,22 @@ def _submit(
         ),
         clamp_max_tokens=True,  # max_output_tokens is an upper bound
         session=session_of(http_request, body.prompt_cache_key, body.user),
-        seeds=seeds,
     )
 
 
-async def _answer(service: Service, http_request: HttpRequest, checked: CheckedRequest) -> bool:
-    """Answer a waiting client; return True after the end."""
+async def _answer(service: Service, http_request: HttpRequest, checked: CheckedRequest) -> None:
+    """Answer a waiting client."""
     answer, is_resumable = checked.answer, checked.body.stream and http_request.reads_event_ids
     resume_token = resume_token_for(answer, service.config) if is_resumable else None
-    earlier = http_request.partial_response
-    seeds, position, received = FROM_START if earlier is None else resume_state(earlier, 1, 1)
-    replayed_ids = pack_i32(received[0][0][0] or ()) if received else b""
-    submissions = _submit(service, checked, http_request, resume_token, replayed_ids, seeds)
+    position, replayed_ids = None, b""
+    if http_request.partial_response is not None:
+        seeds, position, received = resume_state(http_request.partial_response, 1, 1)
+        replayed_ids = pack_i32(received[0][0][0] or ())
+        checked.params = msgspec.structs.replace(checked.params, seed=seeds[0])
+    submissions = _submit(service, checked, http_request, resume_token, replayed_ids)
     if checked.body.stream:
         writer = ResponsesWriter(answer, submissions.stream_id, position)
         writer.sends_keep_alive_events = _is_codex(http_request)
-        if http_request.wants_relay:
-            enable_relay(http_request, writer, submissions)
         try:
             await stream_answer(service, http_request, submissions, writer, store_end)
         except RequestError as error:
@@ -298,7 +294,7 @@ async def _answer(service: Service, http_request: HttpRequest, checked: CheckedR
             await store_end(service, writer)
             await http_request.start_stream(sse.CONTENT_TYPE, sse.HEADERS)
             await http_request.write(events, last=True)
-        return True
+        return
     (whole,) = await collect_outputs(http_request, submissions)
     status, response = response_of_output(answer, whole)
     if answer.is_stored:
@@ -307,7 +303,6 @@ async def _answer(service: Service, http_request: HttpRequest, checked: CheckedR
             lambda file: file.finish(checked.response_id, status, response, is_open=True, turn=turn)
         )
     await http_request.respond(200, response)
-    return True
 
 
 def _is_codex(http_request: HttpRequest) -> bool:
@@ -321,17 +316,13 @@ def _is_codex(http_request: HttpRequest) -> bool:
 
 async def _answer_later(
     service: Service, http_request: HttpRequest, checked: CheckedRequest, record: Record
-) -> bool:
-    """Start a background response; return True."""
+) -> None:
+    """Start a background response."""
     resume_token = resume_token_for(checked.answer, service.config)
     submissions = wake_on_start(_submit(service, checked, http_request, resume_token))
-    try:
+    with submissions:
         await note_request(service, record, submissions)
-    except BaseException:
-        submissions.close()
-        raise
     start(service, record.id, run(service, record, submissions, ResponsesWriter(checked.answer)))
-    return True
 
 
 async def _discard(

@@ -35,7 +35,6 @@ from quintet.frontend.api.responses.output import (
     status_of,
     usage_of,
 )
-from quintet.frontend.http.http_request import Header
 from quintet.frontend.response_store import IN_PROGRESS
 from quintet.frontend.resume.stream_state import StreamCursor, StreamId, StreamState
 from quintet.frontend.resume.token_relay import WITHDRAWN, ids_comment
@@ -131,7 +130,7 @@ class ResponsesWriter:
     ) -> None:
         """``stream_id``: events have ids. Events up to ``position`` are skipped, but the writer needs the output from its
         start. Raises `RequestError` for a cursor of another API."""
-        self._answer, options = answer, answer.options
+        self.answer, options = answer, answer.options
         self._position = position or StreamCursor(1)
         # With log-probabilities the last event repeats those of all tokens, and the relay does not store them.
         is_relayable = options.logprobs is None
@@ -159,13 +158,7 @@ class ResponsesWriter:
         """The whole response as JSON, after its end."""
 
     @property
-    def answer(self) -> ResponsesAnswer:
-        """Event format of the response."""
-        return self._answer
-
-    @property
     def last_number(self) -> int:
-        """Number of the last event."""
         return self._number - 1
 
     @property
@@ -179,8 +172,6 @@ class ResponsesWriter:
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """See `AnswerWriter.write`. There is one prompt with one choice."""
         self._frames = frames
-        if self.state.prior_comments:
-            frames += self.state.take_comments()
         if batch.started is not None and self._started is None:
             self._started = batch.started
             self._position.counts[0] = self._position.counts[0] or 0
@@ -204,7 +195,7 @@ class ResponsesWriter:
             self._frames.append(ids_comment(0, token_ids[-num_new:]))
 
     def _begin(self) -> None:
-        started_json = msgspec.Raw(response_json(self._answer.head, IN_PROGRESS, []))
+        started_json = msgspec.Raw(response_json(self.answer.head, IN_PROGRESS, []))
         self._emit("response.created", {"response": started_json})
         self._emit("response.in_progress", {"response": started_json})
 
@@ -215,7 +206,7 @@ class ResponsesWriter:
         ended = msgspec.json.decode(response, type=_Ended)
         num_calls = 0
         for item in ended.output:
-            call = item.call(self._answer.calls)
+            call = item.call(self.answer.calls)
             if call is not None:
                 name, text = call
                 spans = [
@@ -252,7 +243,7 @@ class ResponsesWriter:
 
     def _write_delta(self, delta: OutputDelta) -> None:
         self._more = b""
-        self._logprobs += _logprobs(self._answer, delta.logprobs)
+        self._logprobs += _logprobs(self.answer, delta.logprobs)
         for channel, call, text in self._pieces(delta):
             if self._items.is_sent(channel, call):
                 item = self._items.begin(channel, call, text)
@@ -267,7 +258,7 @@ class ResponsesWriter:
         if item_open is None or item_open.kind != MESSAGE:
             if delta.text:
                 self._logprobs = []  # they belong to another channel
-        elif self._num_chars >= self._seen[0] and self._answer.options.logprobs is None:
+        elif self._num_chars >= self._seen[0] and self.answer.options.logprobs is None:
             self._more = _delta_head(item_open)
 
     def _pieces(self, delta: OutputDelta) -> Iterator[tuple[int, int, str]]:
@@ -301,7 +292,7 @@ class ResponsesWriter:
         self._position.ended[0] = True
         self._more = b""
         self.response = response_json(
-            self._answer.head,
+            self.answer.head,
             status,
             self._items.done,
             usage=usage_of(self._started, finish, num_tokens),
@@ -319,7 +310,7 @@ class ResponsesWriter:
         """See `AnswerWriter.failed`. The event has no id: the stream cannot be resumed after it."""
         self._more = b""
         self.status = FAILED
-        self.response = response_json(self._answer.head, FAILED, self._items.done, error=error)
+        self.response = response_json(self.answer.head, FAILED, self._items.done, error=error)
         number, self._number = self._number, self._number + 1
         fields = {"sequence_number": number, "response": msgspec.Raw(self.response)}
         is_withdrawn = self.state.sends_ids and error.code is ErrorCode.UNAVAILABLE
@@ -331,14 +322,9 @@ class ResponsesWriter:
         return b"".join([*self._frames, self.failed(error)])
 
     def silence(self) -> bytes:
-        """See `AnswerWriter.silence`."""
         if self.sends_keep_alive_events:
             return sse.KEEP_ALIVE_EVENT
         return sse.KEEP_ALIVE_WITH_IDS if self._event_id else sse.KEEP_ALIVE
-
-    def headers(self) -> tuple[Header, ...]:
-        """See `AnswerWriter.headers`."""
-        return self.state.headers()
 
     # --- bytes ------------------------------------------------------------------------------------------------
 

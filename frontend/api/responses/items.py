@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.frontend.api.merged_messages import MergedMessages
+from quintet.frontend.api.chat_messages import Message, call_of, given, merge_messages, result_message
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.offered_tools import (
@@ -21,7 +21,7 @@ from quintet.frontend.api.openai.offered_tools import (
     offered_tools,
     sent_tools,
 )
-from quintet.frontend.api.responses.output import text_of_state
+from quintet.frontend.api.responses.output import CALL_KINDS, text_of_state
 from quintet.frontend.api.responses.types import ContentPart, InputItem
 from quintet.wire.errors import invalid
 from quintet.wire.message_text import omitted_media, text_only_result
@@ -34,18 +34,11 @@ UNSUPPORTED_PARTS = {
     "input_audio": "audio input",
     "input_file": "file input",
 }
-PREDEFINED_CALLS = {
-    "local_shell_call": "local_shell",
-    "shell_call": "shell",
-    "apply_patch_call": "apply_patch",
-}
-"""Tool names, by the item type of their calls."""
 ADDED_TOOLS = "additional_tools"
 
 RESULT_FIELDS = ("text", "stdout", "outcome")
 """Fields of `ContentPart`, one of which is in each part of a tool's result."""
 
-Message = dict[str, Any]
 EMPTY_REASONING: Message = {"role": "assistant", "content": ""}
 """Message of a reasoning item without text."""
 
@@ -59,9 +52,9 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[l
     Item references were resolved before. Adjacent messages of one role are merged, except system messages, which
     templates treat differently.
     """
-    found = MergedMessages()
+    found: list[tuple[Message, str]] = []
     if instructions:
-        found.add({"role": "system", "content": instructions}, "instructions")
+        found.append(({"role": "system", "content": instructions}, "instructions"))
     names: dict[str, str] = {}
     is_beside_result = False
     for index in range(_num_leading(items), len(items)):
@@ -70,8 +63,8 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[l
         is_beside_result = _is_result(item) or (is_beside_result and item.role == "user")
         for message in _messages_of(item, f"input[{index}]", names, is_beside_result=is_beside_result):
             if message != EMPTY_REASONING:
-                found.add(message, f"input[{index}]")
-    return found.merged(), found.places
+                found.append((message, f"input[{index}]"))
+    return merge_messages(found)
 
 
 def leading_tools(items: Sequence[InputItem]) -> list[OfferedTool]:
@@ -130,7 +123,7 @@ def _messages_of(
         ):
             return [_result(item, _output(item, where), where, names)]
         case "apply_patch_call_output":
-            text = _given(item.status, f"{where}.status") if item.output is None else _output(item, where)
+            text = given(item.status, f"{where}.status") if item.output is None else _output(item, where)
             return [_result(item, text, where, names)]
         case "mcp_call" if item.output is not None:
             return [_call(item, where, names), _result(item, _output(item, where), where, names)]
@@ -156,7 +149,7 @@ def _message(item: InputItem, where: str, names: dict[str, str], *, is_beside_re
 
     ``is_beside_result``: text replaces media.
     """
-    role = _given(item.role, f"{where}.role")
+    role = given(item.role, f"{where}.role")
     if role == "tool":
         text = _text(item.content, f"{where}.content", is_result=True)
         return _result(item, text, where, names)
@@ -190,25 +183,24 @@ def _definitions(item: InputItem, where: str) -> str:
 
 def _call(item: InputItem, where: str, names: dict[str, str]) -> Message:
     """Return a message with a function call."""
-    call_id = _given(item.call_id or item.id, f"{where}.call_id")
+    call_id = given(item.call_id or item.id, f"{where}.call_id")
     match item.type:
         case "custom_tool_call":
-            name = joined_name(item.namespace, _given(item.name, f"{where}.name"))
-            arguments: Any = encode_json({"input": _given(item.input, f"{where}.input")}).decode()
+            name = joined_name(item.namespace, given(item.name, f"{where}.name"))
+            arguments: Any = encode_json({"input": given(item.input, f"{where}.input")}).decode()
         case "local_shell_call" | "shell_call" | "apply_patch_call":
-            name = PREDEFINED_CALLS[item.type]
+            name = CALL_KINDS[item.type]
             arguments = _predefined_arguments(item, where)
         case "tool_search_call":
             name = SEARCH
             arguments = item.arguments
         case _:
-            name = joined_name(item.namespace, _given(item.name, f"{where}.name"))
+            name = joined_name(item.namespace, given(item.name, f"{where}.name"))
             arguments = "{}" if item.arguments is None else item.arguments
     names[call_id] = name
     if not isinstance(arguments, str):
         arguments = encode_json(arguments or {}).decode()
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"role": "assistant", "content": "", "tool_calls": [call_of(call_id, name, arguments)]}
 
 
 def _predefined_arguments(item: InputItem, where: str) -> dict[str, Any]:
@@ -229,9 +221,8 @@ def _predefined_arguments(item: InputItem, where: str) -> dict[str, Any]:
 
 
 def _result(item: InputItem, text: str, where: str, names: dict[str, str]) -> Message:
-    call_id = _given(item.call_id or item.tool_call_id or item.id, f"{where}.call_id")
-    message = {"role": "tool", "tool_call_id": call_id, "content": text}
-    return message | ({"name": names[call_id]} if call_id in names else {})
+    call_id = given(item.call_id or item.tool_call_id or item.id, f"{where}.call_id")
+    return result_message(call_id, text, names)
 
 
 def _output(item: InputItem, where: str) -> str:
@@ -252,24 +243,22 @@ def _part(sent: Any, where: str) -> ContentPart:
 
 
 def _text(content: str | Sequence[ContentPart] | None, where: str, *, is_result: bool = False) -> str:
-    if content is None:
-        raise invalid(f"{where} is missing; it is required.", "input")
     if isinstance(content, str):
         return content
     return "\n".join(
         (omitted_media(part.type, f"{where}[{index}]") if is_result else None)
         or _text_of(part, f"{where}[{index}]")
-        for index, part in enumerate(content)
+        for index, part in enumerate(given(content, where))
     )
 
 
 def _text_of(part: ContentPart, where: str) -> str:
     if part.type in (*TEXT_PARTS, "reasoning_text", "summary_text"):
-        return _given(part.text, f"{where}.text")
+        return given(part.text, f"{where}.text")
     if part.type == "refusal":
-        return _given(part.refusal, f"{where}.refusal")
+        return given(part.refusal, f"{where}.refusal")
     if part.type == "encrypted_content":
-        return _given(part.encrypted_content, f"{where}.encrypted_content")
+        return given(part.encrypted_content, f"{where}.encrypted_content")
     if part.type == "" and (part.stdout is not None or part.outcome is not None):
         return _command_text(part)
     if part.type == "" and part.text is not None:
@@ -286,9 +275,3 @@ def _command_text(part: ContentPart) -> str:
     elif part.outcome is not None and part.outcome.exit_code:
         lines.append(f"[exit code {part.outcome.exit_code}]")
     return "\n".join(line.rstrip("\n") for line in lines if line)
-
-
-def _given(value: parse.PartT | None, name: str) -> parse.PartT:
-    if value is None:
-        raise invalid(f"{name} is missing; it is required.", "input")
-    return value

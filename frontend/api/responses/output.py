@@ -33,8 +33,15 @@ KINDS: dict[int, str] = {
     Channel.NAME: CALL,
     Channel.ARGUMENTS: CALL,
 }
-PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
-"""Prefixes of item ids."""
+PREFIXES = {
+    MESSAGE: "msg",
+    REASONING: "rs",
+    CALL: "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+"""Prefixes of item ids, by item type."""
 CUSTOM_INPUT = "response.custom_tool_call_input"
 TEXTS = {
     MESSAGE: "response.output_text",
@@ -60,10 +67,10 @@ CALL_KINDS: dict[str, CallKind] = {
     "tool_search_call": "tool_search",
 }
 """Tool kinds, by item type of their calls."""
+CALL_TYPES = {kind: call_type for call_type, kind in CALL_KINDS.items()}
 
 
 def reasoning_state(text: str) -> str:
-    """Return reasoning as ``encrypted_content``."""
     return STATE_PREFIX + base64.urlsafe_b64encode(text.encode()).decode()
 
 
@@ -87,38 +94,29 @@ class CallForm(msgspec.Struct, array_like=True, frozen=True):
 
     def item(self, call_id: str, arguments: str) -> dict[str, Any]:
         """Return the fields of a call's item."""
-        if self.kind == "function":
-            fields = {"type": CALL, "call_id": call_id, "name": self.name, "arguments": arguments}
-        elif self.kind == "custom":
-            fields = {
-                "type": "custom_tool_call",
-                "call_id": call_id,
-                "name": self.name,
-                "input": _input_of(self.name, arguments),
-            }
-        elif self.kind == "local_shell":
-            return {"type": "local_shell_call", "call_id": call_id, "action": _local_shell_action(arguments)}
-        elif self.kind == "shell":
-            return {"type": "shell_call", "call_id": call_id, "action": _shell_action(arguments)}
-        elif self.kind == "apply_patch":
-            return {"type": "apply_patch_call", "call_id": call_id, "operation": _decoded(arguments) or {}}
-        else:
-            found = _decoded(arguments)
-            return {
-                "type": "tool_search_call",
-                "call_id": call_id,
-                "execution": "client",
-                "arguments": {} if found is None else found,
-            }
+        fields: dict[str, Any] = {"type": CALL_TYPES[self.kind], "call_id": call_id}
+        match self.kind:
+            case "function":
+                fields |= {"name": self.name, "arguments": arguments}
+            case "custom":
+                fields |= {"name": self.name, "input": _input_of(self.name, arguments)}
+            case "local_shell":
+                fields["action"] = _local_shell_action(arguments)
+            case "shell":
+                fields["action"] = _shell_action(arguments)
+            case "apply_patch":
+                fields["operation"] = _decoded(arguments)
+            case "tool_search":
+                fields |= {"execution": "client", "arguments": _decoded(arguments)}
         return fields if self.namespace is None else {**fields, "namespace": self.namespace}
 
 
-def _decoded(arguments: str) -> dict[str, Any] | None:
-    """Return arguments as an object; None if they are cut off or no object."""
+def _decoded(arguments: str) -> dict[str, Any]:
+    """Return arguments as an object; an empty one if they are cut off or no object."""
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
-        return None
+        return {}
 
 
 def _input_of(name: str, arguments: str) -> str:
@@ -145,7 +143,7 @@ def _commands(sent: object) -> list[Any]:
 
 
 def _shell_action(arguments: str) -> dict[str, Any]:
-    found = _decoded(arguments) or {}
+    found = _decoded(arguments)
     return {
         "commands": _commands(found.get("commands")),
         "timeout_ms": found.get("timeout_ms"),
@@ -154,7 +152,7 @@ def _shell_action(arguments: str) -> dict[str, Any]:
 
 
 def _local_shell_action(arguments: str) -> dict[str, Any]:
-    found = _decoded(arguments) or {}
+    found = _decoded(arguments)
     return {
         "type": "exec",
         "command": _commands(found.get("command")),
@@ -312,7 +310,6 @@ def status_of(finish: Finish) -> str:
 
 
 def usage_of(started: Started | None, finish: Finish, num_output_tokens: int) -> dict[str, Any]:
-    """Return the ``usage`` object."""
     prompt = 0 if started is None else started.num_prompt_tokens
     cached = 0 if started is None else started.num_cached_tokens
     return {

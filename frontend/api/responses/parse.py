@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from quintet.frontend.api.chat_messages import given
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.offered_tools import (
@@ -19,6 +20,7 @@ from quintet.frontend.api.openai.offered_tools import (
     offered_tools,
     sent_tools,
 )
+from quintet.frontend.api.openai.tools import TOOL_CHOICES, forced_choice
 from quintet.frontend.api.openai.types import ChatBody, ResponseFormat, SamplingFields
 from quintet.frontend.api.responses.items import found_tools, leading_tools, messages_of
 from quintet.frontend.api.responses.output import CallForm
@@ -77,8 +79,6 @@ SHARED_FIELDS = (
     "vllm_xargs",
 )
 """Fields with the same name and type in the chat API."""
-CHOICES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
-"""Values of ``tool_choice``, by the type of an object as in Anthropic's API."""
 NO_FIELDS = {"description": None, "parameters": None, "strict": None}
 """Defaults of a function tool in a response."""
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "service_tier")
@@ -117,7 +117,7 @@ def chat_body(
     _reject_unsupported(body)
     _check_values(body)
     if isinstance(body.tool_choice, NamedTool):
-        body.tool_choice = CHOICES.get(body.tool_choice.type, body.tool_choice)
+        body.tool_choice = TOOL_CHOICES.get(body.tool_choice.type, body.tool_choice)
     messages, places = messages_of(body.instructions, items)
     chat = ChatBody(messages=messages)
     for name in SHARED_FIELDS:
@@ -172,10 +172,9 @@ def _choice(
     if choice.type in ("function", "custom"):
         if choice.name is None and choice.function is not None:
             choice.name = choice.function.name
-        if choice.name is None:
-            raise invalid("tool_choice.name is missing; it is required.", "tool_choice")
-        named = next((tool.name for tool in tools if _is_named(tool, choice)), choice.name)
-        return list(tools), _forced(named)
+        name = given(choice.name, "tool_choice.name")
+        named = next((tool.name for tool in tools if _is_named(tool, choice)), name)
+        return list(tools), forced_choice(named)
     if choice.type != "allowed_tools":
         of_type = [tool.name for tool in tools if tool.kind == choice.type]
         if not of_type and not choice.type.startswith(SERVER_TOOLS):
@@ -184,7 +183,7 @@ def _choice(
                 "tools of that type",
                 "Send type function, custom or allowed_tools.",
             )
-        return list(tools), _forced(of_type[0]) if of_type else None
+        return list(tools), forced_choice(of_type[0]) if of_type else None
     if choice.mode not in ("auto", "required"):
         raise invalid(
             f"tool_choice.mode is {shown(choice.mode)}; it must be 'auto' or 'required'.", "tool_choice"
@@ -206,12 +205,7 @@ def _is_named(tool: OfferedTool, choice: NamedTool) -> bool:
     return choice.name in (tool.own_name, tool.name) and choice.namespace in (None, tool.namespace)
 
 
-def _forced(name: str) -> dict[str, msgspec.Raw]:
-    return {"type": msgspec.Raw(b'"function"'), "function": msgspec.Raw(encode_json({"name": name}))}
-
-
 def _format(sent_format: TextFormat | None) -> ResponseFormat | None:
-    """Translate the text format."""
     if sent_format is None or sent_format.type == "text":
         return None
     if sent_format.type == "json_object":

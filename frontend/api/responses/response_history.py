@@ -13,7 +13,13 @@ from quintet.frontend.api.answer import AnswerWriter
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.items import is_reference
-from quintet.frontend.api.responses.output import COMPLETED, INCOMPLETE, ResponsesAnswer, response_json
+from quintet.frontend.api.responses.output import (
+    COMPLETED,
+    INCOMPLETE,
+    PREFIXES,
+    ResponsesAnswer,
+    response_json,
+)
 from quintet.frontend.api.responses.types import ContentPart, InputItem
 from quintet.frontend.response_store import CONVERSATION, ConversationTurn, Record, ResponseStore
 from quintet.frontend.service import Service
@@ -22,34 +28,7 @@ from quintet.wire.params import shown
 
 ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{48})_[a-z0-9]{1,12}")
 """Id of an output item, or of an input item that had none; contains the response id."""
-PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco",
-}
-STORED_FIELDS = (
-    "role",
-    "content",
-    "tool_calls",
-    "tool_call_id",
-    "call_id",
-    "name",
-    "namespace",
-    "arguments",
-    "input",
-    "action",
-    "operation",
-    "tools",
-    "execution",
-    "output",
-    "summary",
-    "encrypted_content",
-    "reasoning",
-    "text",
-)
+STORED_FIELDS = tuple(name for name in InputItem.__struct_fields__ if name not in ("id", "type", "status"))
 """Stored fields of an item, in addition to id, type and status."""
 _log = logging.getLogger("quintet")
 _items_decoder = msgspec.json.Decoder(list[InputItem])
@@ -112,7 +91,6 @@ def add_items(record: Record, items: Sequence[msgspec.Raw]) -> None:
 
 
 def id_of(item: msgspec.Raw) -> str:
-    """Return the id of a stored item."""
     return msgspec.json.decode(item, type=_Identified).id
 
 
@@ -234,23 +212,6 @@ async def resolved(
             )
         found.append(known[item.id])
     return found
-
-
-def record_of(
-    answer: ResponsesAnswer,
-    owner: str,
-    status: str,
-    items: Sequence[InputItem],
-    previous: str | None,
-    *,
-    background: bool,
-    streams: bool,
-) -> Record:
-    """Build the record of a new response."""
-    response_id = answer.options.response_id
-    stored = encode_json(stored_items(items, response_id))
-    encoded = msgspec.msgpack.encode(answer)
-    return Record(response_id, owner, status, background, streams, previous, stored, encoded)
 
 
 async def store_end(service: Service, writer: AnswerWriter) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import time
 from typing import Any
-from urllib.parse import parse_qs
 
 from quintet.frontend.api import sse
-from quintet.frontend.api.responses.background import cancel, stop
+from quintet.frontend.api.responses.background import end, stop
 from quintet.frontend.api.responses.events import ResponsesWriter
+from quintet.frontend.api.responses.output import CANCELLED
 from quintet.frontend.api.responses.response_history import (
     answer_of,
     find,
@@ -22,8 +23,7 @@ from quintet.frontend.api.responses.response_history import (
     stored_items,
 )
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
-from quintet.frontend.http.stream_timers import Reader
-from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Events, Record
+from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Events, Record, ResponseFile
 from quintet.frontend.service import Service
 from quintet.wire.errors import RequestError, invalid
 from quintet.wire.params import MAX_COUNT, shown
@@ -49,7 +49,6 @@ async def response(service: Service, http_request: HttpRequest) -> None:
 
 
 async def cancel_response(service: Service, http_request: HttpRequest) -> None:
-    """POST /v1/responses/{id}/cancel."""
     record = await find(service, http_request.path_params["id"])
     if not record.background:
         raise invalid(
@@ -57,7 +56,8 @@ async def cancel_response(service: Service, http_request: HttpRequest) -> None:
             "response_id",
         )
     if record.is_open:
-        await cancel(service, record)
+        await end(service, record, CANCELLED)
+        await stop(service, record)  # on any frontend
         record = await find(service, record.id)
     await http_request.respond(200, response_of(record))
 
@@ -73,8 +73,7 @@ async def input_items(service: Service, http_request: HttpRequest) -> None:
 
 def page_of(http_request: HttpRequest, items: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one page of a list, by the query's ``limit``, ``order`` and ``after``."""
-    query = parse_qs(http_request.query)
-    order, after = query.get("order", ["desc"])[0], query.get("after", [""])[0]
+    order, after = http_request.query_param("order") or "desc", http_request.query_param("after")
     if order not in ("asc", "desc"):
         raise invalid(f"order is {shown(order)}; it must be 'asc' or 'desc'.", "order")
     if order == "desc":
@@ -95,7 +94,7 @@ def page_of(http_request: HttpRequest, items: list[dict[str, Any]]) -> dict[str,
 
 
 def _number(http_request: HttpRequest, name: str, most: int, least: int = 0) -> int | None:
-    given = parse_qs(http_request.query).get(name, [""])[-1]
+    given = http_request.query_param(name)
     if not given:
         return None
     if not given.isdecimal() or len(given) > 10 or not least <= int(given) <= most:
@@ -110,14 +109,14 @@ async def write_events(service: Service, http_request: HttpRequest, record: Reco
     """
     gone = asyncio.Event()
     watcher = http_request.watch_disconnect(gone.set)
-    reader = Reader(http_request.abort, lambda: 0)
-    service.write_timeout.watch(reader)
+    reader = service.write_timeout.watch(http_request.abort, lambda: 0)
     keep_alive_s = service.config.frontend.keep_alive_s or math.inf
     try:
         await http_request.start_stream(sse.CONTENT_TYPE, sse.HEADERS)
         last_write_s, pause_s = time.perf_counter(), POLL_S
         while not gone.is_set():
-            status, events = await _read_events(service, record.id, first)
+            read = functools.partial(ResponseFile.read_events, response_id=record.id, first=first)
+            status, events = await service.responses.do(read)
             has_ended = not events and status not in (QUEUED, IN_PROGRESS)
             chunk = b"".join(_from(each, first) for each in events)
             if has_ended and status and not record.streams:
@@ -144,10 +143,6 @@ async def write_events(service: Service, http_request: HttpRequest, record: Reco
     finally:
         service.write_timeout.forget(reader)
         watcher.cancel()
-
-
-async def _read_events(service: Service, response_id: str, first: int) -> tuple[str, list[Events]]:
-    return await service.responses.do(lambda file: file.read_events(response_id, first))
 
 
 def _replayed(record: Record) -> Events:

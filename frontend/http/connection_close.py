@@ -1,4 +1,4 @@
-"""Detection of lost clients on half-closed connections.
+"""Closes of connections: half-closed by the client, and as the end of a response of HTTP/1.0.
 
 A client that closed its sending half may wait for the response or be gone. Both look alike until the server writes:
 then the peer answers with a reset if it is gone (RFC 9293, 3.5.2).
@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import select
 from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 15.0
 
@@ -26,7 +29,6 @@ class HalfOpen:
         self._probe_client()
 
     def stop(self) -> None:
-        """Stop probing."""
         self._timer.cancel()
 
     def _probe_client(self) -> None:
@@ -39,3 +41,23 @@ class HalfOpen:
             self._transport.abort()
         else:
             self._probe_client()
+
+
+def close_delimited(cycle: RequestResponseCycle) -> None:
+    """End a response of unknown length by closing the connection: HTTP/1.0 has no chunked encoding."""
+    send = cycle.send
+    cycle.waiting_for_100_continue = False  # HTTP/1.0 has no interim responses either
+
+    has_no_length = False
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal has_no_length
+        if message["type"] == "http.response.start":
+            has_no_length = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if has_no_length:
+                cycle.chunked_encoding = False
+        elif has_no_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unchunked  # type: ignore[method-assign]
