@@ -14,8 +14,7 @@ import msgspec
 from tqdm import tqdm
 
 from quintet.deploy.config.deprecated_flags import RENAMED, add_deprecated_flags
-from quintet.deploy.config.flag import GROUP_TITLES, NETWORK
-from quintet.deploy.config.flag_table import add_flags, flag_table
+from quintet.deploy.config.flag_table import NETWORK, add_flags, flag_table
 from quintet.deploy.http_client.connection import BadUrl, Target
 from quintet.deploy.http_client.pool import ask
 from quintet.deploy.tools.load_client.load import Load, Outcome, run_load
@@ -341,7 +340,7 @@ def _add_offline(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     _add_workload(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    add_flags(parser, tuple(group for group in GROUP_TITLES if group != NETWORK))
+    add_flags(parser, without=NETWORK)
     add_deprecated_flags(parser)
 
 

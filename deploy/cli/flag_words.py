@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quintet.deploy.config.flag_values import BOOLEANS, count
+from quintet.deploy.config.flag import BOOLEANS, count
 
 Actions = Mapping[str, argparse.Action]
 

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quintet.deploy.config.flag import option
+
 RENAMED: dict[str, str] = {
     "depth": "max_steps_in_flight",
     "refuse_hopeless": "deadline_admission",
@@ -21,11 +23,6 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {"role": {"alone": "none"}}
 """Key -> old value -> new value."""
 
 _log = logging.getLogger("quintet")
-
-
-def option(key: str) -> str:
-    """Return the command-line spelling of a key."""
-    return "--" + key.replace("_", "-")
 
 
 def warn(old: str, new: str) -> None:

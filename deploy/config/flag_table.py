@@ -7,7 +7,6 @@ import difflib
 import functools
 import json
 import re
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,15 +15,23 @@ from typing import Any, Literal
 import msgspec
 
 from quintet.deploy.config.deprecated_flags import RENAMED_VALUES, warn, with_new_names
-from quintet.deploy.config.flag import GROUP_TITLES, Flag
-from quintet.deploy.config.flag_values import boolean
+from quintet.deploy.config.flag import Flag, boolean, option
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.sglang_flags import flag_for
 from quintet.deploy.config.vllm_flags import SHORT
 from quintet.deploy.config.vllm_settings import translated
 from quintet.wire.errors import ConfigError
 
-Groups = tuple[str, ...]
+NETWORK = "network and API"
+FLAG_GROUPS = {
+    "model": "model and tokenizer",
+    "host": NETWORK,
+    "max_num_seqs": "scheduling",
+    "kv_cache_memory": "KV cache",
+    "executor": "device",
+    "frontends": "processes",
+}
+"""First flag of each group in `Options` -> title of the group."""
 _NUMBERS: dict[type, re.Pattern[str]] = {
     int: re.compile(r"-?\d{1,15}"),
     float: re.compile(r"-?\d{1,15}(\.\d{0,15})?|\.\d{1,15}"),
@@ -50,39 +57,40 @@ class FlagSpec:
     repeated: bool
     default: object
     flag: Flag
+    group: str
+    """Title."""
 
     @property
     def option(self) -> str:
         """The command-line spelling: ``--max-model-len``."""
-        return "--" + self.key.replace("_", "-")
+        return option(self.key)
 
 
 @functools.cache
 def flag_table() -> list[FlagSpec]:
     """Return every flag, in the order of `Options`."""
     hints = typing.get_type_hints(Options, include_extras=True)
-    return [_spec(field, hints[field.name]) for field in msgspec.structs.fields(Options)]
+    table, group = [], ""
+    for field in msgspec.structs.fields(Options):
+        group = FLAG_GROUPS.get(field.name, group)
+        annotated, flag = typing.get_args(hints[field.name])
+        default = [] if field.default is msgspec.NODEFAULT else field.default
+        origin, members = typing.get_origin(annotated), typing.get_args(annotated)
+        kinds = [each for each in members or (annotated,) if each is not type(None)]
+        is_text = flag.read is not None or origin in (Literal, list) or str in kinds
+        choices = members if origin is Literal else None
+        spec = FlagSpec(
+            field.name, str if is_text else kinds[0], choices, origin is list, default, flag, group
+        )
+        table.append(spec)
+    return table
 
 
-def _spec(field: msgspec.structs.FieldInfo, hint: object) -> FlagSpec:
-    annotated, flag = typing.get_args(hint)
-    default = [] if field.default is msgspec.NODEFAULT else field.default
-    origin = typing.get_origin(annotated)
-    if flag.read is not None:
-        return FlagSpec(field.name, str, None, False, default, flag)
-    if origin is Literal:
-        return FlagSpec(field.name, str, typing.get_args(annotated), False, default, flag)
-    if origin is list:
-        return FlagSpec(field.name, str, None, True, default, flag)
-    members = typing.get_args(annotated) if origin is types.UnionType else (annotated,)
-    kinds = [member for member in members if member is not type(None)]
-    return FlagSpec(field.name, str if str in kinds else kinds[0], None, False, default, flag)
-
-
-def add_flags(parser: argparse.ArgumentParser, groups: Groups = tuple(GROUP_TITLES)) -> None:
+def add_flags(parser: argparse.ArgumentParser, without: str | None = None) -> None:
     """Declare the flags on a parser, group by group; absent flags add nothing to the namespace.
 
     ``model`` is a positional argument of the commands, not a flag. A command with all groups shows `USED_FIRST` first.
+    without: title of a group that is left out.
     """
     table = {spec.key: spec for spec in flag_table()}
     short = {key: word for word, key in SHORT.items()}
@@ -91,15 +99,16 @@ def add_flags(parser: argparse.ArgumentParser, groups: Groups = tuple(GROUP_TITL
     def add(section: argparse._ArgumentGroup, spec: FlagSpec) -> None:
         _add_flag(section, spec, [short[spec.key]] if spec.key in short else [])
 
-    if groups == tuple(GROUP_TITLES):
+    if without is None:
         section = parser.add_argument_group("most used")
         for key in USED_FIRST:
             add(section, table.pop(key))
-    for group in groups:
-        section = parser.add_argument_group(GROUP_TITLES[group])
-        for spec in table.values():
-            if spec.flag.group == group:
-                add(section, spec)
+    for group in FLAG_GROUPS.values():
+        if group != without:
+            section = parser.add_argument_group(group)
+            for spec in table.values():
+                if spec.group == group:
+                    add(section, spec)
 
 
 def _add_flag(section: argparse._ArgumentGroup, spec: FlagSpec, short: list[str]) -> None:

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quintet.deploy.config.flag import DEVICE, MEMORY, MODEL, NETWORK, PROCESSES, SCHEDULING, Flag
-from quintet.deploy.config.flag_values import DTYPES, LOAD_FORMATS, QUANTIZATION_ALIASES, count, json_object
+from quintet.deploy.config.flag import DTYPES, LOAD_FORMATS, QUANTIZATION_ALIASES, Flag, count, json_flag
 from quintet.wire.config import (
     ActivationDtype,
     ChatContentFormat,
@@ -29,19 +28,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     model: Annotated[
         str | None,
         Flag(
-            MODEL,
             "local folder, .gguf file, hub name OWNER/NAME or OWNER/NAME:FILE.gguf, or smollm2",
             "MODEL",
             "the toy model that ships with Quintet",
         ),
     ] = None
     tokenizer: Annotated[
-        str | None, Flag(MODEL, "tokenizer folder or hub name", "PATH", "the model's tokenizer")
+        str | None, Flag("tokenizer folder or hub name", "PATH", "the model's tokenizer")
     ] = None
     served_model_name: Annotated[
         list[str],
         Flag(
-            MODEL,
             "model names accepted in requests, instead of MODEL; responses contain the first",
             "NAME",
             "MODEL as given",
@@ -51,7 +48,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         Flag(
-            MODEL,
             "data type of weights, activations and KV cache; auto uses the checkpoint's data type",
             aliases=DTYPES,
         ),
@@ -59,7 +55,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_model_len: Annotated[
         int | None,
         Flag(
-            MODEL,
             "maximum context length, prompt plus output, in tokens: 8192, 8K (8192), 8k (8000) or auto",
             "TOKENS",
             "the model's maximum, or less if KV cache memory is short",
@@ -69,33 +64,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     load_format: Annotated[
         Literal["auto", "dummy"],
         Flag(
-            MODEL,
             "auto reads the checkpoint; dummy initializes the weights with seeded random numbers",
             aliases=dict.fromkeys(LOAD_FORMATS, "auto"),
         ),
     ] = "auto"
-    revision: Annotated[
-        str | None,
-        Flag(MODEL, "branch, tag or commit of the hub model", "NAME", "main"),
-    ] = None
+    revision: Annotated[str | None, Flag("branch, tag or commit of the hub model", "NAME", "main")] = None
     tokenizer_revision: Annotated[
-        str | None,
-        Flag(MODEL, "branch, tag or commit of the hub tokenizer given by --tokenizer", "NAME", "main"),
+        str | None, Flag("branch, tag or commit of the hub tokenizer given by --tokenizer", "NAME", "main")
     ] = None
     hf_overrides: Annotated[
         dict[str, Any],
-        Flag(
-            MODEL,
-            "JSON object merged into the model's config.json; nested objects are merged too",
-            "JSON",
-            "none",
-            read=json_object,
-        ),
+        json_flag("JSON object merged into the model's config.json; nested objects are merged too"),
     ] = {}
     model_impl: Annotated[
         Literal["auto", "quintet", "transformers"],
         Flag(
-            MODEL,
             "model implementation: quintet, transformers (slower; uses Quintet's paged KV cache), or auto: quintet "
             "where the architecture is supported, else transformers",
             aliases={"vllm": "quintet"},
@@ -104,7 +87,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
         Flag(
-            MODEL,
             "pooling: also serve embeddings, of the hidden states of a text's last token, or as the model's files of "
             "sentence-transformers say; auto: only with such files; generate: never",
             aliases={"embed": "pooling", "embedding": "pooling", "none": "generate"},
@@ -112,19 +94,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = "auto"
     pooler_config: Annotated[
         dict[str, Any],
-        Flag(
-            MODEL,
+        json_flag(
             'JSON object with the pooling of embeddings: {"pooling_type": "MEAN", "normalize": false}; implies --runner '
-            "pooling",
-            "JSON",
-            "none",
-            read=json_object,
+            "pooling"
         ),
     ] = {}
     lora_modules: Annotated[
         list[str],
         Flag(
-            MODEL,
             "LoRA adapters, NAME=PATH each: folders or hub names in the format of PEFT; a request selects one by its "
             "name as the model",
             "NAME=PATH",
@@ -135,15 +112,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     trust_remote_code: Annotated[
         bool,
         Flag(
-            MODEL,
             "allow transformers to execute Python files of the model folder, with the server's permissions; only for "
-            "--model-impl transformers or auto",
+            "--model-impl transformers or auto"
         ),
     ] = False
     quantization: Annotated[
         Quantization,
         Flag(
-            MODEL,
             "quantize linear layers at load time: int8, int4 (weight-only) or w8a8; for a quantized checkpoint, the "
             "format is detected, and only its name is accepted",
             aliases=QUANTIZATION_ALIASES,
@@ -152,23 +127,20 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     activation_dtype: Annotated[
         ActivationDtype,
         Flag(
-            MODEL,
             "CPU only: data type of linear-layer inputs with integer weights; auto uses 16 bits, or the checkpoint's "
-            "setting; int8 speeds up prefill and is less exact (docs/quantization.md)",
+            "setting; int8 speeds up prefill and is less exact (docs/quantization.md)"
         ),
     ] = "auto"
     logits_dtype: Annotated[
         LogitsDtype,
         Flag(
-            MODEL,
             "data type of logits: float32, or model, which rounds logits to the model's data type as transformers "
-            "does",
+            "does"
         ),
     ] = "float32"
     packed_cache: Annotated[
         str | None,
         Flag(
-            MODEL,
             "cache folder for packed weights; the next start maps them into memory instead of packing again",
             "FOLDER",
             "none",
@@ -177,7 +149,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     chat_template: Annotated[
         str | None,
         Flag(
-            MODEL,
             "Jinja chat template, as a file path or inline text; replaces all templates of the model",
             "PATH",
             "the model's template",
@@ -186,15 +157,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     chat_template_content_format: Annotated[
         ChatContentFormat,
         Flag(
-            MODEL,
             "message content format passed to the chat template: string, openai (list of parts), or auto, detected "
-            "from the template (docs/chat-templates.md)",
+            "from the template (docs/chat-templates.md)"
         ),
     ] = "auto"
     tool_call_parser: Annotated[
         str,
         Flag(
-            MODEL,
             "tool call parser (docs/tools.md); none disables parsing; auto detects the format from the chat template",
             "NAME",
         ),
@@ -202,64 +171,47 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reasoning_parser: Annotated[
         str,
         Flag(
-            MODEL,
             "reasoning parser (docs/tools.md); none disables parsing; auto detects the format from the chat template",
             "NAME",
         ),
     ] = "auto"
-    reasoning_config: Annotated[
-        dict[str, Any], Flag(MODEL, "reasoning_end_str ends long reasoning", "JSON", "none", read=json_object)
-    ] = {}
+    reasoning_config: Annotated[dict[str, Any], json_flag("reasoning_end_str ends long reasoning")] = {}
     enable_auto_tool_choice: Annotated[
         bool,
         Flag(
-            MODEL,
-            "accepted for compatibility with vLLM; tool calls are parsed whenever a tool call parser is set",
+            "accepted for compatibility with vLLM; tool calls are parsed whenever a tool call parser is set"
         ),
     ] = False
     generation_config: Annotated[
         str,
         Flag(
-            MODEL,
             "source of default sampling parameters: auto (the model's generation_config.json), none, or a folder",
             "WHERE",
         ),
     ] = "auto"
     override_generation_config: Annotated[
         dict[str, Any],
-        Flag(
-            MODEL,
-            'JSON object of default sampling parameters that overrides --generation-config, e.g. {"temperature": 0.5}',
-            "JSON",
-            "none",
-            read=json_object,
+        json_flag(
+            'JSON object of default sampling parameters that overrides --generation-config, e.g. {"temperature": 0.5}'
         ),
     ] = {}
     default_chat_template_kwargs: Annotated[
         dict[str, Any],
-        Flag(
-            MODEL,
+        json_flag(
             'JSON object of default chat template arguments; a request can override them, e.g. {"enable_thinking": '
-            "false}",
-            "JSON",
-            "none",
-            read=json_object,
+            "false}"
         ),
     ] = {}
-    seed: Annotated[int, Flag(MODEL, "random seed of weights with --load-format dummy")] = 0
+    seed: Annotated[int, Flag("random seed of weights with --load-format dummy")] = 0
 
     # --- network ---
     host: Annotated[
-        str,
-        Flag(
-            NETWORK, "address to listen on; 0.0.0.0 accepts connections from the network: also set --api-key"
-        ),
+        str, Flag("address to listen on; 0.0.0.0 accepts connections from the network: also set --api-key")
     ] = "127.0.0.1"
-    port: Annotated[int, Flag(NETWORK, "port to listen on; 0 selects a free port and prints it")] = 8000
+    port: Annotated[int, Flag("port to listen on; 0 selects a free port and prints it")] = 8000
     api_key: Annotated[
         list[str],
         Flag(
-            NETWORK,
             "API keys that clients must present; accepts several values, and may be repeated",
             "KEY",
             "no authentication",
@@ -269,25 +221,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     admin_key: Annotated[
         str,
         Flag(
-            NETWORK,
             "key for the administrative /kv endpoints; client API keys do not grant access",
             "KEY",
             "only `quintet admin` on this machine has access",
         ),
     ] = ""
     uds: Annotated[
-        str, Flag(NETWORK, "Unix domain socket to listen on instead of --host and --port", "PATH", "none")
+        str, Flag("Unix domain socket to listen on instead of --host and --port", "PATH", "none")
     ] = ""
     ssl_keyfile: Annotated[
-        str, Flag(NETWORK, "PEM file with the private key of the TLS certificate", "FILE", "none")
+        str, Flag("PEM file with the private key of the TLS certificate", "FILE", "none")
     ] = ""
     ssl_certfile: Annotated[
-        str, Flag(NETWORK, "PEM file with the TLS certificate chain; enables HTTPS", "FILE", "HTTP")
+        str, Flag("PEM file with the TLS certificate chain; enables HTTPS", "FILE", "HTTP")
     ] = ""
     ssl_ca_certs: Annotated[
         str,
         Flag(
-            NETWORK,
             "PEM file with the CA certificates that verify client certificates (mutual TLS)",
             "FILE",
             "no client certificate required",
@@ -296,35 +246,29 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     allowed_origins: Annotated[
         list[str],
         Flag(
-            NETWORK,
             "CORS: allowed origin, * for all; repeat for more, or give a JSON list; [] disables CORS",
             "ORIGIN",
             "*",
         ),
     ] = msgspec.field(default_factory=lambda: ["*"])
     allowed_methods: Annotated[
-        list[str],
-        Flag(NETWORK, "CORS: allowed method; repeat for more, or give a JSON list", "METHOD", "all"),
+        list[str], Flag("CORS: allowed method; repeat for more, or give a JSON list", "METHOD", "all")
     ] = []
     allowed_headers: Annotated[
-        list[str],
-        Flag(NETWORK, "CORS: allowed request header; repeat for more, or give a JSON list", "HEADER", "all"),
+        list[str], Flag("CORS: allowed request header; repeat for more, or give a JSON list", "HEADER", "all")
     ] = []
     allow_credentials: Annotated[
-        bool,
-        Flag(NETWORK, "CORS: allow credentials such as cookies, for example for an authenticating proxy"),
+        bool, Flag("CORS: allow credentials such as cookies, for example for an authenticating proxy")
     ] = False
     enable_force_include_usage: Annotated[
-        bool, Flag(NETWORK, "send token usage at the end of every stream, regardless of stream_options")
+        bool, Flag("send token usage at the end of every stream, regardless of stream_options")
     ] = False
     return_tokens_as_token_ids: Annotated[
-        bool,
-        Flag(NETWORK, "return log-probability tokens as token_id:7 by default; a request can override it"),
+        bool, Flag("return log-probability tokens as token_id:7 by default; a request can override it")
     ] = False
     middleware: Annotated[
         list[str],
         Flag(
-            NETWORK,
             "import path of ASGI middleware: a class, or a coroutine function of request and call_next; repeat for "
             "more; the last one is outermost",
             "NAME",
@@ -332,38 +276,24 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = []
     root_path: Annotated[
-        str,
-        Flag(
-            NETWORK,
-            "path prefix added by a reverse proxy, whether or not the proxy strips it",
-            "PATH",
-            "none",
-        ),
+        str, Flag("path prefix added by a reverse proxy, whether or not the proxy strips it", "PATH", "none")
     ] = ""
     enable_tokenizer_info_endpoint: Annotated[
-        bool, Flag(NETWORK, "enable GET /tokenizer_info: tokenizer configuration and chat template")
+        bool, Flag("enable GET /tokenizer_info: tokenizer configuration and chat template")
     ] = False
-    disable_fastapi_docs: Annotated[bool, Flag(NETWORK, "do not serve /docs and /openapi.json")] = False
+    disable_fastapi_docs: Annotated[bool, Flag("do not serve /docs and /openapi.json")] = False
     max_logprobs: Annotated[
-        int,
-        Flag(
-            NETWORK,
-            "maximum number of log-probabilities per token in a request; -1 for the vocabulary size",
-        ),
+        int, Flag("maximum number of log-probabilities per token in a request; -1 for the vocabulary size")
     ] = 20
-    max_body_bytes: Annotated[
-        int | str, Flag(NETWORK, "maximum request body size, e.g. 32MiB", "SIZE", "32MiB")
-    ] = "32MiB"
+    max_body_bytes: Annotated[int | str, Flag("maximum request body size, e.g. 32MiB", "SIZE", "32MiB")] = (
+        "32MiB"
+    )
     max_queued_requests: Annotated[
-        int,
-        Flag(
-            NETWORK, "maximum number of requests in one frontend; further requests get 429 with Retry-After"
-        ),
+        int, Flag("maximum number of requests in one frontend; further requests get 429 with Retry-After")
     ] = 4096
     max_queued_tokens: Annotated[
         int,
         Flag(
-            NETWORK,
             "maximum queued prompt plus pending output tokens in one frontend; further requests get 429 with "
             "Retry-After",
             "TOKENS",
@@ -372,7 +302,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     stream_grace: Annotated[
         float,
         Flag(
-            NETWORK,
             "time that a streamed request stays paused after its client disconnects, so that the client can resume "
             "it; 0 also disables event ids",
             "SECONDS",
@@ -381,52 +310,44 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     response_store: Annotated[
         str | None,
         Flag(
-            NETWORK,
             "SQLite file for stored /v1/responses, which persist across restarts; must not be shared between servers",
             "PATH",
             "a file in the run folder, deleted at exit",
         ),
     ] = None
     response_store_entries: Annotated[
-        int, Flag(NETWORK, "maximum number of stored responses; 0 disables the store")
+        int, Flag("maximum number of stored responses; 0 disables the store")
     ] = 10_000
     response_store_size: Annotated[
-        int | str, Flag(NETWORK, "maximum total size of stored responses, e.g. 1GiB", "SIZE", "256MiB")
+        int | str, Flag("maximum total size of stored responses, e.g. 1GiB", "SIZE", "256MiB")
     ] = "256MiB"
-    response_store_hours: Annotated[float, Flag(NETWORK, "response TTL after last use", "HOURS")] = 24.0
+    response_store_hours: Annotated[float, Flag("response TTL after last use", "HOURS")] = 24.0
     keep_alive_interval: Annotated[
-        float,
-        Flag(NETWORK, "interval of SSE keep-alive comments in an idle stream; 0 disables them", "SECONDS"),
+        float, Flag("interval of SSE keep-alive comments in an idle stream; 0 disables them", "SECONDS")
     ] = 15.0
     write_timeout: Annotated[
         float,
         Flag(
-            NETWORK,
-            "time a client may take to read pending response bytes before its connection is closed",
-            "SECONDS",
+            "time a client may take to read pending response bytes before its connection is closed", "SECONDS"
         ),
     ] = 60.0
     header_timeout: Annotated[
-        float, Flag(NETWORK, "time a client may take to send the request headers", "SECONDS")
+        float, Flag("time a client may take to send the request headers", "SECONDS")
     ] = 20.0
-    log_requests: Annotated[bool, Flag(NETWORK, "log one line per request")] = False
+    log_requests: Annotated[bool, Flag("log one line per request")] = False
     enable_prompt_embeds: Annotated[
-        bool, Flag(NETWORK, "accept prompt embeddings in completions: safetensors, base64-encoded")
+        bool, Flag("accept prompt embeddings in completions: safetensors, base64-encoded")
     ] = False
     trust_request_chat_template: Annotated[
         bool,
-        Flag(
-            NETWORK,
-            "accept chat templates in requests; only for trusted clients, because a template is a program",
-        ),
+        Flag("accept chat templates in requests; only for trusted clients, because a template is a program"),
     ] = False
 
     # --- scheduling ---
-    max_num_seqs: Annotated[int, Flag(SCHEDULING, "maximum number of running requests")] = 256
+    max_num_seqs: Annotated[int, Flag("maximum number of running requests")] = 256
     max_num_batched_tokens: Annotated[
         int | None,
         Flag(
-            SCHEDULING,
             "maximum number of tokens per step",
             "TOKENS",
             "2048, on a GPU 8192, or the minimum that other flags require",
@@ -434,24 +355,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = None
     enable_chunked_prefill: Annotated[
-        bool,
-        Flag(
-            SCHEDULING,
-            "split prefill of long prompts into chunks, batched with decode steps of other requests",
-        ),
+        bool, Flag("split prefill of long prompts into chunks, batched with decode steps of other requests")
     ] = True
     long_prefill_token_threshold: Annotated[
-        int,
-        Flag(
-            SCHEDULING,
-            "maximum tokens of one prompt per step while other requests wait; 0 for no limit",
-            "TOKENS",
-        ),
+        int, Flag("maximum tokens of one prompt per step while other requests wait; 0 for no limit", "TOKENS")
     ] = 0
     step_target_ms: Annotated[
         int | None,
         Flag(
-            SCHEDULING,
             "approximate latency target of a step that mixes prefill and decode, with many running requests; two "
             "thirds of it with few; 0 for no target",
             "MS",
@@ -461,7 +372,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     scheduling_policy: Annotated[
         Literal["fcfs", "priority", "longest", "latest"],
         Flag(
-            SCHEDULING,
             "order of waiting requests: fcfs (arrival), priority (lowest `priority` value first), longest (largest "
             "`max_tokens` first, which ends a batch soonest), latest (newest first among each 32 arrivals)",
             default_text="fcfs; longest for LLM(...)",
@@ -470,15 +380,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_steps_in_flight: Annotated[
         int,
         Flag(
-            SCHEDULING,
             "maximum number of steps in flight: 1 schedules synchronously, 2 schedules a step while the previous one "
-            "executes",
+            "executes"
         ),
     ] = 2
     speculative_config: Annotated[
         str | None,
         Flag(
-            SCHEDULING,
             'speculative decoding, which changes no output (docs/speculative-decoding.md): {"method": "suffix"}, '
             '{"method": "ngram", "num_speculative_tokens": 4}, or on the CPU a draft model or head, {"method": "eagle3", '
             '"model": MODEL, "num_speculative_tokens": 4}; on a GPU, see --batch-invariant',
@@ -487,30 +395,22 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = None
     per_request_spec_decode_metrics: Annotated[
         Literal["none", "summary"],
-        Flag(
-            SCHEDULING,
-            "summary: responses report the draft tokens of their request in metrics.speculative_decoding",
-        ),
+        Flag("summary: responses report the draft tokens of their request in metrics.speculative_decoding"),
     ] = "none"
     deadline_admission: Annotated[
-        bool,
-        Flag(
-            SCHEDULING,
-            "reject a request at admission if it cannot meet its deadline at the measured throughput",
-        ),
+        bool, Flag("reject a request at admission if it cannot meet its deadline at the measured throughput")
     ] = True
-    audit: Annotated[
-        bool, Flag(SCHEDULING, "check all scheduler invariants after every step; slow, for debugging")
-    ] = False
+    audit: Annotated[bool, Flag("check all scheduler invariants after every step; slow, for debugging")] = (
+        False
+    )
 
     # --- memory ---
     kv_cache_memory: Annotated[
-        int | str | None, Flag(MEMORY, "KV cache memory, e.g. 2GiB", "SIZE", "a share of free memory")
+        int | str | None, Flag("KV cache memory, e.g. 2GiB", "SIZE", "a share of free memory")
     ] = None
     kv_cache_memory_share: Annotated[
         float | None,
         Flag(
-            MEMORY,
             "share of the memory left after loading weights that the KV cache uses",
             "SHARE",
             "enough for four sequences of --max-model-len, or 0.125 if that is more; at most 0.4",
@@ -518,14 +418,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = None
     gpu_memory_utilization: Annotated[
         float,
-        Flag(
-            MEMORY, "GPU only: share of device memory for weights, activations and KV cache together", "SHARE"
-        ),
+        Flag("GPU only: share of device memory for weights, activations and KV cache together", "SHARE"),
     ] = 0.92
     kv_cache_dtype: Annotated[
         KvCacheDtype,
         Flag(
-            MEMORY,
             "data type of the KV cache: model (the model's), int8 (CPU) and fp8 (about twice the tokens, slightly "
             "less exact), int4 (CPU; three times the tokens, measurable loss), auto (fp8 or int8 if the checkpoint "
             "says so, else model)",
@@ -538,7 +435,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     swap_space: Annotated[
         float | None,
         Flag(
-            MEMORY,
             "host memory for swapped-out KV blocks of preempted requests; they are swapped in where that is faster "
             "than recomputation",
             "GIB",
@@ -547,19 +443,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = None
     kv_transfer_config: Annotated[
         dict[str, Any],
-        Flag(
-            MEMORY,
+        json_flag(
             "KV back ends host, disk, peers and store, with the settings of the following flags (docs/kv.md), e.g. "
-            '{"disk": {"folder": "/var/cache/quintet", "size": "20GiB"}}',
-            "JSON",
-            "none",
-            read=json_object,
+            '{"disk": {"folder": "/var/cache/quintet", "size": "20GiB"}}'
         ),
     ] = {}
     kv_disk: Annotated[
         str | None,
         Flag(
-            MEMORY,
             "CPU only: folder of the disk KV cache, which persists across restarts (docs/kv.md); protect it like the "
             "prompts",
             "FOLDER",
@@ -569,7 +460,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_disk_size: Annotated[
         int | str | None,
         Flag(
-            MEMORY,
             "maximum size of the disk KV cache per engine, e.g. 20GiB; evicts least recently used blocks",
             "SIZE",
             "8GiB",
@@ -578,7 +468,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_store: Annotated[
         str | None,
         Flag(
-            MEMORY,
             "CPU only: KV store shared between servers (docs/shared.md): file:///dev/shm/NAME for servers of one "
             "machine, s3://BUCKET/PREFIX and other fsspec URLs (quintet[store]), or an installed connector; protect "
             "it like the prompts",
@@ -589,7 +478,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_store_size: Annotated[
         int | str | None,
         Flag(
-            MEMORY,
             "maximum total size of a file: KV store, e.g. 20GiB; evicts least recently used blocks",
             "SIZE",
             "8GiB",
@@ -598,7 +486,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_events_config: Annotated[
         str | None,
         Flag(
-            MEMORY,
             'publish KV cache events over ZeroMQ in vLLM\'s format (docs/kv.md), e.g. {"enable_kv_cache_events": true,'
             ' "endpoint": "tcp://127.0.0.1:5557"}',
             "JSON",
@@ -608,15 +495,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     role: Annotated[
         Literal["none", "prefill", "decode", "both"],
         Flag(
-            MEMORY,
             "CPU only: role in disaggregated prefill (docs/disaggregation.md): prefill computes prompts and offers their KV, "
-            "decode fetches KV, both does both",
+            "decode fetches KV, both does both"
         ),
     ] = "none"
     kv_peer_listen: Annotated[
         str | None,
         Flag(
-            MEMORY,
             "address that offers KV to other servers and that they can reach; engine i uses port + i; a non-loopback "
             "address requires --kv-peer-key",
             "HOST:PORT",
@@ -626,7 +511,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_peers: Annotated[
         list[str],
         Flag(
-            MEMORY,
             "host or network, e.g. 10.0.0.0/24, that KV may be fetched from; repeat for more",
             "HOST",
             "this machine",
@@ -635,7 +519,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_peer_key: Annotated[
         str | None,
         Flag(
-            MEMORY,
             "file with a shared secret of at least 32 bytes, the same on all servers; encrypts and authenticates KV "
             "transfer",
             "FILE",
@@ -644,78 +527,57 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = None
     kv_peer_memory: Annotated[
         int | str | None,
-        Flag(
-            MEMORY,
-            "maximum memory for offered KV per engine; evicts least recently used blocks",
-            "SIZE",
-            "1GiB",
-        ),
+        Flag("maximum memory for offered KV per engine; evicts least recently used blocks", "SIZE", "1GiB"),
     ] = None
     block_size: Annotated[
-        int | None,
-        Flag(
-            MEMORY,
-            "tokens per KV block",
-            default_text="16, or more for models with recurrent state",
-        ),
+        int | None, Flag("tokens per KV block", default_text="16, or more for models with recurrent state")
     ] = None
-    enable_prefix_caching: Annotated[
-        bool, Flag(MEMORY, "reuse KV blocks of requests with the same prefix")
-    ] = True
+    enable_prefix_caching: Annotated[bool, Flag("reuse KV blocks of requests with the same prefix")] = True
 
     # --- device ---
     executor: Annotated[
         Literal["auto", "torch", "mock"],
         Flag(
-            DEVICE,
             "torch, or mock, which returns deterministic tokens without weights, to measure the other processes; auto"
-            " is torch",
+            " is torch"
         ),
     ] = "auto"
     device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        Flag(DEVICE, "device that runs the model; auto selects a GPU if present"),
+        Literal["auto", "cpu", "cuda"], Flag("device that runs the model; auto selects a GPU if present")
     ] = "auto"
     threads: Annotated[
         int,
         Flag(
-            DEVICE,
-            "compute threads per rank; 0 uses every usable core, except one in eight on machines with 8 or more",
+            "compute threads per rank; 0 uses every usable core, except one in eight on machines with 8 or more"
         ),
     ] = 0
-    pin_threads: Annotated[
-        bool, Flag(DEVICE, "pin each compute thread to one core; for dedicated machines")
-    ] = False
+    pin_threads: Annotated[bool, Flag("pin each compute thread to one core; for dedicated machines")] = False
     batch_invariant: Annotated[
         bool,
         Flag(
-            DEVICE,
             "GPU only: batch-invariant kernels, bit-identical results regardless of batch composition, at some cost "
-            "in speed; a CPU is always batch-invariant",
+            "in speed; a CPU is always batch-invariant"
         ),
     ] = False
-    enforce_eager: Annotated[bool, Flag(DEVICE, "GPU only: disable CUDA graphs")] = False
+    enforce_eager: Annotated[bool, Flag("GPU only: disable CUDA graphs")] = False
     allow_torch_kernels: Annotated[
         bool,
         Flag(
-            DEVICE,
             "GPU only: fall back to slow torch operators if the CUDA kernels cannot be loaded; otherwise the server "
-            "does not start",
+            "does not start"
         ),
     ] = False
     attention_backend: Annotated[
         str,
         Flag(
-            DEVICE,
             "GPU only: attention backend of prefill: auto, quintet, torch, flashinfer, or a registered name",
             "NAME",
         ),
     ] = "auto"
-    step_ms: Annotated[float, Flag(DEVICE, "mock executor only: duration of a step", "MS")] = 0.0
+    step_ms: Annotated[float, Flag("mock executor only: duration of a step", "MS")] = 0.0
     mock_script: Annotated[
         str | None,
         Flag(
-            DEVICE,
             "mock executor only: JSON file of scripted responses for client tests, a list of objects with after and "
             "say",
             "FILE",
@@ -723,13 +585,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = None
 
     # --- processes ---
-    frontends: Annotated[int, Flag(PROCESSES, "number of HTTP frontend processes, which share the port")] = 1
-    tokenizers: Annotated[int, Flag(PROCESSES, "number of tokenizer processes")] = 1
-    detokenizers: Annotated[int, Flag(PROCESSES, "number of detokenizer processes")] = 1
+    frontends: Annotated[int, Flag("number of HTTP frontend processes, which share the port")] = 1
+    tokenizers: Annotated[int, Flag("number of tokenizer processes")] = 1
+    detokenizers: Annotated[int, Flag("number of detokenizer processes")] = 1
     data_parallel_size: Annotated[
         int,
         Flag(
-            PROCESSES,
             "number of data-parallel engines, each a core and an executor with the whole model; memory and CPU cores "
             "are divided among them, and each has its own GPUs",
             "ENGINES",
@@ -738,7 +599,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tensor_parallel_size: Annotated[
         int,
         Flag(
-            PROCESSES,
             "number of tensor-parallel ranks; each is a process with a shard of every layer and of the KV cache, on "
             "its own CPU cores or GPU",
             "RANKS",
@@ -747,7 +607,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pipeline_parallel_size: Annotated[
         int,
         Flag(
-            PROCESSES,
             "number of pipeline stages; each is a group of --tensor-parallel-size ranks with a share of the layers",
             "STAGES",
         ),
@@ -755,7 +614,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     decode_context_parallel_size: Annotated[
         int,
         Flag(
-            PROCESSES,
             "CPU only: number of ranks that share one KV cache instead of duplicating it, for models with fewer KV "
             "heads than ranks or with latent attention",
             "RANKS",
@@ -764,25 +622,22 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     nnodes: Annotated[
         int,
         Flag(
-            PROCESSES,
             "number of hosts of a multi-host model; stages, or the ranks of a single stage, are divided evenly; "
             "--node-rank 0 serves HTTP, the other hosts run --headless",
             "HOSTS",
         ),
     ] = 1
-    node_rank: Annotated[int, Flag(PROCESSES, "rank of this host, from 0", "HOST")] = 0
+    node_rank: Annotated[int, Flag("rank of this host, from 0", "HOST")] = 0
     headless: Annotated[
         bool,
         Flag(
-            PROCESSES,
             "worker host of a multi-host model: connects to --master-addr for its configuration; only MODEL, "
-            "--group-key, --threads, --packed-cache and --log-level apply",
+            "--group-key, --threads, --packed-cache and --log-level apply"
         ),
     ] = False
     distributed_executor_backend: Annotated[
         Literal["mp", "ray"],
         Flag(
-            PROCESSES,
             "launcher of the other hosts: mp (start them manually) or ray (this host starts them in its Ray cluster, "
             "with a generated group key)",
             aliases={"uni": "mp"},
@@ -791,19 +646,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     master_addr: Annotated[
         str | None,
         Flag(
-            PROCESSES,
             "address or name on which host 0 listens for the other hosts",
             "ADDRESS",
             "127.0.0.1; with ray, this node's Ray address",
         ),
     ] = None
-    master_port: Annotated[
-        int, Flag(PROCESSES, "port on which host 0 listens for the other hosts", "PORT")
-    ] = 29501
+    master_port: Annotated[int, Flag("port on which host 0 listens for the other hosts", "PORT")] = 29501
     group_key: Annotated[
         str | None,
         Flag(
-            PROCESSES,
             "file with a shared secret of at least 32 bytes, the same on all hosts; encrypts and authenticates the "
             "links between hosts",
             "FILE",
@@ -813,69 +664,50 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     layout_invariant: Annotated[
         bool,
         Flag(
-            PROCESSES,
             "CPU only: bit-identical results with 1, 2, 4 or 8 ranks and any number of stages, as far as the model "
-            "can be divided; requests can then resume on another layout",
+            "can be divided; requests can then resume on another layout"
         ),
     ] = False
     enable_expert_parallel: Annotated[
-        bool,
-        Flag(
-            PROCESSES, "expert parallelism: each rank holds whole experts instead of a slice of every expert"
-        ),
+        bool, Flag("expert parallelism: each rank holds whole experts instead of a slice of every expert")
     ] = False
     enable_eplb: Annotated[
-        bool,
-        Flag(
-            PROCESSES, "expert-parallel load balancing: replicate the most used experts on less loaded ranks"
-        ),
+        bool, Flag("expert-parallel load balancing: replicate the most used experts on less loaded ranks")
     ] = False
     eplb_config: Annotated[
         str | None,
         Flag(
-            PROCESSES,
-            'EPLB settings: {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 8}',
-            "JSON",
+            'EPLB settings: {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 8}', "JSON"
         ),
     ] = None
     routing: Annotated[
         Routing,
         Flag(
-            PROCESSES,
             "load balancing policy across engines: prefix (prefix affinity and load), load (least load), session "
-            "(X-Session-Id header, session_id or user), round-robin",
+            "(X-Session-Id header, session_id or user), round-robin"
         ),
     ] = "prefix"
     standby: Annotated[
-        bool,
-        Flag(
-            PROCESSES,
-            "keep a standby tokenizer and detokenizer process, which take over at once when one fails",
-        ),
+        bool, Flag("keep a standby tokenizer and detokenizer process, which take over at once when one fails")
     ] = True
-    boot_timeout: Annotated[
-        float, Flag(PROCESSES, "maximum time until all processes are ready", "SECONDS")
-    ] = 600.0
+    boot_timeout: Annotated[float, Flag("maximum time until all processes are ready", "SECONDS")] = 600.0
     max_restarts: Annotated[
         int | None,
         Flag(
-            PROCESSES,
             "restarts of one process within a minute; one more failure stops the server",
             "COUNT",
             "5; 12 for the executor",
         ),
     ] = None
     drain_timeout: Annotated[
-        float, Flag(PROCESSES, "time that requests in flight may take to finish after SIGTERM", "SECONDS")
+        float, Flag("time that requests in flight may take to finish after SIGTERM", "SECONDS")
     ] = 30.0
     stall_timeout: Annotated[
-        float,
-        Flag(PROCESSES, "time without a heartbeat or progress before a process is restarted", "SECONDS"),
+        float, Flag("time without a heartbeat or progress before a process is restarted", "SECONDS")
     ] = 10.0
     trace: Annotated[
         str | None,
         Flag(
-            PROCESSES,
             "folder where each process writes its trace at exit; `quintet trace FOLDER` reads it",
             "FOLDER",
             "none",
@@ -884,16 +716,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     record: Annotated[
         str | None,
         Flag(
-            PROCESSES,
             "folder where each process records its messages, including prompts and outputs, for `quintet replay`",
             "FOLDER",
             "none",
         ),
     ] = None
     record_mb: Annotated[
-        int,
-        Flag(PROCESSES, "maximum size of one process's recording; the oldest part is overwritten", "MB"),
+        int, Flag("maximum size of one process's recording; the oldest part is overwritten", "MB")
     ] = 512
-    log_level: Annotated[
-        Literal["DEBUG", "INFO", "WARNING", "ERROR"], Flag(PROCESSES, "minimum level of log lines")
-    ] = "INFO"
+    log_level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Flag("minimum level of log lines")] = (
+        "INFO"
+    )

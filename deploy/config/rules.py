@@ -9,7 +9,7 @@ from typing import get_args
 
 import msgspec
 
-from quintet.deploy.config.flag_values import count
+from quintet.deploy.config.flag import count
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.model.hf_config import ModelFacts

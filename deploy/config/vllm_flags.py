@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from quintet.deploy.config.flag import option
+
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
@@ -315,11 +317,6 @@ REFUSED_VALUES: dict[str, str] = {
     "ssl_cert_reqs": "use --ssl-ca-certs for client certificates", "ssl_ciphers": "Python's default ciphers are used",
 }  # fmt: skip
 """Flags with a value that are refused -> alternative."""
-
-
-def option(key: str) -> str:
-    """Return the command-line spelling of a key."""
-    return "--" + key.replace("_", "-")
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.deploy.config.flag_values import json_object
+from quintet.deploy.config.flag import json_object
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size, parse_size
 from quintet.process.own_files import ownership_error
