@@ -9,7 +9,7 @@ from typing import get_args
 
 import msgspec
 
-from quintet.deploy.config.flag import count
+from quintet.deploy.config.flag import count, option
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.model.hf_config import ModelFacts
@@ -37,72 +37,52 @@ _FOUR_GROUP, _FACTOR_BYTES = 32, 4
 """Group size of an int4 KV cache, and bytes of scale and zero point per group."""
 
 
+_LEAST = {
+    -1: ("max_logprobs",),
+    0: (
+        *(
+            "drain_timeout",
+            "keep_alive_interval",
+            "long_prefill_token_threshold",
+            "max_restarts",
+            "node_rank",
+            "port",
+        ),
+        *("response_store_entries", "step_ms", "step_target_ms", "stream_grace", "threads"),
+    ),
+    1: (
+        *("block_size", "data_parallel_size", "decode_context_parallel_size", "detokenizers", "frontends"),
+        *("max_num_batched_tokens", "max_num_seqs", "max_queued_requests", "max_queued_tokens"),
+        *("max_steps_in_flight", "nnodes", "pipeline_parallel_size", "tensor_parallel_size", "tokenizers"),
+    ),
+    2: ("max_model_len",),
+    4: ("record_mb",),
+}
+"""Smallest value -> flags; None is allowed too."""
+_MOST = {512: ("data_parallel_size", "detokenizers", "frontends", "tokenizers"), 65535: ("port",)}
+"""Largest value -> flags."""
+_POSITIVE = ("boot_timeout", "stall_timeout", "write_timeout", "header_timeout", "response_store_hours")
+"""Flags above 0."""
+
+
 def check_ranges(options: Options) -> None:
     """Validate ranges of numbers. Raises `ConfigError` with flag, value and range."""
-    at_least: dict[str, tuple[float, float]] = {
-        "max_num_seqs": (options.max_num_seqs, 1),
-        "long_prefill_token_threshold": (options.long_prefill_token_threshold, 0),
-        "tokenizers": (options.tokenizers, 1),
-        "detokenizers": (options.detokenizers, 1),
-        "frontends": (options.frontends, 1),
-        "data_parallel_size": (options.data_parallel_size, 1),
-        "tensor_parallel_size": (options.tensor_parallel_size, 1),
-        "pipeline_parallel_size": (options.pipeline_parallel_size, 1),
-        "decode_context_parallel_size": (options.decode_context_parallel_size, 1),
-        "threads": (options.threads, 0),
-        "step_ms": (options.step_ms, 0),
-        "max_logprobs": (options.max_logprobs, -1),
-        "max_queued_requests": (options.max_queued_requests, 1),
-        "max_queued_tokens": (options.max_queued_tokens, 1),
-        "drain_timeout": (options.drain_timeout, 0),
-        "keep_alive_interval": (options.keep_alive_interval, 0),
-        "stream_grace": (options.stream_grace, 0),
-        "response_store_entries": (options.response_store_entries, 0),
-        "max_steps_in_flight": (options.max_steps_in_flight, 1),
-        "record_mb": (options.record_mb, 4),
-        "port": (options.port, 0),
-        "nnodes": (options.nnodes, 1),
-        "node_rank": (options.node_rank, 0),
-    }
-    if options.block_size is not None:
-        at_least["block_size"] = (options.block_size, 1)
-    if options.step_target_ms is not None:
-        at_least["step_target_ms"] = (options.step_target_ms, 0)
-    if options.max_restarts is not None:
-        at_least["max_restarts"] = (options.max_restarts, 0)
-    if options.max_model_len is not None:
-        at_least["max_model_len"] = (options.max_model_len, 2)
-    if options.max_num_batched_tokens is not None:
-        at_least["max_num_batched_tokens"] = (options.max_num_batched_tokens, 1)
-    for key, (value, least) in at_least.items():
-        if not value >= least:
-            raise ConfigError(f"--{key.replace('_', '-')} is {value}; it must be at least {least}")
-    for key, number in (
-        ("boot_timeout", options.boot_timeout),
-        ("stall_timeout", options.stall_timeout),
-        ("write_timeout", options.write_timeout),
-        ("header_timeout", options.header_timeout),
-    ):
-        if not number > 0:
-            raise ConfigError(f"--{key.replace('_', '-')} is {number}; it must be more than 0 seconds")
-    if not options.response_store_hours > 0:
-        raise ConfigError(f"--response-store-hours is {options.response_store_hours}; it must be more than 0")
-    if options.port > 65535:
-        raise ConfigError(f"--port is {options.port}; it must be at most 65535")
-    _check_counts(options)
-    for key, share, most in (
-        ("kv-cache-memory-share", options.kv_cache_memory_share, 0.95),
-        ("gpu-memory-utilization", options.gpu_memory_utilization, 1.0),
-    ):
-        if share is not None and not 0 < share <= most:
-            raise ConfigError(f"--{key} is {share}; it must be above 0 and at most {most:g}")
-
-
-def _check_counts(options: Options) -> None:
-    for key in ("frontends", "tokenizers", "detokenizers", "data_parallel_size"):
-        number = getattr(options, key)
-        if number > 512:
-            raise ConfigError(f"--{key.replace('_', '-')} is {number}; it must be at most 512")
+    for least, key in ((least, key) for least, keys in _LEAST.items() for key in keys):
+        value = getattr(options, key)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{option(key)} is {value}; it must be at least {least}")
+    for key in _POSITIVE:
+        value, unit = getattr(options, key), "" if key.endswith("hours") else " seconds"
+        if not value > 0:
+            raise ConfigError(f"{option(key)} is {value}; it must be more than 0{unit}")
+    for most, key in ((most, key) for most, keys in _MOST.items() for key in keys):
+        value = getattr(options, key)
+        if value > most:
+            raise ConfigError(f"{option(key)} is {value}; it must be at most {most}")
+    for key, most_share in (("kv_cache_memory_share", 0.95), ("gpu_memory_utilization", 1.0)):
+        share = getattr(options, key)
+        if share is not None and not 0 < share <= most_share:
+            raise ConfigError(f"{option(key)} is {share}; it must be above 0 and at most {most_share:g}")
 
 
 def check_mock_only_flags(options: Options) -> None:
