@@ -18,8 +18,7 @@ import setproctitle
 
 from quintet.deploy.config import deprecated_flags, vllm_flags
 from quintet.deploy.config.build import Resolution, resolve
-from quintet.deploy.config.config_file import merged_options
-from quintet.deploy.config.flag_table import add_flags, flag_table
+from quintet.deploy.config.flag_table import add_flags, flag_table, merged_options
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import of_first
 from quintet.deploy.config.memory import available_ram_bytes, format_size

@@ -1,4 +1,4 @@
-"""Flag table derived from `Options`: declares command-line arguments, and validates names and types of settings."""
+"""Flag table derived from `Options`: declares command-line arguments, reads YAML files, and validates names and types."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from quintet.deploy.config.deprecated_flags import RENAMED_VALUES, warn, with_new_names
-from quintet.deploy.config.flag import Flag, boolean, option
+from quintet.deploy.config.flag import Flag, boolean, count, option
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.sglang_flags import flag_for
-from quintet.deploy.config.vllm_flags import SHORT
+from quintet.deploy.config.vllm_flags import ROPE, SHORT
 from quintet.deploy.config.vllm_settings import translated
 from quintet.wire.errors import ConfigError
 
@@ -219,3 +220,55 @@ def _reworded(message: str, values: Mapping[str, object]) -> str:
         f"one of {', '.join(allowed)}" if allowed else problem.removeprefix("Expected ").split(", got")[0]
     )
     return f"{key} is {sent!r}, which is not {expected.replace('`', '').replace('bool', 'true or false')}"
+
+
+def read_config_file(path: Path) -> dict[str, object]:
+    """Read a YAML mapping of flag names to values, and validate names and types.
+
+    Names may have dashes or underscores. Raises `ConfigError` with the file and the key.
+    """
+    import yaml  # slow to import, and rarely needed
+
+    try:
+        loaded: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"--config {path} is not valid YAML: {where}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(
+            f"--config {path} must be a mapping like `port: 8000`, not a {type(loaded).__name__}"
+        )
+    settings = with_new_names(loaded)
+    make_options(settings, str(path))
+    return {str(key).replace("-", "_"): value for key, value in settings.items()}
+
+
+def merged_options(
+    config_file: Path | None, flags: dict[str, object], source: str = "the command line"
+) -> tuple[Options, list[str]]:
+    """Return the options of a file overridden by flags, and notes on ignored or derived settings."""
+    settings_of_file = {} if config_file is None else read_config_file(config_file)
+    # RoPE settings become part of the flag --hf-overrides, if there is one.
+    rope = {key: value for key, value in settings_of_file.items() if key in ROPE}
+    others = {key: value for key, value in settings_of_file.items() if key not in ROPE}
+    in_file, notes = translated(others, str(config_file))
+    given, more_notes = translated({**in_file, **rope, **with_new_names(flags)}, source)
+    settings, derived_notes = derive_max_num_seqs(given)
+    return make_options(settings, source), [*dict.fromkeys([*notes, *more_notes]), *derived_notes]
+
+
+def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """Limit an unset ``max_num_seqs`` to the step's token budget; return the settings and notes for the startup log.
+
+    Takes settings rather than `Options`, which do not distinguish unset values from defaults.
+    """
+    named = {str(key).replace("-", "_"): value for key, value in settings.items() if value is not None}
+    budget = count(named.get("max_num_batched_tokens"), "--max-num-batched-tokens")
+    if "max_num_seqs" in named or type(budget) is not int or not 1 <= budget < Options().max_num_seqs:
+        return dict(settings), []
+    note = f"max_num_seqs is {budget}, not {Options().max_num_seqs}: --max-num-batched-tokens {budget} has one token for each"
+    return {**settings, "max_num_seqs": budget}, [note]

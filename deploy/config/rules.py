@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 import msgspec
 
-from quintet.deploy.config.flag import count, option
+from quintet.deploy.config.flag import option
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.model.hf_config import ModelFacts
@@ -203,19 +203,6 @@ def _visible_tokens(need: KvNeed, max_model_len: int) -> tuple[Kind, int]:
     if need.window is not None and need.window < max_model_len:
         return "sliding", need.window
     return "full", 0
-
-
-def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """Limit an unset ``max_num_seqs`` to the step's token budget; return the settings and notes for the startup log.
-
-    Takes settings rather than `Options`, which do not distinguish unset values from defaults.
-    """
-    named = {str(key).replace("-", "_"): value for key, value in settings.items() if value is not None}
-    budget = count(named.get("max_num_batched_tokens"), "--max-num-batched-tokens")
-    if "max_num_seqs" in named or type(budget) is not int or not 1 <= budget < Options().max_num_seqs:
-        return dict(settings), []
-    note = f"max_num_seqs is {budget}, not {Options().max_num_seqs}: --max-num-batched-tokens {budget} has one token for each"
-    return {**settings, "max_num_seqs": budget}, [note]
 
 
 def most_step_tokens(options: Options, device: str, max_model_len: int) -> int:

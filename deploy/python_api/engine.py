@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from quintet.deploy.config.build import resolve
-from quintet.deploy.config.flag_table import make_options
+from quintet.deploy.config.flag_table import derive_max_num_seqs, make_options
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.rules import derive_max_num_seqs
 from quintet.deploy.python_api.inputs import ReadPrompt, default_params, read_params, read_priority
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.run_dirs import make_run_dir

@@ -11,8 +11,7 @@ import pytest
 
 from quintet import deploy, wire
 from quintet.deploy.cli import serve
-from quintet.deploy.config.config_file import merged_options, read_config_file
-from quintet.deploy.config.flag_table import flag_table, make_options
+from quintet.deploy.config.flag_table import flag_table, make_options, merged_options, read_config_file
 from quintet.deploy.config.flags import Options
 from quintet.deploy.python_api.engine import options_of_call
 from quintet.wire.errors import ConfigError

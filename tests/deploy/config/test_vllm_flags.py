@@ -17,9 +17,8 @@ from quintet.deploy.cli import serve
 from quintet.deploy.cli.main import CommandParser, main
 from quintet.deploy.config import vllm_flags as flags
 from quintet.deploy.config.build import resolve
-from quintet.deploy.config.config_file import merged_options
 from quintet.deploy.config.flag import option as spelling
-from quintet.deploy.config.flag_table import flag_table, make_options
+from quintet.deploy.config.flag_table import flag_table, make_options, merged_options
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.parsers import choose_parsers, reasoning_parser
 from quintet.deploy.config.sglang_flags import LLAMA_CPP_FLAGS, SGLANG_FLAGS
