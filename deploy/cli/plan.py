@@ -16,11 +16,9 @@ from quintet.deploy.tools.draft_plan import DraftPlan, draft_plan, draft_rows, d
 from quintet.deploy.tools.kv_plan import KvDiskPlan, disk_plan, peers_plan, rows_of, store_plan
 from quintet.executor.model_config.describe import describe
 from quintet.executor.model_config.fitting import describe_share
-from quintet.executor.model_config.hf_config import hf_config_of
-from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.share import share_of, stage_layers
 from quintet.executor.model_config.spec import DecoderSpec
-from quintet.wire.config import EngineConfig, KvPeersConfig, KvStoreConfig, ModelConfig
+from quintet.wire.config import EngineConfig, KvPeersConfig, KvStoreConfig
 from quintet.wire.kv_spec import KvGroup, KvSpec
 
 _EXAMPLES = """\
@@ -157,13 +155,13 @@ def make_plan(resolution: Resolution) -> Plan:
         path=config.model.path,
         architecture=config.model.architecture,
         implementation=config.model.implementation,
-        layers=_layers(config.model),
+        layers=_layers(resolution.decoder),
         num_ranks=config.executor.tensor_parallel_size,
         kv_ranks=config.executor.decode_context_parallel_size,
         num_stages=config.executor.pipeline_parallel_size,
-        stages=_stages(config),
+        stages=_stages(resolution.decoder, config.executor.pipeline_parallel_size),
         num_hosts=config.executor.num_hosts,
-        share=_share(config),
+        share=_share(resolution.decoder, config),
         dtype=config.model.dtype,
         quantization=config.executor.quantization,
         activation_dtype=config.executor.activation_dtype,
@@ -259,35 +257,25 @@ def _format_rows(formats: list[KvFormatPlan]) -> list[tuple[str, str]]:
     return [(f"KV as {each.dtype}", described(each)) for each in formats] if len(formats) > 1 else []
 
 
-def _layers(model: ModelConfig) -> str | None:
+def _layers(spec: DecoderSpec | None) -> str | None:
     """Describe the layers of a model, or return None."""
-    spec = _spec_of(model)
     if spec is None:
         return None
     return f"{len(spec.layers)}: {'; '.join(words for words in describe(spec).values() if words)}"
 
 
-def _share(config: EngineConfig) -> str | None:
+def _share(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
     """Describe the share of one rank, or return None."""
-    spec, share = _spec_of(config.model), share_of(config.executor, 0)
+    share = share_of(config.executor, 0)
     return None if spec is None or share.is_all else "; ".join(describe_share(spec, share))
 
 
-def _stages(config: EngineConfig) -> str | None:
+def _stages(spec: DecoderSpec | None, stages: int) -> str | None:
     """Describe the layer ranges of stages, or return None."""
-    spec, stages = _spec_of(config.model), config.executor.pipeline_parallel_size
     if spec is None or stages == 1:
         return None
     ranges = [f"{first} to {end - 1}" for first, end in stage_layers(spec, stages)]
     return f"layers {', '.join(ranges)}"
-
-
-def _spec_of(model: ModelConfig) -> DecoderSpec | None:
-    family = FAMILIES.get(model.architecture)
-    if model.implementation != "quintet" or family is None:
-        return None
-    spec = family.read(hf_config_of(model))
-    return spec if isinstance(spec, DecoderSpec) else None
 
 
 def _other_memory(plan: Plan) -> list[tuple[str, str]]:

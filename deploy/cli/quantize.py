@@ -168,7 +168,7 @@ def _write_gguf(facts: ModelFacts, out: Path, mix: str) -> None:
 
     source = facts.path
     plan = plan_of(source, MIXES[mix], json.loads(facts.hf_config))
-    vocabulary = vocabulary_of(source, tokenizer_of(source), facts.vocab_size)
+    vocabulary = vocabulary_of(source, tokenizer_of(source), facts.spec.vocab_size)
     check_space(out, plan.num_bytes + _SPARE_BYTES)
     with (
         atomic_output(out) as made,

@@ -65,6 +65,7 @@ from quintet.deploy.config.speculation import check_model, check_support, notes_
 from quintet.deploy.config.speculators import with_verifier
 from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.quant.formats.scheme import Format
+from quintet.executor.model_config.spec import DecoderSpec
 from quintet.process.record import SUFFIX
 from quintet.wire.config import (
     DTYPE_BYTES,
@@ -90,6 +91,8 @@ class Resolution:
     """From the weight headers, else from ``config.json``; None if only the executor knows it."""
     stored: Format | None
     """Quantization format of the checkpoint; None if it is not quantized."""
+    decoder: DecoderSpec | None
+    """Quintet's layers; None if only transformers or another package has the architecture."""
     kv_formats: dict[KvFormat, KvSpec]
     """KV layout for each supported data type."""
     notes: list[str] = field(default_factory=list)
@@ -155,7 +158,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         name: msgspec.structs.replace(each, draft_bytes=draft_bytes)
         for name, each in rules.kv_formats(options, device, facts, item_bytes).items()
     }
-    return Resolution(config, weights, num_parameters, facts.stored, kv_formats, notes)
+    return Resolution(config, weights, num_parameters, facts.stored, facts.decoder, kv_formats, notes)
 
 
 def _check_flags(options: Options, run_dir: Path) -> tuple[Kind, Device]:
@@ -256,9 +259,9 @@ def _cache_config(
 ) -> tuple[CacheConfig, int]:
     """Return the KV cache section, and the maximum context length that fits into KV memory. Appends to ``notes``."""
     path = hf_config_path(facts.path)
-    max_model_len = rules.derive_max_model_len(options.max_model_len, facts.max_model_len, path)
+    max_model_len = rules.derive_max_model_len(options.max_model_len, facts.spec.reach, path)
     step_tokens = rules.most_step_tokens(options, device, max_model_len)
-    left_bytes = memory.available_bytes - memory.reserved_bytes
+    left_bytes, fixed_rope_len = memory.available_bytes - memory.reserved_bytes, facts.spec.fixed_rope_len
     memory_bytes = _kv_memory(options, device, kind, left_bytes, kv, max_model_len, step_tokens)
     fitted = max_model_len
     if memory_bytes:
@@ -275,11 +278,12 @@ def _cache_config(
         notes.append(
             f"max_model_len is {fitted}, not the model's {max_model_len}: the KV cache has {format_size(memory_bytes)}"
         )
-    can_share_prefixes = rules.rotates_alike(facts.fixed_rope_len, fitted)
+    # Keys of a longer sequence would depend on its length.
+    can_share_prefixes = fixed_rope_len is None or fitted <= fixed_rope_len
     if options.enable_prefix_caching and not can_share_prefixes:
         notes.append(
-            f"prefix caching is disabled: this model's RoPE changes in sequences of more than {facts.fixed_rope_len} tokens, "
-            f"so keys cannot be shared; --max-model-len {facts.fixed_rope_len} enables it"
+            f"prefix caching is disabled: this model's RoPE changes in sequences of more than {fixed_rope_len} tokens, "
+            f"so keys cannot be shared; --max-model-len {fixed_rope_len} enables it"
         )
     has_prefix_cache = options.enable_prefix_caching and can_share_prefixes
     source = KvSource(options, device, kv, fitted, step_tokens, has_prefix_cache)
@@ -338,7 +342,7 @@ def _model_config(
         implementation=facts.implementation,
         trust_remote_code=options.trust_remote_code,
         dtype=dtype,
-        vocab_size=facts.vocab_size,
+        vocab_size=facts.spec.vocab_size,
         embedding_width=facts.embedding_width,
         max_model_len=max_model_len,
         eos_token_ids=facts.eos_token_ids,

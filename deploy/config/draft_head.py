@@ -216,11 +216,8 @@ def _read_tensors(spec: MtpSpec | MedusaSpec, weights: WeightFacts) -> WeightFac
 
 
 def _served_spec(target: ModelFacts, method: str) -> DecoderSpec:
-    family = FAMILIES.get(target.architecture)
-    spec = None
-    if target.implementation == "quintet" and family is not None and family.builder == _DECODER:
-        spec = family.read(HfConfig(parse_json(target.hf_config, target.path), str(target.path)))
-    if not isinstance(spec, DecoderSpec):
+    spec = target.decoder
+    if spec is None or FAMILIES[target.architecture].builder != _DECODER:
         raise ConfigError(
             f"{FLAG}: the method {method} is not supported for {target.architecture}: use ngram"
         )

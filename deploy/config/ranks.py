@@ -23,14 +23,12 @@ from quintet.executor.model_config.fitting import (
     sizes_that_fit,
     why_not,
 )
-from quintet.executor.model_config.hf_config import HfConfig
-from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.share import KV_GATHER_BYTES, Share, shared_bytes, stage_layers
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, StateSpec
 from quintet.executor.model_config.state_specs import Mamba2Spec
 from quintet.wire.config import DTYPE_BYTES
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import hf_config_path, parse_json
+from quintet.wire.model_files import hf_config_path
 
 FLAG, STAGES_FLAG = "--tensor-parallel-size", "--pipeline-parallel-size"
 INVARIANT_FLAG, CONTEXT_FLAG = "--layout-invariant", "--decode-context-parallel-size"
@@ -81,7 +79,7 @@ def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
         facts = _with_stages(options, facts)
     if size == 1:
         return facts
-    spec, by_experts = _spec_of(facts), options.enable_expert_parallel
+    spec, by_experts = facts.decoder, options.enable_expert_parallel
     reason = _UNKNOWN_LAYERS if spec is None else why_not(spec, by_experts=by_experts)
     if reason is None and spec is not None and facts.stored is not None:
         reason = why_not_stored(facts.stored, spec, Share(0, size, by_experts), device)
@@ -122,7 +120,7 @@ def sum_leaves(options: Options, facts: ModelFacts) -> int:
     """
     if not options.layout_invariant:
         return 1
-    size, path, spec = options.tensor_parallel_size, hf_config_path(facts.path), _spec_of(facts)
+    size, path, spec = options.tensor_parallel_size, hf_config_path(facts.path), facts.decoder
     if spec is None:
         raise ConfigError(
             f"{INVARIANT_FLAG}: {path} uses transformers, which does not support ranks; drop the flag"
@@ -146,7 +144,7 @@ def sum_leaves(options: Options, facts: ModelFacts) -> int:
 def check_gpu_rows(options: Options, facts: ModelFacts, device: str, dtype_bytes: int) -> None:
     """Reject shards with rows that are not multiples of 16 bytes, where the only kernels require this."""
     size = options.tensor_parallel_size
-    spec = _spec_of(facts) if device == "cuda" and size > 1 else None
+    spec = facts.decoder if device == "cuda" and size > 1 else None
     for layer in () if spec is None else spec.layers:
         attention, state, mlp, depths = layer.attention, layer.state, layer.mlp, []
         if isinstance(mlp, ExpertsSpec) or (mlp is not None and options.batch_invariant):
@@ -189,7 +187,7 @@ def check_attention(options: Options, facts: ModelFacts, device: str, block_size
 
 def num_copied_parameters(options: Options, facts: ModelFacts) -> int:
     """Return the number of parameters of redundant experts, over all ranks."""
-    eplb, spec = eplb_config(options), _spec_of(facts)
+    eplb, spec = eplb_config(options), facts.decoder
     return 0 if eplb is None or spec is None else num_copied(eplb, spec)
 
 
@@ -198,12 +196,10 @@ def memory_shared(
 ) -> int:
     """Return the maximum shared memory of an engine's ranks, in bytes. num_observed: hidden states that a draft head reads."""
     size, stages = options.tensor_parallel_size, options.pipeline_parallel_size
-    spec = _spec_of(facts) if size * stages > 1 and device == "cpu" else None
+    spec = facts.decoder if size * stages > 1 and device == "cpu" else None
     if spec is None:
         return 0
-    longest = rules.derive_max_model_len(
-        options.max_model_len, facts.max_model_len, hf_config_path(facts.path)
-    )
+    longest = rules.derive_max_model_len(options.max_model_len, facts.spec.reach, hf_config_path(facts.path))
     step_tokens = rules.most_step_tokens(options, device, longest)
     eplb = eplb_config(options)
     places = 0 if eplb is None else eplb.num_redundant_experts // size
@@ -222,7 +218,7 @@ def memory_shared(
 
 def _with_stages(options: Options, facts: ModelFacts) -> ModelFacts:
     """Return the facts with the layers of each stage. Raises `ConfigError` for too many stages."""
-    stages, path, spec = options.pipeline_parallel_size, hf_config_path(facts.path), _spec_of(facts)
+    stages, path, spec = options.pipeline_parallel_size, hf_config_path(facts.path), facts.decoder
     if spec is None:
         raise ConfigError(
             f"{STAGES_FLAG} {stages}: {path} cannot be divided into stages: {_UNKNOWN_LAYERS}; drop the flag"
@@ -261,12 +257,3 @@ def _given(options: Options) -> str:
     sizes = ((FLAG, options.tensor_parallel_size), (STAGES_FLAG, options.pipeline_parallel_size))
     given = [f"{flag} {size}" for flag, size in sizes if size > 1]
     return " ".join(given + [INVARIANT_FLAG] * options.layout_invariant)
-
-
-def _spec_of(facts: ModelFacts) -> DecoderSpec | None:
-    family = FAMILIES.get(facts.architecture)
-    if facts.implementation != "quintet" or family is None:
-        return None
-    path = hf_config_path(facts.path)
-    spec = family.read(HfConfig(parse_json(facts.hf_config, path), str(path)))
-    return spec if isinstance(spec, DecoderSpec) else None

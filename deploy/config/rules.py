@@ -13,6 +13,7 @@ from quintet.deploy.config.flag import option
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.model.hf_config import ModelFacts
+from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.spec import KvNeed
 from quintet.wire.config import KvFormat
 from quintet.wire.errors import ConfigError, RequestError, invalid
@@ -112,8 +113,13 @@ def check_prompt_embeds(options: Options, facts: ModelFacts) -> None:
 
 def check_expert_widths(facts: ModelFacts, device: str, dtype_bytes: int) -> None:
     """Reject experts with a row size that is not a multiple of 16 bytes, which GPU kernels require."""
-    odd = sorted(depth for depth in facts.expert_depths if depth * dtype_bytes % 16)
-    if device == "cuda" and odd:
+    decoder = facts.decoder
+    if device != "cuda" or decoder is None:
+        return
+    widths = {layer.mlp.width for layer in decoder.layers if isinstance(layer.mlp, ExpertsSpec)}
+    depths = widths | {decoder.hidden_size} if widths else widths
+    odd = sorted(depth for depth in depths if depth * dtype_bytes % 16)
+    if odd:
         raise ConfigError(
             f"{hf_config_path(facts.path)}: experts have rows of {odd[0]} numbers, but GPU kernels require multiples of"
             f" {16 // dtype_bytes}: set --device cpu, or --model-impl transformers"
@@ -187,7 +193,7 @@ def _groups(
         if need is not None:
             widths = (need.key_dim,) if need.values_in_keys else (need.key_dim, need.value_dim)
             token_bytes = need.num_kv_heads * sum(head_bytes(padded_head(width)) for width in widths)
-            layers.append(LayerKv(layer, *_visible_tokens(need, facts.max_model_len), token_bytes))
+            layers.append(LayerKv(layer, *_visible_tokens(need, facts.spec.reach), token_bytes))
     for layer, state in enumerate(facts.state_needs):
         if state is not None:
             layers.append(LayerKv(layer, "state", state_bytes=state.num_bytes(dtype_bytes)))
@@ -285,11 +291,6 @@ def fit_max_model_len(
     return fitting
 
 
-def rotates_alike(fixed_rope_len: int | None, max_model_len: int) -> bool:
-    """Return whether keys of a prefix do not depend on sequence length, so that the prefix cache can share them."""
-    return fixed_rope_len is None or max_model_len <= fixed_rope_len
-
-
 def cap_kv_memory(
     kv: KvSpec, memory_bytes: int, max_num_seqs: int, max_model_len: int, step_tokens: int
 ) -> int:
@@ -322,12 +323,12 @@ def fit_facts(facts: ModelFacts, max_model_len: int) -> tuple[ModelFacts, list[s
     Any of them would make every request fail.
     """
     notes: list[str] = []
-    known = [token_id for token_id in facts.eos_token_ids if 0 <= token_id < facts.vocab_size]
+    known = [token_id for token_id in facts.eos_token_ids if 0 <= token_id < facts.spec.vocab_size]
     if len(known) < len(facts.eos_token_ids):
         unknown = ", ".join(str(token_id) for token_id in facts.eos_token_ids if token_id not in known)
         left = f"{known} end a response" if known else "only max_tokens and stop strings end a response"
         notes.append(
-            f"eos_token_id {unknown} of {facts.path} is ignored: the vocabulary has {facts.vocab_size} tokens; {left}"
+            f"eos_token_id {unknown} of {facts.path} is ignored: the vocabulary has {facts.spec.vocab_size} tokens; {left}"
         )
     defaults: dict[str, float | int] = {}
     for name, value in facts.generation_defaults.items():

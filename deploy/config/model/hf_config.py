@@ -30,9 +30,7 @@ from quintet.executor.checkpoints.quant.formats.kv_cache import KvFormat, wish_o
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.files import PICKLED, check_no_adapter, checkpoint_files
-from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.hf_config import HfConfig
-from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.registry import FAMILIES, architecture_of
 from quintet.executor.model_config.shape import STACKED_EXPERTS
 from quintet.executor.model_config.spec import DecoderSpec, KvNeed, ModelSpec
@@ -74,25 +72,12 @@ class ModelFacts:
     architecture: str
     implementation: ModelImpl
     dtype: Dtype
+    spec: ModelSpec
+    """Shapes of the whole model."""
     kv_needs: tuple[KvNeed | None, ...]
-    """KV of each layer per token."""
+    """KV of each layer per token; of one rank after `quintet.deploy.config.ranks.of_one_rank`."""
     state_needs: tuple[StateNeed | None, ...]
-    """Recurrent state of each layer per request; empty if no layer has one."""
-    vocab_size: int
-    tensor_names: Names | None
-    """None if only transformers has the architecture."""
-    embedding_width: int
-    """Width of a token embedding; 0 if only the executor knows it."""
-    hidden_size: int
-    """Width of hidden states; 0 if only the executor knows it."""
-    num_parameters: int | None
-    """Number of parameters of all matrices; None if only the executor knows it."""
-    expert_depths: frozenset[int]
-    """Input widths of the experts' matrices."""
-    max_model_len: int
-    """Maximum context length of the position encoding, RoPE scaling included."""
-    fixed_rope_len: int | None
-    """See `quintet.executor.model_config.rope.RopeSpec.fixed_len`."""
+    """Recurrent state of each layer per request, of one rank too; empty if no layer has one."""
     eos_token_ids: list[int]
     """End-of-sequence ids of the JSON files; `quintet.deploy.config.model.stop_tokens` adds those of the tokenizer."""
     generation_defaults: dict[str, float | int]
@@ -100,6 +85,16 @@ class ModelFacts:
     """Layer ranges of pipeline stages (`quintet.executor.model_config.share.stage_layers`); empty without stages."""
     notes: tuple[str, ...] = ()
     """Deviations from ``config.json``: one line each, for the startup log."""
+
+    @property
+    def decoder(self) -> DecoderSpec | None:
+        """The spec of Quintet's layers; None if only transformers or another package has the architecture."""
+        return self.spec if isinstance(self.spec, DecoderSpec) else None
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of a token embedding; 0 if only the executor knows it."""
+        return 0 if self.decoder is None else self.decoder.embedding_width or self.decoder.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +151,9 @@ def read_facts(
         architecture=architecture,
         implementation=implementation,
         dtype=_dtype(config, path) or (_stored_dtype(folder) if with_weights else "float32"),
+        spec=spec,
         kv_needs=spec.kv_needs,
         state_needs=spec.state_needs,
-        vocab_size=spec.vocab_size,
-        tensor_names=spec.names if isinstance(spec, DecoderSpec) else None,
-        embedding_width=spec.embedding_width or spec.hidden_size if isinstance(spec, DecoderSpec) else 0,
-        hidden_size=spec.hidden_size if isinstance(spec, DecoderSpec) else 0,
-        num_parameters=spec.num_parameters,
-        expert_depths=_expert_depths(spec),
-        max_model_len=spec.reach,
-        fixed_rope_len=spec.fixed_rope_len,
         eos_token_ids=configured_ids(
             overrides.generation, defaults, generation, config, config.get("text_config")
         ),
@@ -234,13 +222,6 @@ def _quantization_of_file(folder: Path) -> Json | None:
             section = read_json(folder / name)
             return {"quant_method": "squeezellm" if "wbits" in section else method} | section
     return None
-
-
-def _expert_depths(spec: ModelSpec) -> frozenset[int]:
-    if not isinstance(spec, DecoderSpec):
-        return frozenset()
-    widths = {layer.mlp.width for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)}
-    return frozenset(widths | {spec.hidden_size} if widths else ())
 
 
 _MAX_NAME_CHARS = 100

@@ -68,9 +68,10 @@ def read_served_facts(target: ModelFacts) -> WeightFacts:
 
     Raises `ConfigError` if no tensor is quantized, but the configuration declares quantized weights.
     """
-    weights, names = read_weight_facts(target.path), target.tensor_names
-    if names is not None and weights.contents:
-        weights = facts_of({name: weights.contents[name] for name in names.without_ignored(weights.contents)})
+    weights = read_weight_facts(target.path)
+    if target.decoder is not None and weights.contents:
+        names = target.decoder.names.without_ignored(weights.contents)
+        weights = facts_of({name: weights.contents[name] for name in names})
     if target.stored is not None:
         check_contents(target.stored, weights.contents, str(target.path / "config.json"))
     return weights
@@ -79,7 +80,7 @@ def read_served_facts(target: ModelFacts) -> WeightFacts:
 def num_parameters_of(facts: ModelFacts, weights: WeightFacts | None) -> int | None:
     """Return the number of parameters of unquantized weights, else the one that follows from ``config.json``."""
     counted = weights.num_parameters if weights and facts.stored is None else None
-    return facts.num_parameters if counted is None else counted
+    return facts.spec.num_parameters if counted is None else counted
 
 
 def _of_parts(parts: GgufParts) -> WeightFacts:

@@ -31,7 +31,7 @@ def tokenizer_of(model: Path) -> Path:
 def windows_of_text(facts: ModelFacts, text: str) -> list[list[int]]:
     """Tokenize a text into windows. Raises `ConfigError` if the text or the context is too short."""
     tokenizer = Tokenizer.from_file(str(tokenizer_of(facts.path) / "tokenizer.json"))
-    first, window = first_tokens(tokenizer), window_of(facts.max_model_len)
+    first, window = first_tokens(tokenizer), window_of(facts.spec.reach)
     if len(first) >= window:
         raise ConfigError(
             f"the tokenizer adds {len(first)} tokens to each text, but the window has only {window} tokens"
