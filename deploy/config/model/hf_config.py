@@ -14,8 +14,10 @@ from pathlib import Path
 
 from quintet.deploy.config.model.checkpoint_layout import (
     MERGED_NOTE,
+    correct_ties,
     has_stacked_experts,
     is_merged,
+    read_entries,
     with_value,
 )
 from quintet.deploy.config.model.implementation import (
@@ -23,7 +25,6 @@ from quintet.deploy.config.model.implementation import (
     choose_implementation,
     is_known,
 )
-from quintet.deploy.config.model.output_layer import correct_ties, read_entries
 from quintet.deploy.config.model.overrides import overridden, with_one_rope
 from quintet.deploy.config.model.stop_tokens import configured_ids
 from quintet.executor.checkpoints.quant.formats.kv_cache import KvFormat, wish_of
@@ -167,8 +168,8 @@ def _as_stored(folder: Path, config: Json, spec: ModelSpec, stored: Format | Non
     notes = []
     corrected = correct_ties(folder, config, spec)
     if corrected is not None:
-        config = corrected.config
-        notes.append(corrected.note)
+        config, note = corrected
+        notes.append(note)
     if has_stacked_experts(folder, spec):
         config = with_value(config, STACKED_EXPERTS, True)
     if is_merged(folder, stored):

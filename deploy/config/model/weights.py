@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
+from quintet.deploy.config.model.checkpoint_layout import read_entries
 from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.executor.checkpoints.quant.formats.registry import check_agrees, check_contents
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
-from quintet.executor.checkpoints.weights.header import Entry, read_header
+from quintet.executor.checkpoints.weights.header import Entry
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import hf_config_path, is_gguf
@@ -48,11 +49,7 @@ def read_weight_facts(folder: Path) -> WeightFacts:
         return WeightFacts(None, sum(path.stat().st_size for path in paths))
     contents: dict[str, Entry] = {}
     for path in paths:
-        try:
-            with path.open("rb") as file:
-                contents |= read_header(path, file, path.stat().st_size).entries
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}") from None
+        contents |= read_entries(path)
     return facts_of(contents)
 
 
