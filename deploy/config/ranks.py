@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from quintet.deploy.config import rules
+from quintet.deploy.config.device import num_gpus
 from quintet.deploy.config.eplb import check_copies, eplb_config, num_copied
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import check_first
 from quintet.deploy.config.kv.transfer import leaves_executor
 from quintet.deploy.config.model.hf_config import ModelFacts
-from quintet.deploy.config.rank_checks import check_gpu_ranks, why_not_stored
+from quintet.executor.checkpoints.quant.formats.cut import why_not as why_not_cut
+from quintet.executor.checkpoints.quant.formats.scheme import Format, StoredLayer
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.fitting import (
     MOST_RANKS,
@@ -23,8 +27,8 @@ from quintet.executor.model_config.fitting import (
     sizes_that_fit,
     why_not,
 )
-from quintet.executor.model_config.share import KV_GATHER_BYTES, Share, shared_bytes, stage_layers
-from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, StateSpec
+from quintet.executor.model_config.share import KV_GATHER_BYTES, KeptRange, Share, shared_bytes, stage_layers
+from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, StateSpec
 from quintet.executor.model_config.state_specs import Mamba2Spec
 from quintet.wire.config import DTYPE_BYTES
 from quintet.wire.errors import ConfigError
@@ -35,6 +39,17 @@ INVARIANT_FLAG, CONTEXT_FLAG = "--layout-invariant", "--decode-context-parallel-
 MOST_IN_KEY, MOST_IN_VALUE, TILE_TOKENS = 576, 512, 16
 """Limits of the CPU attention kernel, the only one that ranks use: ``takes`` of ``csrc/cpu/attention/paged.hpp``."""
 
+SIZES = (2, 4, 8)
+"""Equals ``quintet.executor.backends.cuda.ops.peers.SIZES``: all-reduce adds as a binary tree, over at most 8 GPUs with
+peer access.
+"""
+DIVIDED_FORMATS = (
+    *("gptq", "awq", "compressed-tensors", "squeezellm", "fp8", "fbgemm_fp8"),
+    *("modelopt", "quark", "auto-round", "torchao", "gguf"),
+)
+"""Formats that can be sharded (`quintet.executor.checkpoints.quant.formats.cut`)."""
+OF_MIXER, OF_FEED_FORWARD = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"
+"""Representative names of row-parallel layers, since configurations refer to names; the loader checks all others."""
 _UNKNOWN_LAYERS = "Quintet does not implement its layers"
 
 
@@ -69,7 +84,29 @@ def check_flags(options: Options, device: str) -> None:
             f"{_given(options)}: ranks require Linux, but this is {sys.platform}; drop the flag"
         )
     if device != "cpu":
-        check_gpu_ranks(options)
+        _check_gpu_ranks(options)
+
+
+def _check_gpu_ranks(options: Options) -> None:
+    """Reject unsupported ranks on GPUs. If GPUs cannot be counted here, the executor checks their number."""
+    size, engines = options.tensor_parallel_size, options.data_parallel_size
+    only_on_cpus = (
+        ("--pipeline-parallel-size", options.pipeline_parallel_size > 1),
+        ("--enable-expert-parallel", options.enable_expert_parallel),
+        ("--nnodes", options.nnodes > 1),
+    )
+    for flag, is_set in only_on_cpus:
+        if is_set:
+            raise ConfigError(f"{flag} is supported on CPUs only: drop it, or add --device cpu")
+    if size not in SIZES:
+        raise ConfigError(f"{FLAG} is {size}; on GPUs it must be one of {', '.join(map(str, SIZES))}")
+    num_visible = num_gpus(os.environ)
+    if num_visible is not None and num_visible < size * engines:
+        of_engines = f" with {engines} engines" if engines > 1 else ""
+        raise ConfigError(
+            f"{FLAG} {size}{of_engines} needs {size * engines} GPUs, one per rank, but {num_visible} are visible: lower it, or"
+            " check CUDA_VISIBLE_DEVICES"
+        )
 
 
 def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
@@ -82,7 +119,7 @@ def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
     spec, by_experts = facts.decoder, options.enable_expert_parallel
     reason = _UNKNOWN_LAYERS if spec is None else why_not(spec, by_experts=by_experts)
     if reason is None and spec is not None and facts.stored is not None:
-        reason = why_not_stored(facts.stored, spec, Share(0, size, by_experts), device)
+        reason = _why_not_stored(facts.stored, spec, Share(0, size, by_experts), device)
     if spec is None or reason is not None:
         raise ConfigError(f"{FLAG} {size}: {path} cannot be sharded: {reason}; drop the flag")
     if by_experts and not has_experts(spec):
@@ -111,6 +148,42 @@ def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
     )
     states = tuple(share.of_state_need(layer) for layer in spec.layers)
     return dataclasses.replace(facts, kv_needs=tuple(needs), state_needs=states)
+
+
+def _why_not_stored(stored: Format, spec: DecoderSpec, share: Share, device: str) -> str | None:
+    """Return the reason why ranks cannot shard the checkpoint, or None."""
+    if share.by_experts and stored.name == "mxfp4":
+        return None
+    if stored.name not in DIVIDED_FORMATS:
+        return f"{stored.name} weights cannot be sharded; supported formats: {', '.join(DIVIDED_FORMATS)}"
+    if device != "cpu":
+        return f"{stored.name} weights can be sharded on CPUs only"
+    if has_experts(spec) and not share.by_experts:
+        return f"columns of {stored.name} experts cannot be sharded, only whole experts (add --enable-expert-parallel)"
+    ranks = (dataclasses.replace(share, rank=rank) for rank in range(share.size))
+    for name, inputs in dict.fromkeys(
+        each for rank in ranks for layer in spec.layers for each in _inputs_of(layer, rank) if each[1].count
+    ):
+        scheme = stored.scheme(StoredLayer(name, spec.hidden_size, inputs.whole, False, None))
+        reason = None if scheme is None else why_not_cut(scheme, inputs)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _inputs_of(layer: LayerSpec, share: Share) -> Iterator[tuple[str, KeptRange]]:
+    """Yield a rank's input range of each row-parallel layer."""
+    attention, state, mlp = layer.attention, layer.state, layer.mlp
+    if isinstance(attention, AttentionSpec):
+        yield OF_MIXER, share.of(attention.num_heads).times(attention.value_dim)
+    if isinstance(attention, LatentSpec):
+        yield OF_MIXER, share.of(attention.num_heads).times(attention.head_width)
+    if state is not None:
+        count = state.divided.count
+        yield OF_MIXER, share.of(count).times(state.channels // count)
+    width = mlp.shared_width if isinstance(mlp, ExpertsSpec) else None if mlp is None else mlp.width
+    if width:
+        yield OF_FEED_FORWARD, share.of(width)
 
 
 def sum_leaves(options: Options, facts: ModelFacts) -> int:
