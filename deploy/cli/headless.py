@@ -27,7 +27,7 @@ from quintet.deploy.config.memory import available_ram_bytes
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.rules import check_ranges
 from quintet.deploy.config.sections import folder_of
-from quintet.deploy.config.speculators import with_verifier
+from quintet.deploy.config.speculation import with_verifier
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.deploy.supervisor.service_manager import ServiceManager

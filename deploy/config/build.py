@@ -11,8 +11,7 @@ import msgspec
 from quintet.deploy import embedded
 from quintet.deploy.config import network, ranks, rules
 from quintet.deploy.config.device import default_device
-from quintet.deploy.config.draft_head import HeadFacts
-from quintet.deploy.config.draft_model import DraftFacts, read_draft
+from quintet.deploy.config.draft import DraftFacts, HeadFacts, read_draft
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.kv.disk import kv_disk_config
 from quintet.deploy.config.kv.events import kv_events_config
@@ -61,8 +60,13 @@ from quintet.deploy.config.sections import (
     processes_config,
     scheduler_config,
 )
-from quintet.deploy.config.speculation import check_model, check_support, notes_on_device, notes_on_keys
-from quintet.deploy.config.speculators import with_verifier
+from quintet.deploy.config.speculation import (
+    check_model,
+    check_support,
+    notes_on_device,
+    notes_on_keys,
+    with_verifier,
+)
 from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.model_config.spec import DecoderSpec

@@ -11,9 +11,9 @@ from quintet.deploy.config.flags import Options
 from quintet.deploy.config.speculation import (
     MTP_ALIASES,
     check_model,
-    draft_model_name,
     notes_on_device,
     notes_on_keys,
+    speculation,
     speculative_config,
 )
 from quintet.wire.config import SpeculativeConfig
@@ -171,7 +171,8 @@ def test_the_model_of_mtp_may_be_the_served_one(model: str) -> None:
     text = f'{{"method": "ernie_mtp", "model": "{model}", "num_speculative_tokens": 1}}'
     served = "baidu/ERNIE-4.5-21B-A3B-PT"
     assert config_of(text, model=served) == config_of('{"method": "mtp", "num_speculative_tokens": 1}')
-    assert draft_model_name(msgspec.structs.replace(Options(model=served), speculative_config=text)) is None
+    parsed = speculation(msgspec.structs.replace(Options(model=served), speculative_config=text))
+    assert parsed is not None and parsed.model is None
 
 
 def test_layouts_and_devices_without_support_are_refused() -> None:
