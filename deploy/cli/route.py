@@ -23,13 +23,12 @@ from quintet.deploy.config.memory import parse_size
 from quintet.deploy.config.network import listed
 from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy, RouterApp
 from quintet.deploy.router.attempts import Hedging
-from quintet.deploy.router.dns_servers import DnsServers, parsed
 from quintet.deploy.router.limits import Limits
 from quintet.deploy.router.metrics import RouterMetrics
 from quintet.deploy.router.proxy import ProxyTimeouts
 from quintet.deploy.router.server_choice import Picker, by_address
 from quintet.deploy.router.servers import Servers
-from quintet.deploy.router.watch import Pulse, Watch
+from quintet.deploy.router.watch import DnsServers, Pulse, Watch, parsed
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.frontend.http.auth import Keys
 from quintet.frontend.http.bodies import BodyBuffers

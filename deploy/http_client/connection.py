@@ -48,6 +48,11 @@ class Target:
     def __str__(self) -> str:
         return self.uds or f"{self.host}:{self.port}"
 
+    @property
+    def authority(self) -> str:
+        """Host and port as in URLs: ``10.0.0.5:8000``, ``[fd00::5]:8000``."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     @classmethod
     def parse(
         cls, base_url: str, api_key: str | None = None, headers: Mapping[str, str] | None = None
@@ -69,8 +74,7 @@ class Target:
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """Return a whole request as bytes."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"Host: {host}:{self.port}", "Accept: */*"]
+        lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"Host: {self.authority}", "Accept: */*"]
         lines += [f"{name}: {value}" for name, value in self.headers]
         if body or method == "POST":
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
