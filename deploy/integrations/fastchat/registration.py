@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from quintet.deploy.http_client.pool import ConnectionPool
-from quintet.deploy.integrations.fastchat.errors import error_in
+from quintet.deploy.integrations.fastchat.protocol import error_in
 
 LOOK_S = 1.0
 """Interval of server checks."""
