@@ -18,8 +18,14 @@ from quintet.deploy.config.flag_table import NETWORK, add_flags, flag_table
 from quintet.deploy.http_client.connection import BadUrl, Target
 from quintet.deploy.http_client.pool import ask
 from quintet.deploy.tools.load_client.load import Load, Outcome, run_load
-from quintet.deploy.tools.load_client.report import Summary, summarise, table
-from quintet.deploy.tools.load_client.speculation import acceptance, acceptance_lines, read_counters
+from quintet.deploy.tools.load_client.report import (
+    Summary,
+    acceptance,
+    acceptance_lines,
+    read_counters,
+    summarise,
+    table,
+)
 from quintet.deploy.tools.load_client.talk import Client, ServerError
 from quintet.deploy.tools.load_client.workload import (
     ENDPOINTS,

@@ -12,8 +12,17 @@ from quintet.deploy.cli.serve import add_option_arguments, options_of
 from quintet.deploy.config.build import Resolution, resolve
 from quintet.deploy.config.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
 from quintet.deploy.config.model.lora import file_bytes
-from quintet.deploy.tools.draft_plan import DraftPlan, draft_plan, draft_rows, draft_state_bytes
-from quintet.deploy.tools.kv_plan import KvDiskPlan, disk_plan, peers_plan, rows_of, store_plan
+from quintet.deploy.tools.plan_parts import (
+    DraftPlan,
+    KvDiskPlan,
+    disk_plan,
+    draft_plan,
+    draft_rows,
+    draft_state_bytes,
+    peers_plan,
+    rows_of,
+    store_plan,
+)
 from quintet.executor.model_config.describe import describe
 from quintet.executor.model_config.fitting import describe_share
 from quintet.executor.model_config.share import share_of, stage_layers

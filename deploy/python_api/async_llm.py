@@ -13,13 +13,14 @@ from quintet.deploy.python_api.engine import EngineError, LocalServer, options_o
 from quintet.deploy.python_api.inputs import (
     ChatOptions,
     Conversation,
+    LoRARequest,
     PromptInput,
     ReadPrompt,
     read_prompt,
     read_text,
     read_token_ids,
+    with_adapter,
 )
-from quintet.deploy.python_api.lora import LoRARequest, with_adapter
 from quintet.deploy.python_api.outputs import Assembler, RequestOutput
 from quintet.frontend.streams import Stream
 from quintet.wire.codec import unpack_i32

@@ -37,10 +37,11 @@ from quintet.deploy.python_api.beams import (
 )
 from quintet.deploy.python_api.embed import EmbeddingRequestOutput, embed
 from quintet.deploy.python_api.engine import WAS_SHUT_DOWN, EngineError, LocalServer, options_of_call
-from quintet.deploy.python_api.gather import LOOK_S, CheckedPrompt, Gather, refused
+from quintet.deploy.python_api.gather import LOOK_S, CheckedPrompt, Gather, refused, run_loop, shut_down
 from quintet.deploy.python_api.inputs import (
     ChatOptions,
     Conversation,
+    LoRARequest,
     PromptInput,
     ReadPrompt,
     default_params,
@@ -50,10 +51,9 @@ from quintet.deploy.python_api.inputs import (
     read_prompt,
     read_text,
     read_token_ids,
+    with_adapter,
 )
 from quintet.deploy.python_api.llm_engine import LLMEngine
-from quintet.deploy.python_api.loop_thread import run_loop, shut_down
-from quintet.deploy.python_api.lora import LoRARequest, with_adapter
 from quintet.deploy.python_api.outputs import (
     CompletionOutput,
     Logprob,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from quintet.deploy.integrations.ray.actor import with_assigned_threads
+from quintet.deploy.integrations.ray.host import with_assigned_threads
 from quintet.deploy.python_api.inputs import params_by_name
 from quintet.deploy.python_api.offline import LLM
 from quintet.wire.params import OutputKind
