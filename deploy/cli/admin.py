@@ -63,7 +63,6 @@ Exit status: 0 on success; 1 on failure, with the reason; 78 if there is no such
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "admin",
         description=_DESCRIPTION + admin_kv.DESCRIPTION,

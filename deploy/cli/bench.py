@@ -68,7 +68,6 @@ examples:
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``bench serve`` and ``bench offline``."""
     parser = subparsers.add_parser(
         "bench",
         description="Benchmark a server over HTTP (`bench serve`), or the engine without HTTP (`bench offline`).",
@@ -318,8 +317,6 @@ def words_per_token(target: Target, model: str) -> float:
 
 
 class OfflineSummary(msgspec.Struct):
-    """Results of an offline benchmark."""
-
     num_requests: int
     boot_s: float
     duration_s: float

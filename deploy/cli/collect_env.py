@@ -40,7 +40,6 @@ _ENVIRONMENT = ("HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DE
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "collect-env",
         description="Describe this machine and installation. Paste the output into a bug report; it contains no secrets.",
@@ -49,7 +48,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the description."""
     description = describe()
     if arguments.json:
         print(json.dumps(description, indent=2))

@@ -34,7 +34,6 @@ use the same tensor names for the model family.
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "convert",
         description=_DESCRIPTION,
@@ -55,7 +54,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert, and print a line for each file."""
     from quintet.executor.checkpoints.weights.convert import convert  # imports torch
 
     out: Path | None = arguments.out and arguments.out.expanduser()

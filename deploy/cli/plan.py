@@ -124,7 +124,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "plan",
         description="Show the configuration and memory of `quintet serve` with the same flags. Reads only headers of weights.",
@@ -138,7 +137,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan."""
     options, notes = options_of(arguments)
     resolution = resolve(options, Path(tempfile.gettempdir()) / "quintet-plan")
     resolution.notes.extend(notes)
@@ -155,7 +153,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(resolution: Resolution) -> Plan:
-    """Create the plan of a resolved configuration."""
     config, weights = resolution.config, resolution.weights
     kv, processes = config.model.kv, config.processes
     num_blocks = kv.num_blocks(config.cache.memory_bytes)
@@ -305,7 +302,6 @@ def _other_memory(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _processes(plan: Plan) -> str:
-    """List the number of processes per role."""
     stages = f" of {plan.num_stages} stages" * (plan.num_stages > 1)
     ranks = f" of {plan.num_ranks} ranks" * (plan.num_ranks > 1)
     hosts = f" on {plan.num_hosts} hosts" * (plan.num_hosts > 1)
@@ -315,7 +311,6 @@ def _processes(plan: Plan) -> str:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Format the plan as text lines."""
     weights = ", ".join(
         [f"{plan.num_parameters:,} parameters"] * (plan.num_parameters is not None)
         + [f"{format_size(plan.weight_bytes)} on disk" if plan.weight_bytes is not None else "not read"]

@@ -59,7 +59,6 @@ docs/quantization.md lists the loss of each format. OUT is created only when it 
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "quantize",
         description=_help(),
@@ -216,7 +215,6 @@ def _windows(facts: ModelFacts, text: str) -> list[list[int]]:
 
 
 def _measure(variants: dict[str, Path], facts: ModelFacts, prompts: list[list[int]]) -> None:
-    """Print the quantization loss on a text."""
     from quintet.deploy.tools.quantize.loss import Score, measure, table
     from quintet.deploy.tools.quantize.windows import tokenizer_of
 

@@ -70,7 +70,6 @@ _log = logging.getLogger("quintet")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "route",
         description=_DESCRIPTION,

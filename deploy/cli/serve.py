@@ -61,7 +61,6 @@ VLLM_API_KEY = "VLLM_API_KEY"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "serve",
         description="Serve a model over HTTP with an OpenAI-compatible API.",
@@ -123,7 +122,6 @@ def _ends_with_model(words: list[str]) -> bool:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
     return serve(*options_of(arguments))
 
 

@@ -180,7 +180,6 @@ def _check_flags(options: Options, run_dir: Path) -> tuple[Kind, Device]:
 
 
 def _read_facts(options: Options, reads_weights: bool) -> ModelFacts:
-    """Locate the served model, and read its files."""
     folder = locate_model(
         options.model, reads_weights, with_code=options.trust_remote_code, revision=options.revision
     )
@@ -216,8 +215,6 @@ def _notes_on_model(
 
 @dataclass(frozen=True, slots=True)
 class _RankMemory:
-    """Memory of one rank."""
-
     available_bytes: int
     reserved_bytes: int
     """Part of the available memory that weights and shared memory use."""

@@ -26,7 +26,6 @@ _log = logging.getLogger("quintet")
 
 
 def warn(old: str, new: str) -> None:
-    """Log that an old name was used."""
     _log.warning("%s is deprecated; use %s", old, new)
 
 
@@ -77,6 +76,5 @@ class RenamedFlag(argparse.Action):
         values: Any,
         flag: str | None = None,
     ) -> None:
-        """Store the value."""
         warn(str(flag), option(self.dest))
         setattr(namespace, self.dest, [*getattr(namespace, self.dest), values] if self._appends else values)

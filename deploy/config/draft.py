@@ -304,7 +304,6 @@ def read_draft(
 
 
 def _existing(group: int | None, target: ModelFacts) -> int:
-    """Return the group, if there is one."""
     if group is None:
         raise ConfigError(
             f"{FLAG}: {target.path} has no layer with full attention; a draft model or head uses the blocks of such a layer: use"

@@ -67,7 +67,6 @@ def executor_config(
     shared_bytes: int,
     sum_leaves: int,
 ) -> ExecutorConfig:
-    """Return the executor section."""
     return ExecutorConfig(
         kind=kind,
         device=device,
@@ -127,7 +126,6 @@ def processes_config(options: Options, http: bool, external_frontends: int) -> P
 
 
 def frontend_config(options: Options) -> FrontendConfig:
-    """Return the frontend section."""
     return FrontendConfig(
         host=options.host,
         port=options.port,

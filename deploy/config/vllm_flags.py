@@ -344,6 +344,5 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def keys() -> set[str]:
-    """Return the keys of all of these flags."""
     tables = (RENAMED, ACCEPTED_SWITCHES, ACCEPTED_VALUES, REFUSED_SWITCHES, REFUSED_VALUES)
     return {key for table in tables for key in table} | {*ROPE, *DRAFTS, *HUB}

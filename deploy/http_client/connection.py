@@ -91,8 +91,6 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """A response."""
-
     status: int
     body: bytes
     """The body, unless it went to a sink."""
@@ -174,7 +172,6 @@ class Connection(asyncio.Protocol):
     # --- called by the loop ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from asyncio's
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -191,7 +188,6 @@ class Connection(asyncio.Protocol):
         self._break(ConnectionResetError(f"the server closed the connection {phase}"))
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes."""
         now_s = time.perf_counter()
         parser = self._parser
         if parser is None:
@@ -217,7 +213,6 @@ class Connection(asyncio.Protocol):
     # --- called by the parser ---
 
     def on_message_begin(self) -> None:
-        """Handle the start of a response."""
         if self._is_whole:
             self._keep = False  # unsolicited response
             return
@@ -225,7 +220,6 @@ class Connection(asyncio.Protocol):
         self.headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Handle a header."""
         name = name.lower()
         self.headers.append((name, value))
         if name == b"content-type":
@@ -234,7 +228,6 @@ class Connection(asyncio.Protocol):
             self._has_length = True
 
     def on_headers_complete(self) -> None:
-        """Handle the end of the headers."""
         if self._is_whole:
             return
         assert self._parser is not None

@@ -125,7 +125,6 @@ class AsyncLLM:
         self.shutdown()
 
     def _attach(self) -> None:
-        """Bind to the running loop."""
         self._engine.check()
         loop = asyncio.get_running_loop()
         if self._loop is not None and self._loop is not loop and not self._loop.is_closed():

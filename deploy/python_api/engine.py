@@ -123,7 +123,6 @@ class SupervisorProcess:
             self.process.wait()
 
     def close(self) -> None:
-        """Close `exit_fd`."""
         os.close(self.exit_fd)
 
 

@@ -45,7 +45,6 @@ class CheckedPrompt:
 
 
 def refused(request_id: str, error: RequestError) -> RequestOutput:
-    """Return the output of a prompt rejected before submission."""
     metrics = RequestMetrics(time.monotonic(), None, None)
     return RequestOutput(request_id, None, [], None, [], True, metrics, error=error)
 
@@ -192,7 +191,6 @@ class Gather:
 
 
 def _output(stream: Stream, assembler: Assembler) -> RequestOutput:
-    """Return the output of a request that has ended."""
     output = assembler.add(stream.take())
     if output is None:
         return assembler.failed(RequestError(ErrorCode.INTERNAL, "The request ended without an output."))
@@ -200,7 +198,6 @@ def _output(stream: Stream, assembler: Assembler) -> RequestOutput:
 
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, and close it."""
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()

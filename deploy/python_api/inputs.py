@@ -197,8 +197,6 @@ def _bad(problem: str) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Options for rendering conversations."""
-
     chat_template: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -313,6 +311,5 @@ def _invalid_value(message: str, values: Mapping[str, object]) -> RequestError:
 
 
 def default_params(generation_defaults: Mapping[str, float | int]) -> SamplingParams:
-    """Return the model's default sampling parameters."""
     known = {field.name for field in msgspec.structs.fields(SamplingParams)}
     return SamplingParams(**{name: value for name, value in generation_defaults.items() if name in known})  # type: ignore[arg-type]

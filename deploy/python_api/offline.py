@@ -357,7 +357,6 @@ class LLM:
 def _with_progress(
     outputs: Generator[RequestOutput, None, None], total: int | None, use_tqdm: bool
 ) -> Generator[RequestOutput, None, None]:
-    """Yield outputs with a progress bar."""
     num_tokens = 0
     with contextlib.closing(outputs), tqdm(total=total, unit="prompt", disable=not use_tqdm) as bar:
         for output in outputs:

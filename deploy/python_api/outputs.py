@@ -103,7 +103,6 @@ class Assembler:
         ]
 
     def start(self, started: Started) -> None:
-        """Store the results of prefill."""
         self._prompt_ids = list(unpack_i32(started.prompt_ids))
         self._num_cached = started.num_cached_tokens
         if started.prompt_logprobs is not None:

@@ -44,8 +44,6 @@ class AccessPolicy(NamedTuple):
 
 
 class RouterApp:
-    """One router."""
-
     def __init__(
         self, servers: Servers, metrics: RouterMetrics, timeouts: ProxyTimeouts, policy: AccessPolicy
     ) -> None:

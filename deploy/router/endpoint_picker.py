@@ -72,8 +72,6 @@ _log = logging.getLogger("quintet")
 
 
 class PickerStream:
-    """The stream of one request of a gateway."""
-
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
         self._gateway_request: GatewayRequest | None = None
@@ -266,7 +264,6 @@ class Processor(ExternalProcessorServicer):
     async def Process(
         self, requests: AsyncIterator[ProcessingRequest], _context: object
     ) -> AsyncIterator[ProcessingResponse]:
-        """Handle the stream of one request."""
         stream = PickerStream(self._picker)
         try:
             async for message in requests:

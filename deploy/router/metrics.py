@@ -86,8 +86,6 @@ def _number(text: str) -> float:
 
 
 class RouterMetrics(Collector):
-    """Metrics of the router."""
-
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self._metrics = Metrics()
@@ -124,7 +122,6 @@ class RouterMetrics(Collector):
         )
 
     def count_prefill(self, *, is_computed: bool) -> None:
-        """Count a request with disaggregated prefill."""
         self._prefills[is_computed].inc()
 
     def answered(self, server: Server | None, status: int) -> None:
@@ -156,5 +153,4 @@ class RouterMetrics(Collector):
         return families.values()
 
     def text(self) -> bytes:
-        """Return all metrics in the Prometheus text format."""
         return generate_latest(self)

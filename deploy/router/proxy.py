@@ -244,7 +244,6 @@ class ProxiedRequest:
         return task.result(), won.held
 
     def _release(self) -> None:
-        """Release the current attempt."""
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.release()

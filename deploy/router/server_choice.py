@@ -23,8 +23,6 @@ from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """The head of a request."""
-
     path: str
     """Decoded, without the query."""
     headers: Mapping[str, str]
@@ -34,7 +32,6 @@ class RequestHead:
 
     @property
     def errors(self) -> ErrorShape:
-        """Error format of the path's API."""
         return errors_of(self.path)
 
 
@@ -136,7 +133,6 @@ class GatewayRequest:
             self._held.answer()
 
     def release(self) -> None:
-        """End the request."""
         self._release_body()
         if self._held is not None:
             self._held.release()

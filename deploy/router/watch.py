@@ -64,7 +64,6 @@ class DnsServers:
         return self.urls != before
 
     def _log_trouble(self, target: Target, trouble: str) -> None:
-        """Log a new error of a lookup."""
         if trouble and trouble != self._trouble.get(target):
             _log.warning(
                 "--engine-dns %s: lookup failed (%s); its known servers are kept", target.host, trouble
@@ -113,8 +112,6 @@ class Pulse:
 
 
 class Watch:
-    """Polls all servers."""
-
     def __init__(
         self,
         servers: Servers,
@@ -137,7 +134,6 @@ class Watch:
         servers.set_urls(self._listed(), pulse.connect_s)
 
     async def run(self) -> None:
-        """Poll until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_names())
             group.create_task(self._watch())

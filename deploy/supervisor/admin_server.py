@@ -107,7 +107,6 @@ def _count(word: str) -> tuple[Role, int]:
 
 
 def status_lines(processes: Sequence[ProcessMetrics]) -> list[str]:
-    """Return a table of the processes."""
     rows = [
         ("process", "state", "pid", "up", "completed", "pending", "heartbeat", "restarts", "cpu", "note"),
         *(
@@ -181,7 +180,6 @@ class AdminClient:
         self._outbox = bus.open_outbox(SUPERVISOR, reply_to)
 
     def say(self, line: str) -> None:
-        """Send a line of progress."""
         self._outbox.send(encode(CommandAnswer(line)))
 
     def end(self, line: str, failed: bool = False) -> None:

@@ -40,7 +40,6 @@ class MetricsRefresh:
         self._waiting.append(_PendingQuery(query, awaited, now + REPORT_TIMEOUT_S))
 
     def record_heartbeat(self, worker: WorkerId) -> None:
-        """Record a heartbeat."""
         for pending in self._waiting:
             pending.awaited.discard(worker)
 

@@ -68,7 +68,6 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def _reap(self, options: int) -> int | None:

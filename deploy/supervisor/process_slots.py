@@ -85,13 +85,11 @@ class SlotRecord:
         self.progress = self.pending = self.cpu_ns = self.topology = 0
 
     def became_ready(self, facts: dict[str, str], now: float) -> None:
-        """Record that the process is ready."""
         self.state, self.facts, self.ready_at, self.is_booting_new = SlotState.READY, facts, now, False
         self.was_ready = True
         self.last_beat = self.progress_at = self.busy_at = now
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
-        """Record a heartbeat."""
         if heartbeat.progress != self.progress:
             self.progress_at = self.busy_at = now
         elif heartbeat.pending:
@@ -110,7 +108,6 @@ class SlotRecord:
         self.busy_at = min(now, self.busy_at + seconds)
 
     def vacate(self, note: str) -> None:
-        """Record that the process has exited."""
         self.process, self.state, self.note = None, SlotState.DOWN, note
         self.ready_at = self.aborted_at = self.stopped_at = None
         self.pending = 0

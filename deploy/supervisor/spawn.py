@@ -40,8 +40,7 @@ class ChildProcess(Protocol):
     def send_signal(self, number: int, /) -> None:
         """Send a signal, unless the child has exited."""
 
-    def kill(self) -> None:
-        """Send SIGKILL."""
+    def kill(self) -> None: ...
 
 
 class WaitingProcess(ChildProcess, Protocol):

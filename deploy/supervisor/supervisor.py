@@ -59,8 +59,6 @@ _DUPLICATE_SIGNAL_S = 0.02
 
 
 class Phase(enum.Enum):
-    """Lifecycle phase of the server."""
-
     BOOTING = "booting"
     SERVING = "serving"
     DRAINING = "draining"

@@ -131,7 +131,6 @@ def draft_state_bytes(config: EngineConfig) -> int:
 def draft_rows(
     draft: DraftPlan | None, num_ranks: int, num_stages: int, num_hosts: int
 ) -> list[tuple[str, str]]:
-    """Return the rows of the printed plan."""
     if draft is None:
         return []
     places = ["rank 0"] * (num_ranks > 1) + ["the first stage"] * (num_stages > 1)

@@ -135,7 +135,6 @@ def _has_head(folder: Path, names: Names) -> bool:
 
 
 def _with_ties(config: Json, *, is_tied: bool) -> Json:
-    """Return a config with tied or untied embeddings."""
     changed = {**config, **{key: is_tied for key in _TIES if key in config or key == _TIES[0]}}
     text = config.get("text_config")
     return (

@@ -55,7 +55,6 @@ class WorkerError(Exception):
 
     @property
     def body(self) -> dict[str, object]:
-        """FastChat's error object."""
         return {"text": self.text, "error_code": int(self.code)}
 
 
@@ -154,8 +153,6 @@ class Params(msgspec.Struct, kw_only=True):
 
 
 class TokenCountRequest(msgspec.Struct):
-    """A request to count the tokens of a prompt."""
-
     prompt: str
     model: str | None = None
 
@@ -206,8 +203,6 @@ DONE = b"[DONE]"
 
 
 class FastChatUsage(msgspec.Struct):
-    """Token counts."""
-
     prompt_tokens: int = 0
     total_tokens: int = 0
     completion_tokens: int = 0
@@ -222,7 +217,6 @@ class Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
     def add(self, more: Logprobs) -> None:
-        """Append log-probabilities."""
         self.text_offset += more.text_offset
         self.token_logprobs += more.token_logprobs
         self.tokens += more.tokens
@@ -249,8 +243,6 @@ _decode = msgspec.json.Decoder(Completion).decode
 
 
 class FastChatResponse:
-    """State of one response."""
-
     def __init__(self) -> None:
         self._text = ""
         self._usage = FastChatUsage()

@@ -51,7 +51,6 @@ class Host:
         self._lifeline.close()
 
     def address(self) -> str:
-        """Return the node's IP address."""
         return str(ray.util.get_node_ip_address())
 
     def run(self, flags: Mapping[str, str | int | bool], key: bytes) -> Ended:

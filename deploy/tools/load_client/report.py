@@ -42,8 +42,6 @@ class Failures(msgspec.Struct):
 
 
 class Summary(msgspec.Struct):
-    """Metrics of one run."""
-
     num_requests: int
     num_completed: int
     duration_s: float
@@ -86,7 +84,6 @@ def spread(values_s: Sequence[float] | NDArray[np.float64]) -> Spread | None:
 
 
 def summarise(run: Run) -> Summary:
-    """Compute the metrics of a run."""
     good = [o for o in run.outcomes if o.failure is None]
     duration_s = max(run.end_s - run.start_s, 1e-9)
     tokens = sum(_output_tokens(o) for o in good)
@@ -123,7 +120,6 @@ def summarise(run: Run) -> Summary:
 
 
 def table(summary: Summary) -> str:
-    """Format the metrics as a text table."""
     s = summary
     lines = [
         f"requests     {s.num_completed} of {s.num_requests} completed in {s.duration_s:.2f} s, {s.requests_per_s:.2f} /s",
@@ -241,7 +237,6 @@ def acceptance(before: Counters, after: Counters) -> Acceptance | None:
 
 
 def acceptance_lines(accepted: Acceptance | None) -> list[str]:
-    """Format the acceptance as lines of text."""
     if accepted is None:
         return ["drafts       none was verified"]
     shares = " ".join(f"{100 * share:.0f}" for share in accepted.acceptance_per_position)

@@ -64,8 +64,6 @@ class _Line(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """One message of a conversation."""
-
     role: str
     content: str
 
