@@ -58,6 +58,7 @@ from quintet.deploy.config.sections import (
     folder_of,
     frontend_config,
     processes_config,
+    recording_folder,
     scheduler_config,
 )
 from quintet.deploy.config.speculation import (
@@ -70,7 +71,6 @@ from quintet.deploy.config.speculation import (
 from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.model_config.spec import DecoderSpec
-from quintet.process.record import SUFFIX
 from quintet.wire.config import (
     DTYPE_BYTES,
     CacheConfig,
@@ -79,7 +79,6 @@ from quintet.wire.config import (
     KvFormat,
     ModelConfig,
 )
-from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
 from quintet.wire.model_files import AdapterConfig, hf_config_path, is_gguf
 
@@ -155,7 +154,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         processes=processes_config(options, http, external_frontends),
         log_level=options.log_level,
         trace=folder_of(options.trace),
-        record=_recording_folder(options.record),
+        record=recording_folder(options.record),
         record_bytes=options.record_mb << 20,
     )
     kv_formats = {
@@ -171,7 +170,9 @@ def _check_flags(options: Options, run_dir: Path) -> tuple[Kind, Device]:
     rules.check_mock_only_flags(options)
     rules.check_run_dir_length(run_dir)
     kind: Kind = "mock" if options.executor == "mock" else "torch"
-    device = _device(options, kind)
+    device: Device = "cpu"
+    if kind == "torch":
+        device = default_device() if options.device == "auto" else options.device
     rules.check_gpu_only_flags(options, device)
     check_packed_cache(options, device)
     ranks.check_flags(options, device)
@@ -386,18 +387,3 @@ def _kv_memory(
     else:
         of_host = default_kv_memory(kv, left_bytes, max_model_len, step_tokens)
     return max(1, of_host * options.nnodes * together)
-
-
-def _recording_folder(path: str | None) -> str | None:
-    folder = folder_of(path)
-    if folder is not None and any(Path(folder).glob(f"*/*{SUFFIX}")):
-        raise ConfigError(
-            f"--record {path}: the folder already contains a recording; remove it, or choose another folder"
-        )
-    return folder
-
-
-def _device(options: Options, kind: str) -> Device:
-    if kind == "mock":
-        return "cpu"
-    return default_device() if options.device == "auto" else options.device
