@@ -20,9 +20,9 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flag_table import derive_max_num_seqs, make_options
@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 _REPORT_SLACK_S = 30.0
 _STOP_S = 10.0
 _POLL_S = 1.0
+ResultT = TypeVar("ResultT")
 WAS_SHUT_DOWN = "this engine was shut down"
 
 
@@ -61,6 +62,16 @@ def options_of_call(model: str | None, flags: Mapping[str, object], source: str)
     """Return the options of a constructor call; the default log level is WARNING."""
     settings, _ = derive_max_num_seqs({"log_level": "WARNING", **flags, "model": model})
     return make_options(settings, source)
+
+
+async def gathered(coroutines: Iterable[Coroutine[None, None, ResultT]]) -> list[ResultT]:
+    """Run coroutines concurrently, and return their results; the first error cancels the others."""
+    tasks = [asyncio.create_task(each) for each in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class SupervisorProcess:
@@ -211,18 +222,27 @@ class LocalServer:
     ) -> Stream:
         """Submit a request; without parameters the model's defaults apply. Call from the attached loop. Raises `RequestError`."""
         chosen = params if params is not None else default_params(self.config.model.generation_defaults)
+        return self.submit_read(read, read_params(chosen), read_priority(priority), mailbox, params is None)
+
+    def submit_read(
+        self,
+        read: ReadPrompt,
+        params: SamplingParams,
+        priority: int,
+        mailbox: Mailbox | None,
+        clamp_max_tokens: bool,
+    ) -> Stream:
+        """Submit a request whose parameters have valid types. Call from the attached loop. Raises `RequestError`."""
+        spec = RequestSpec(
+            self.requests.checked(params),
+            priority=priority,
+            cache_salt=read.cache_salt,
+            adapter=read.adapter,
+            return_prompt_ids=True,
+        )
+        final_only = params.output_kind is OutputKind.FINAL_ONLY
         return self.requests.submit(
-            read.prompt,
-            RequestSpec(
-                self.requests.checked(read_params(chosen)),
-                priority=read_priority(priority),
-                cache_salt=read.cache_salt,
-                adapter=read.adapter,
-                return_prompt_ids=True,
-            ),
-            mailbox=mailbox,
-            final_only=chosen.output_kind is OutputKind.FINAL_ONLY,
-            clamp_max_tokens=params is None,
+            read.prompt, spec, mailbox=mailbox, final_only=final_only, clamp_max_tokens=clamp_max_tokens
         )
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -23,7 +23,6 @@ from quintet.deploy.python_api.outputs import Assembler, RequestMetrics, Request
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import RequestSpec
 
 LOOK_S = 1.0
 """Interval at which a waiting thread checks that the loop is running."""
@@ -154,21 +153,10 @@ class Gather:
 
     def _submit_checked(self, index: int, prompt: CheckedPrompt) -> None:
         self._engine.check()
-        read = prompt.prompt
-        stream = self._engine.requests.submit(
-            read.prompt,
-            RequestSpec(
-                self._engine.requests.checked(prompt.params),
-                priority=prompt.priority,
-                cache_salt=read.cache_salt,
-                adapter=read.adapter,
-                return_prompt_ids=True,
-            ),
-            mailbox=self._mailbox,
-            final_only=True,
-            clamp_max_tokens=prompt.clamp_max_tokens,
+        stream = self._engine.submit_read(
+            prompt.prompt, prompt.params, prompt.priority, self._mailbox, prompt.clamp_max_tokens
         )
-        self._open[stream] = (index, Assembler(prompt.request_id, read.text, stream))
+        self._open[stream] = (index, Assembler(prompt.request_id, prompt.prompt.text, stream))
         if self._collector is None:
             self._collector = self._loop.create_task(self._collect())
 
