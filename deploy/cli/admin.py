@@ -88,12 +88,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Send the command, and print the replies."""
     words: list[str] = arguments.words
+    run_dir = find_server(Path(tempfile.gettempdir()), arguments.port, arguments.run_dir)
     if words[0] == "kv":
-        found = find_server(Path(tempfile.gettempdir()), arguments.port, arguments.run_dir)
-        return admin_kv.run(words[1:], arguments, found)
+        return admin_kv.run(words[1:], arguments, run_dir)
     if arguments.drain_timeout is not None:
         words = [*words, f"drain-timeout={arguments.drain_timeout:g}"]
-    run_dir = find_server(Path(tempfile.gettempdir()), arguments.port, arguments.run_dir)
     return ask(run_dir, words)
 
 
