@@ -11,7 +11,7 @@ import msgspec
 from quintet.deploy import embedded
 from quintet.deploy.config import network, ranks, rules
 from quintet.deploy.config.device import default_device
-from quintet.deploy.config.draft import DraftFacts, HeadFacts, read_draft
+from quintet.deploy.config.draft import DraftFacts, read_draft
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.kv.disk import kv_disk_config
 from quintet.deploy.config.kv.events import kv_events_config
@@ -126,7 +126,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     kv = rules.kv_spec(options, device, facts, item_bytes)
     draft = read_draft(options, facts, kv, dtype)
     # Rank 0 alone has the draft model. Memory is planned per rank, so each counts a part; KV memory also per host.
-    block_bytes = draft.sizes[0] * options.decode_context_parallel_size * options.nnodes if draft else 0
+    block_bytes = draft.block_bytes * options.decode_context_parallel_size * options.nnodes if draft else 0
     draft_bytes = -(-block_bytes // options.tensor_parallel_size)
     kv = msgspec.structs.replace(kv, draft_bytes=draft_bytes)
     ranks.check_attention(options, facts, device, kv.block_size)
@@ -232,11 +232,11 @@ def _rank_memory(
     facts: ModelFacts,
     item_bytes: int,
     weight_bytes: int,
-    draft: DraftFacts | HeadFacts | None,
+    draft: DraftFacts | None,
 ) -> _RankMemory:
     """Divide memory among ranks. weight_bytes: of all ranks. Raises `ConfigError` if the weights do not fit."""
     num_ranks, stages, hosts = options.tensor_parallel_size, options.pipeline_parallel_size, options.nnodes
-    _, draft_weight_bytes, num_observed = draft.sizes if draft else (0, 0, 0)
+    draft_weight_bytes, num_observed = (draft.weight_bytes, len(draft.aux_layers)) if draft else (0, 0)
     weight_bytes //= num_ranks
     # Rank 0 alone has the draft model. Memory is planned per rank, so each counts a part.
     local_weight_bytes = weight_bytes // hosts + draft_weight_bytes // num_ranks

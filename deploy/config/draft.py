@@ -72,54 +72,63 @@ class Head:
     """Quantization format of the checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadFacts:
-    """A head that fits the served model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftFacts:
+    """A draft model or head before the served model's context length and vocabulary are known."""
 
-    head: Head
+    name: str
+    path: Path
+    architecture: str
+    hf_config: str
     dtype: Dtype
+    vocab_size: int
+    embedding_width: int = 0
+    max_model_len: int | None = None
+    """Of a draft model, which has a tokenizer of its own; None for a head."""
+    quantization: Quantization
     weight_bytes: int
     kv: KvSpec
+    block_bytes: int
+    """Memory for each block of the served model's KV memory."""
     group: int
     """See `DraftModelConfig.group`."""
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Memory for a block of the served model's KV memory, that of the weights, and the number of hidden states that are read.
-
-        A block has keys and values, features of all tokens, and those of later layers for the token after it.
-        """
-        spec, block_bytes = self.head.spec, 0
-        if self.kv.groups:
-            num_features = self.kv.block_size + len(spec.kv_needs) - 1
-            block_bytes = self.kv.bytes_per_block + num_features * spec.hidden_size * DTYPE_BYTES[self.dtype]
-        return block_bytes, self.weight_bytes, len(spec.aux_layers)
+    states: KvSpec | None = None
+    """See `DraftModelConfig.states`."""
+    aux_layers: tuple[int, ...] = ()
+    """See `DraftModelConfig.aux_layers`."""
 
     def of(self, model: ModelConfig) -> DraftModelConfig:
-        """Return the configuration of the head of a served model."""
+        """Return the configuration for a served model. Raises `ConfigError` if the tokens of a draft model differ."""
+        tokenizer, max_model_len = model.tokenizer_path, model.max_model_len
+        if self.max_model_len is not None:
+            folder = tokenizer_folder(self.path, advice=f"{FLAG}: a draft model needs its tokenizer")
+            _check_tokens(self.name, _tokens_of(folder), _tokens_of(Path(tokenizer)))
+            tokenizer, max_model_len = str(folder), min(max_model_len, self.max_model_len)
         return DraftModelConfig(
             model=ModelConfig(
-                path=str(self.head.path),
-                tokenizer_path=model.tokenizer_path,
-                served_names=[self.head.name],
-                architecture=self.head.architecture,
-                hf_config=self.head.hf_config,
+                path=str(self.path),
+                tokenizer_path=tokenizer,
+                served_names=[self.name],
+                architecture=self.architecture,
+                hf_config=self.hf_config,
                 dtype=self.dtype,
-                vocab_size=self.head.spec.draft_vocab_size,
-                max_model_len=model.max_model_len,
+                vocab_size=self.vocab_size,
+                embedding_width=self.embedding_width,
+                max_model_len=max_model_len,
                 eos_token_ids=model.eos_token_ids,
                 kv=self.kv,
             ),
             group=self.group,
-            quantization=self.head.quantization,
+            quantization=self.quantization,
             weight_bytes=self.weight_bytes,
-            aux_layers=list(self.head.spec.aux_layers),
+            aux_layers=list(self.aux_layers),
+            states=self.states,
         )
 
 
 def read_head(
     name: str | None, options: Options, target: ModelFacts, dtype: Dtype, block_size: int, group: int
-) -> HeadFacts:
+) -> DraftFacts:
     """Return the head of this name, or without a name the multi-token prediction layer of the served model.
 
     dtype: of both. Raises `ConfigError`.
@@ -133,12 +142,28 @@ def read_head(
         quantization = "none" if head.stored else loaded_quantization(options.quantization)
         num_outputs = spec.vocab_size * spec.hidden_size
         weight_bytes += weight_bytes_of(num_outputs, item_bytes, quantization, None, None, 0)
-    kv = KvSpec([], 0, 0, block_size)
+    kv, block_bytes = KvSpec([], 0, 0, block_size), 0
     if spec.kv_needs:
         kv = draft_kv(options, target, spec.kv_needs, block_size, item_bytes)
+        # Keys and values, features of all tokens, and those of later layers for the token after the block.
+        num_features = block_size + len(spec.kv_needs) - 1
+        block_bytes = kv.bytes_per_block + num_features * spec.hidden_size * item_bytes
     else:
         weight_bytes += options.max_num_seqs * spec.hidden_size * item_bytes  # features of the newest tokens
-    return HeadFacts(head, dtype, weight_bytes, kv, group)
+    return DraftFacts(
+        name=head.name,
+        path=head.path,
+        architecture=head.architecture,
+        hf_config=head.hf_config,
+        dtype=dtype,
+        vocab_size=spec.draft_vocab_size,
+        quantization=head.quantization,
+        weight_bytes=weight_bytes,
+        kv=kv,
+        block_bytes=block_bytes,
+        group=group,
+        aux_layers=tuple(spec.aux_layers),
+    )
 
 
 def draft_kv(
@@ -239,54 +264,7 @@ def _check_fit(name: str, spec: HeadSpec, served: DecoderSpec, path: str) -> Non
             )
 
 
-@dataclass(frozen=True, slots=True)
-class DraftFacts:
-    """A draft model before the served model's context length and vocabulary are known."""
-
-    name: str
-    facts: ModelFacts
-    dtype: Dtype
-    quantization: Quantization
-    weight_bytes: int
-    kv: KvSpec
-    group: int
-    """See `DraftModelConfig.group`."""
-    states: KvSpec | None
-    """See `DraftModelConfig.states`."""
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """See `HeadFacts.sizes`."""
-        return self.kv.bytes_per_block, self.weight_bytes, 0
-
-    def of(self, model: ModelConfig) -> DraftModelConfig:
-        """Return the configuration of the draft model of a served model. Raises `ConfigError` if their tokens differ."""
-        tokenizer = tokenizer_folder(self.facts.path, advice=f"{FLAG}: a draft model needs its tokenizer")
-        _check_tokens(self.name, _tokens_of(tokenizer), _tokens_of(Path(model.tokenizer_path)))
-        return DraftModelConfig(
-            model=ModelConfig(
-                path=str(self.facts.path),
-                tokenizer_path=str(tokenizer),
-                served_names=[self.name],
-                architecture=self.facts.architecture,
-                hf_config=self.facts.hf_config,
-                dtype=self.dtype,
-                vocab_size=self.facts.spec.vocab_size,
-                embedding_width=self.facts.embedding_width,
-                max_model_len=min(model.max_model_len, self.facts.spec.reach),
-                eos_token_ids=model.eos_token_ids,
-                kv=self.kv,
-            ),
-            group=self.group,
-            quantization=self.quantization,
-            weight_bytes=self.weight_bytes,
-            states=self.states,
-        )
-
-
-def read_draft(
-    options: Options, target: ModelFacts, kv: KvSpec, dtype: Dtype
-) -> DraftFacts | HeadFacts | None:
+def read_draft(options: Options, target: ModelFacts, kv: KvSpec, dtype: Dtype) -> DraftFacts | None:
     """Return the draft model or head that the flags name, or None. kv, dtype: of the served model ``target``.
 
     Raises `ConfigError`.
@@ -331,16 +309,26 @@ def _read_model(
     quantization = draft_quantization(options) if facts.stored is None else facts.stored.name
     num_parameters = num_parameters_of(facts, weights) or 0
     weight_bytes = weight_bytes_of(num_parameters, DTYPE_BYTES[dtype], quantization, facts.stored, weights, 0)
-    states = _state_layout(facts, block_size, DTYPE_BYTES[dtype])
+    layout, used_group = KvSpec([KvGroup("full", [])], 1, ALIGNMENT, block_size), 0  # without keys and values
     if any(facts.kv_needs):
-        group = _existing(group, target)
+        used_group = _existing(group, target)
         layout = draft_kv(options, facts, facts.kv_needs, block_size, DTYPE_BYTES[dtype])
-    else:
-        group, layout = (
-            0,
-            KvSpec([KvGroup("full", [])], 1, ALIGNMENT, block_size),
-        )  # unused: no keys and values
-    return DraftFacts(name, facts, dtype, quantization, weight_bytes, layout, group, states)
+    return DraftFacts(
+        name=name,
+        path=facts.path,
+        architecture=facts.architecture,
+        hf_config=facts.hf_config,
+        dtype=dtype,
+        vocab_size=facts.spec.vocab_size,
+        embedding_width=facts.embedding_width,
+        max_model_len=facts.spec.reach,
+        quantization=quantization,
+        weight_bytes=weight_bytes,
+        kv=layout,
+        block_bytes=layout.bytes_per_block,
+        group=used_group,
+        states=_state_layout(facts, block_size, DTYPE_BYTES[dtype]),
+    )
 
 
 def _state_layout(facts: ModelFacts, block_size: int, dtype_bytes: int) -> KvSpec | None:
