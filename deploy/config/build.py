@@ -42,7 +42,6 @@ from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.deploy.config.model.weights import (
     WeightFacts,
     check_activations,
-    check_packed_cache,
     check_weights_fit,
     choose_quantization,
     num_parameters_of,
@@ -117,7 +116,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     quantization = choose_quantization(options, device, facts)
     if kind == "torch" and facts.implementation == "transformers":
         check_transformers_flags(options)
-    check_activations(options, device, quantization)
+    check_activations(options, quantization)
     weights = read_served_facts(facts) if reads_weights else None
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
     item_bytes = DTYPE_BYTES[dtype]
@@ -173,8 +172,7 @@ def _check_flags(options: Options, run_dir: Path) -> tuple[Kind, Device]:
     device: Device = "cpu"
     if kind == "torch":
         device = default_device() if options.device == "auto" else options.device
-    rules.check_gpu_only_flags(options, device)
-    check_packed_cache(options, device)
+    rules.check_device_flags(options, device)
     ranks.check_flags(options, device)
     check_support(options, kind, device)
     return kind, device

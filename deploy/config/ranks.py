@@ -65,8 +65,6 @@ def check_flags(options: Options, device: str) -> None:
     context = options.decode_context_parallel_size
     if context > 1 and size % context:
         raise ConfigError(f"{CONTEXT_FLAG} is {context}; it must divide {FLAG} {size}")
-    if context > 1 and device != "cpu":
-        raise ConfigError(f"{CONTEXT_FLAG} {context} is supported on CPUs only; add --device cpu or drop it")
     if options.layout_invariant and (options.executor == "mock" or device != "cpu"):
         raise ConfigError(
             f"{INVARIANT_FLAG} is supported on CPUs only, and not by the mock executor: drop it, or add --device cpu"
@@ -90,14 +88,6 @@ def check_flags(options: Options, device: str) -> None:
 def _check_gpu_ranks(options: Options) -> None:
     """Reject unsupported ranks on GPUs. If GPUs cannot be counted here, the executor checks their number."""
     size, engines = options.tensor_parallel_size, options.data_parallel_size
-    only_on_cpus = (
-        ("--pipeline-parallel-size", options.pipeline_parallel_size > 1),
-        ("--enable-expert-parallel", options.enable_expert_parallel),
-        ("--nnodes", options.nnodes > 1),
-    )
-    for flag, is_set in only_on_cpus:
-        if is_set:
-            raise ConfigError(f"{flag} is supported on CPUs only: drop it, or add --device cpu")
     if size not in SIZES:
         raise ConfigError(f"{FLAG} is {size}; on GPUs it must be one of {', '.join(map(str, SIZES))}")
     num_visible = num_gpus(os.environ)

@@ -93,13 +93,23 @@ def check_mock_only_flags(options: Options) -> None:
             raise ConfigError(f"{flag} {value} requires --executor mock: add it, or drop {flag}")
 
 
-def check_gpu_only_flags(options: Options, device: str) -> None:
-    """Reject ``--attention-backend`` on a CPU, where ``--batch-invariant`` and ``--enforce-eager`` change nothing."""
-    if device != "cuda" and options.attention_backend != "auto":
+def check_device_flags(options: Options, device: str) -> None:
+    """Reject flags of the other kind of device. ``--batch-invariant`` and ``--enforce-eager`` change nothing on a CPU."""
+    if device == "cpu" and options.attention_backend != "auto":
         raise ConfigError(
             f"--attention-backend {options.attention_backend} is for GPUs, but the model runs on the CPU: drop it, or set "
             "--device cuda"
         )
+    for flag, is_given in (
+        ("--packed-cache", options.packed_cache is not None),
+        (f"--activation-dtype {options.activation_dtype}", options.activation_dtype != "auto"),
+        ("--decode-context-parallel-size", options.decode_context_parallel_size > 1),
+        ("--pipeline-parallel-size", options.pipeline_parallel_size > 1),
+        ("--enable-expert-parallel", options.enable_expert_parallel),
+        ("--nnodes", options.nnodes > 1),
+    ):
+        if device != "cpu" and is_given:
+            raise ConfigError(f"{flag} is supported on CPUs only: add --device cpu or drop it")
 
 
 def check_prompt_embeds(options: Options, facts: ModelFacts) -> None:

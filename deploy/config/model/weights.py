@@ -116,25 +116,13 @@ def loaded_quantization(name: str) -> Quantization:
     return next((each for each in _WEIGHT_BITS if each == name), "none")
 
 
-def check_activations(options: Options, device: str, quantization: Quantization) -> None:
-    """Reject ``--activation-dtype`` without integer weights on a CPU."""
-    if options.activation_dtype == "auto":
-        return
-    if device != "cpu":
-        raise ConfigError(
-            f"--activation-dtype {options.activation_dtype} is supported on CPUs only: add --device cpu or drop it"
-        )
-    if quantization == "none":
+def check_activations(options: Options, quantization: Quantization) -> None:
+    """Reject ``--activation-dtype`` without integer weights."""
+    if options.activation_dtype != "auto" and quantization == "none":
         raise ConfigError(
             f"--activation-dtype {options.activation_dtype} requires integer weights, but this model is not quantized: add"
             " --quantization int8 or int4, use a quantized checkpoint, or drop it"
         )
-
-
-def check_packed_cache(options: Options, device: str) -> None:
-    """Reject ``--packed-cache`` on a GPU: only CPU kernels read packed weights."""
-    if device != "cpu" and options.packed_cache is not None:
-        raise ConfigError("--packed-cache is supported on CPUs only: add --device cpu or drop it")
 
 
 def weight_bytes_of(
