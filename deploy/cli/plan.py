@@ -319,19 +319,19 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.num_ranks > 1:
         group = f"group of {plan.kv_ranks}" if plan.kv_ranks > 1 else "rank"
         owner = f", per {group} ({plan.num_ranks} ranks)" + (" of an engine" if owner else "")
-    rows = [
+    rows: list[tuple[str, str | None]] = [
         ("model", plan.model if plan.model == plan.path else f"{plan.model} ({plan.path})"),
         ("architecture", f"{plan.architecture}, {plan.dtype}, {plan.executor} executor on {plan.device}"),
         (
             "implementation",
             "quintet" if plan.implementation == "quintet" else "transformers, with Quintet's paged KV cache",
         ),
-        *([("layers", plan.layers)] if plan.layers is not None else []),
-        *([("per rank", plan.share)] if plan.share is not None else []),
-        *([("stages", plan.stages)] if plan.stages is not None else []),
+        ("layers", plan.layers),
+        ("per rank", plan.share),
+        ("stages", plan.stages),
         ("quantization", plan.quantization),
-        *([("activations", plan.activation_dtype)] if plan.activation_dtype != "auto" else []),
-        *([("checkpoint", plan.checkpoint_format)] if plan.checkpoint_format is not None else []),
+        ("activations", plan.activation_dtype if plan.activation_dtype != "auto" else None),
+        ("checkpoint", plan.checkpoint_format),
         ("weights", weights),
         *(("LoRA adapter", f"{name}: {format_size(size)} on disk") for name, size in plan.adapters.items()),
         *draft_rows(plan.draft, plan.num_ranks, plan.num_stages, plan.num_hosts),
@@ -365,4 +365,5 @@ def plan_lines(plan: Plan) -> list[str]:
         ("processes", _processes(plan)),
         ("address", f"http://{plan.address}"),
     ]
-    return [f"{name:<17} {value}" for name, value in rows] + [f"note: {note}" for note in plan.notes]
+    lines = [f"{name:<17} {value}" for name, value in rows if value is not None]
+    return lines + [f"note: {note}" for note in plan.notes]

@@ -121,7 +121,8 @@ def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
         raise ConfigError(
             f"{FLAG} {size}: {path} has {odd}, which cannot be sharded over {size} ranks; valid sizes: {fitting}"
         )
-    if options.nnodes > 1 and options.pipeline_parallel_size == 1 and _rotates_by_length(spec):
+    rotates_by_length = any(rope.depends_on_length for rope in spec.ropes)
+    if options.nnodes > 1 and options.pipeline_parallel_size == 1 and rotates_by_length:
         raise ConfigError(
             f"{FLAG} {size} --nnodes {options.nnodes}: RoPE of {path} depends on the prompt length, which is not supported on"
             " several hosts; drop --nnodes"
@@ -292,10 +293,6 @@ def _with_stages(options: Options, facts: ModelFacts) -> ModelFacts:
             f" {len(spec.layers)}"
         )
     return dataclasses.replace(facts, stages=tuple(stage_layers(spec, stages)))
-
-
-def _rotates_by_length(spec: DecoderSpec) -> bool:
-    return any(rope.depends_on_length for rope in spec.ropes)
 
 
 def _check_context(options: Options, spec: DecoderSpec, path: Path) -> None:

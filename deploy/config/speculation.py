@@ -42,48 +42,38 @@ GPU_METHODS = ("ngram", "suffix")
 """Methods that are supported on a GPU: those without a model of their own."""
 
 MTP_ALIASES = (
-    "deepseek_mtp",
-    "ernie_mtp",
-    "exaone4_5_mtp",
-    "exaone_moe_mtp",
-    "glm4_moe_lite_mtp",
-    "glm4_moe_mtp",
-    "glm_ocr_mtp",
-    "hy_v3_mtp",
-    "longcat_flash_mtp",
-    "mimo_mtp",
-    "mimo_v2_mtp",
-    "nemotron_h_mtp",
-    "pangu_ultra_moe_mtp",
-    "qwen3_5_mtp",
-    "qwen3_next_mtp",
-    "step3p5_mtp",
+    *("deepseek_mtp", "ernie_mtp", "exaone4_5_mtp", "exaone_moe_mtp", "glm4_moe_lite_mtp", "glm4_moe_mtp"),
+    *("glm_ocr_mtp", "hy_v3_mtp", "longcat_flash_mtp", "mimo_mtp", "mimo_v2_mtp", "nemotron_h_mtp"),
+    *("pangu_ultra_moe_mtp", "qwen3_5_mtp", "qwen3_next_mtp", "step3p5_mtp"),
 )
 """vLLM's other names of the method ``mtp``."""
 
 NGRAM_MODELS = ("ngram", "[ngram]")
 """Values of ``model`` with which older vLLM versions meant the method ``ngram``."""
 
-NO_EFFECT = frozenset(
-    {
+NO_EFFECT = {
+    *(
         "attention_backend",
         "disable_by_batch_size",
         "disable_log_stats",
         "disable_logprobs",
         "disable_mqa_scorer",
+    ),
+    *(
         "disable_padded_drafter_batch",
         "draft_load_config",
         "draft_sample_method",
         "draft_tensor_parallel_size",
+    ),
+    *(
         "enforce_eager",
         "kv_cache_dtype",
         "max_model_len",
         "moe_backend",
         "num_speculative_tokens_per_batch_size",
-        "tensor_parallel_size",
-        "use_local_argmax_reduction",
-    }
-)
+    ),
+    *("tensor_parallel_size", "use_local_argmax_reduction"),
+}
 """Keys of vLLM that change its speed or memory, not outputs. They have no effect here."""
 
 QUANTIZATIONS = ("none", "int8", "int4", "w8a8")

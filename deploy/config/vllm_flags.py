@@ -7,6 +7,7 @@ alternative. docs/vllm-flags.md is generated from these tables.
 from __future__ import annotations
 
 import argparse
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,6 @@ class Renamed:
     is_switch: bool = False
     convert: Callable[[object], object] | None = None
     """Converts its value to that of ``ours``."""
-
-
-def _not(value: object) -> object:
-    return not value
 
 
 SHORT = {
@@ -53,7 +50,7 @@ RENAMED: dict[str, Renamed] = {
     "task": Renamed("runner"),
     "override_pooler_config": Renamed("pooler_config"),
     "enable_log_requests": Renamed("log_requests", is_switch=True),
-    "disable_log_requests": Renamed("log_requests", is_switch=True, convert=_not),
+    "disable_log_requests": Renamed("log_requests", is_switch=True, convert=operator.not_),
 }
 """Key of vLLM's flag -> Quintet's flag."""
 

@@ -97,7 +97,7 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Raise `EngineError` unless every kind of process is running."""
         self._attach()
-        missing = self._engine.missing()
+        missing = self._engine.requests.workers.missing()
         if missing:
             raise EngineError(f"no {missing[0]} process is ready; the supervisor is restarting it")
 

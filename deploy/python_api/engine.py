@@ -213,10 +213,6 @@ class LocalServer:
         if self._failure is not None:
             raise EngineError(f"the engine processes have stopped: {self._failure}; see the log above")
 
-    def missing(self) -> list[Role]:
-        """Return the roles without a ready process."""
-        return self.requests.workers.missing()
-
     def submit(
         self, read: ReadPrompt, params: SamplingParams | None, priority: int, mailbox: Mailbox | None = None
     ) -> Stream:

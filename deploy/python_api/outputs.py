@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from quintet.frontend.streams import Batch, OutputDelta, Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import RequestError
-from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
+from quintet.wire.messages import FinishReason, PositionLogprobs, Started
 from quintet.wire.params import OutputKind
 
 
@@ -152,7 +152,8 @@ class Assembler:
         if self._has_logprobs:
             output.logprobs, output.cumulative_logprob = logprobs, choice.cumulative_logprob
         if delta.finish is not None:
-            output.finish_reason, output.stop_reason = finish_word(delta.finish), delta.finish.stop_reason
+            output.finish_reason = FinishReason(delta.finish.reason).name.lower()
+            output.stop_reason = delta.finish.stop_reason
 
     def _output(self, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
         stream = self._stream
@@ -171,11 +172,6 @@ class Assembler:
             ),
             num_cached_tokens=self._num_cached,
         )
-
-
-def finish_word(finish: Finish) -> str:
-    """Return the ``finish_reason`` of a choice."""
-    return FinishReason(finish.reason).name.lower()
 
 
 def _copy(output: CompletionOutput) -> CompletionOutput:

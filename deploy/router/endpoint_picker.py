@@ -41,6 +41,7 @@ from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to_server
 
+from quintet.deploy.router.app import errors_of
 from quintet.deploy.router.server_choice import GatewayRequest, Picker, RequestHead
 from quintet.deploy.router.upstream import RELAY
 from quintet.frontend.api import sse
@@ -220,7 +221,7 @@ class PickerStream:
             immediate_response=ImmediateResponse(
                 status=HttpStatus(code=status),
                 headers=HeaderMutation(set_headers=[_set(name.decode(), value) for name, value in headers]),
-                body=self._head.errors.body(error, self._request_id),
+                body=errors_of(self._head.path).body(error, self._request_id),
                 details=f"quintet_{error.code}",
             )
         )

@@ -106,7 +106,7 @@ class RouterMetrics(Collector):
         self.broken = self._metrics.counter(
             "broken_streams", "Streams that ended with an error because no server could resume them."
         )
-        self._prefills = {
+        self.prefills = {
             is_computed: self._metrics.counter(
                 "apart",
                 "Requests with disaggregated prefill, by success (computed) or failure.",
@@ -120,9 +120,6 @@ class RouterMetrics(Collector):
         self.limited = self._metrics.counter(
             "limited_requests", "Requests rejected by the limit of their key."
         )
-
-    def count_prefill(self, *, is_computed: bool) -> None:
-        self._prefills[is_computed].inc()
 
     def answered(self, server: Server | None, status: int) -> None:
         """Count an answer of a server, or of the router for None. A server's counts are dropped with the server."""

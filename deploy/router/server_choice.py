@@ -11,13 +11,12 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from quintet.deploy.http_client.connection import Target
-from quintet.deploy.router.app import AccessPolicy, check_path, errors_of
+from quintet.deploy.router.app import AccessPolicy, check_path
 from quintet.deploy.router.metrics import RouterMetrics
 from quintet.deploy.router.request_summary import RequestSummary, read
 from quintet.deploy.router.servers import HeldPrefixes, Servers
 from quintet.deploy.router.watch import parsed
 from quintet.frontend.api.answer import SESSION_HEADER
-from quintet.frontend.http.error_shape import ErrorShape
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
 
@@ -29,10 +28,6 @@ class RequestHead:
     """By lower-case name."""
     among: Set[str] | None = None
     """Allowed endpoints; None for any."""
-
-    @property
-    def errors(self) -> ErrorShape:
-        return errors_of(self.path)
 
 
 class Picker:

@@ -128,7 +128,8 @@ class SlotTable:
 
     def __init__(self, run_dir: Path, processes: ProcessesConfig) -> None:
         self._run_dir = run_dir
-        self._version = 0
+        self.version = 0
+        """Version of the newest topology."""
         self.is_changed = True
         """True if the topology changed since the last publication."""
         counts = (
@@ -184,19 +185,14 @@ class SlotTable:
     def is_acknowledged(self) -> bool:
         """True if every ready process has acknowledged the current topology."""
         return not self.is_changed and all(
-            slot.topology == self._version for slot in self.own() if slot.state is SlotState.READY
+            slot.topology == self.version for slot in self.own() if slot.state is SlotState.READY
         )
-
-    @property
-    def version(self) -> int:
-        """Version of the newest topology."""
-        return self._version
 
     def topology(self, draining: bool) -> Topology:
         """Return a new version of the topology."""
-        self._version += 1
+        self.version += 1
         self.is_changed = False
-        return Topology(self._version, [self._slot(slot) for slot in self], draining)
+        return Topology(self.version, [self._slot(slot) for slot in self], draining)
 
     def _slot(self, slot: SlotRecord) -> ProcessSlot:
         is_leaving = slot.is_retiring and slot.state is not SlotState.DOWN
