@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -106,7 +107,7 @@ def options_of(arguments: argparse.Namespace) -> tuple[Options, list[str]]:
     options, notes = merged_options(arguments.config, flags)
     key = os.environ.get(VLLM_API_KEY)
     if key and not options.api_key:
-        options = msgspec.structs.replace(options, api_key=[key])
+        options = dataclasses.replace(options, api_key=[key])
         notes.append(f"clients must send the API key of the environment variable {VLLM_API_KEY}")
     for name, advice in vllm_flags.ENVIRONMENT.items():
         if os.environ.get(name, "0").lower() not in {"", "0", "false"}:

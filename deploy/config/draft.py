@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from quintet.deploy.config import rules
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.checkpoint_layout import has_stacked_experts, with_value
@@ -174,7 +172,7 @@ def draft_kv(
     facts: of the draft model, or of the served one.
     """
     kept = tuple(need and dataclasses.replace(need, window=None, chunk=None) for need in needs)
-    alike = msgspec.structs.replace(options, kv_cache_dtype="model", block_size=block_size)
+    alike = dataclasses.replace(options, kv_cache_dtype="model", block_size=block_size)
     return rules.kv_spec(alike, "cpu", dataclasses.replace(facts, kv_needs=kept, state_needs=()), dtype_bytes)
 
 

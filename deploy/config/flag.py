@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -10,26 +11,46 @@ from typing import Any
 
 from quintet.wire.errors import ConfigError
 
+FLAG = "flag"
+"""Key of a field's metadata."""
+
 
 @dataclass(frozen=True, slots=True)
 class Flag:
     """Help text and parsing of one field of `Options`."""
 
     help: str
-    metavar: str | None = None
-    default_text: str | None = None
+    metavar: str | None
+    default_text: str | None
     """Default in words, for fields with the default None."""
-    read: Callable[[object, str], object] | None = None
+    read: Callable[[object, str], object] | None
     """Parser of the given value; takes the value and the flag's name."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str]
     """Alternative name -> choice."""
-    takes_several: bool = False
+    takes_several: bool
     """True if one occurrence of a list flag accepts several values."""
 
 
-def json_flag(text: str) -> Flag:
-    """Return the description of a flag with a JSON object as its value."""
-    return Flag(text, "JSON", "none", json_object)
+def flag(
+    default: Any,
+    text: str,
+    metavar: str | None = None,
+    default_text: str | None = None,
+    *,
+    read: Callable[[object, str], object] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    takes_several: bool = False,
+) -> Any:
+    """Return a field of `Options` with this default, described by a `Flag`."""
+    described = {FLAG: Flag(text, metavar, default_text, read, aliases or {}, takes_several)}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy.copy(default), metadata=described)
+    return field(default=default, metadata=described)
+
+
+def json_flag(text: str) -> Any:
+    """Return a field of `Options` with a JSON object as its value; empty by default."""
+    return flag({}, text, "JSON", "none", read=json_object)
 
 
 def option(key: str) -> str:

@@ -9,14 +9,14 @@ import json
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from quintet.deploy.config.deprecated_flags import RENAMED_VALUES, warn, with_new_names
-from quintet.deploy.config.flag import Flag, boolean, count, option
+from quintet.deploy.config.flag import FLAG, Flag, boolean, count, option
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.sglang_flags import flag_for
 from quintet.deploy.config.vllm_flags import ROPE, SHORT
@@ -70,12 +70,12 @@ class FlagSpec:
 @functools.cache
 def flag_table() -> list[FlagSpec]:
     """Return every flag, in the order of `Options`."""
-    hints = typing.get_type_hints(Options, include_extras=True)
+    hints = typing.get_type_hints(Options)
     table, group = [], ""
-    for field in msgspec.structs.fields(Options):
+    for field in fields(Options):
         group = FLAG_GROUPS.get(field.name, group)
-        annotated, flag = typing.get_args(hints[field.name])
-        default = [] if field.default is msgspec.NODEFAULT else field.default
+        annotated, flag = hints[field.name], field.metadata[FLAG]
+        default = [] if field.default is MISSING else field.default
         origin, members = typing.get_origin(annotated), typing.get_args(annotated)
         kinds = [each for each in members or (annotated,) if each is not type(None)]
         is_text = flag.read is not None or origin in (Literal, list) or str in kinds

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-import msgspec
-
 from quintet.deploy.config.flag import option
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
@@ -182,7 +180,7 @@ def kv_formats(options: Options, device: str, facts: ModelFacts, dtype_bytes: in
             continue
         try:
             found[name] = kv_spec(
-                msgspec.structs.replace(options, kv_cache_dtype=name), device, facts, dtype_bytes
+                dataclasses.replace(options, kv_cache_dtype=name), device, facts, dtype_bytes
             )
         except ConfigError:
             continue  # not supported by this device or model

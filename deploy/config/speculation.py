@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Literal
@@ -308,7 +309,7 @@ def with_verifier(options: Options) -> Options:
         "model": name,
         "num_speculative_tokens": found.proposal_methods[0].speculative_tokens,
     }
-    return msgspec.structs.replace(
+    return dataclasses.replace(
         options,
         model=found.verifier.name_or_path,
         revision=None,

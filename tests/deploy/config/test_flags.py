@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from quintet import deploy, wire
@@ -52,9 +52,8 @@ def test_every_option_is_read() -> None:
     folders = Path(deploy.__file__).parent, Path(wire.__file__).parent
     sources = [path for folder in folders for path in folder.rglob("*.py") if path.name != "flags.py"]
     text = "\n".join(path.read_text() for path in sources)
-    unread = {
-        name for name in Options.__struct_fields__ if not re.search(rf'options\.{name}\b|"{name}"', text)
-    }
+    names = [each.name for each in dataclasses.fields(Options)]
+    unread = {name for name in names if not re.search(rf'options\.{name}\b|"{name}"', text)}
     assert unread == {"enable_auto_tool_choice"}  # vLLM needs it; here calls are always parsed
 
 
@@ -157,4 +156,4 @@ def test_old_names_are_hidden_in_the_help() -> None:
 
 
 def test_flags_and_options_have_the_same_names() -> None:
-    assert [spec.key for spec in flag_table()] == [field.name for field in msgspec.structs.fields(Options)]
+    assert [spec.key for spec in flag_table()] == [field.name for field in dataclasses.fields(Options)]
