@@ -27,8 +27,7 @@ from quintet.deploy.config.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener, bind_unix, check_free
 from quintet.deploy.supervisor.prefork import Prefork, roles_to_fork
-from quintet.deploy.supervisor.run_dirs import make_run_dir
-from quintet.deploy.supervisor.store_lock import lock_stores
+from quintet.deploy.supervisor.run_dirs import lock_stores, make_run_dir
 from quintet.process.log import configure_logging
 from quintet.wire.config import EngineConfig
 

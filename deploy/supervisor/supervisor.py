@@ -26,9 +26,8 @@ from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.admin_server import AdminServer
 from quintet.deploy.supervisor.changes import Changes
 from quintet.deploy.supervisor.event_loop import EventLoop
-from quintet.deploy.supervisor.metrics_refresh import MetricsRefresh
 from quintet.deploy.supervisor.prefork import Prefork
-from quintet.deploy.supervisor.process_slots import SlotRecord, SlotTable
+from quintet.deploy.supervisor.process_slots import MetricsRefresh, SlotRecord, SlotTable
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.service_manager import ServiceManager
 from quintet.deploy.supervisor.spawn import MODULES, STANDBY_ROLES, Spawner, StandbyProcesses, end_processes
