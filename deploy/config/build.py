@@ -17,12 +17,7 @@ from quintet.deploy.config.kv.disk import kv_disk_config
 from quintet.deploy.config.kv.events import kv_events_config
 from quintet.deploy.config.kv.peers import kv_peers_config
 from quintet.deploy.config.kv.store import kv_store_config
-from quintet.deploy.config.kv.transfer import (
-    KvSource,
-    notes_on_transfer,
-    num_parts,
-    with_kv_transfer_config,
-)
+from quintet.deploy.config.kv.transfer import KvSource, notes_on_transfer, num_parts, with_kv_transfer_config
 from quintet.deploy.config.memory import (
     ATTENTION_SCRATCH_BYTES,
     available_ram_bytes,
@@ -70,14 +65,7 @@ from quintet.deploy.config.speculation import (
 from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.model_config.spec import DecoderSpec
-from quintet.wire.config import (
-    DTYPE_BYTES,
-    CacheConfig,
-    Dtype,
-    EngineConfig,
-    KvFormat,
-    ModelConfig,
-)
+from quintet.wire.config import DTYPE_BYTES, CacheConfig, Dtype, EngineConfig, KvFormat, ModelConfig
 from quintet.wire.kv_spec import KvSpec
 from quintet.wire.model_files import AdapterConfig, hf_config_path, is_gguf
 

@@ -24,12 +24,7 @@ from quintet.deploy.config.model.weights import (
     read_weight_facts,
     weight_bytes_of,
 )
-from quintet.deploy.config.speculation import (
-    FLAG,
-    draft_quantization,
-    speculation,
-    speculative_config,
-)
+from quintet.deploy.config.speculation import FLAG, draft_quantization, speculation, speculative_config
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.model_config import eagle, medusa, mtp
 from quintet.executor.model_config.draft_heads import DRAFT_HEADS, HeadSpec

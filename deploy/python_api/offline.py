@@ -12,15 +12,7 @@ import copy
 import itertools
 import threading
 import weakref
-from collections.abc import (
-    Callable,
-    Coroutine,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from types import TracebackType
 from typing import Literal, Self, TypeVar, cast, overload
@@ -54,12 +46,7 @@ from quintet.deploy.python_api.inputs import (
     with_adapter,
 )
 from quintet.deploy.python_api.llm_engine import LLMEngine
-from quintet.deploy.python_api.outputs import (
-    CompletionOutput,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-)
+from quintet.deploy.python_api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import TextPrompt
