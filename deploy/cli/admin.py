@@ -86,7 +86,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Send the command, and print the replies."""
     words: list[str] = arguments.words
     run_dir = find_server(Path(tempfile.gettempdir()), arguments.port, arguments.run_dir)
     if words[0] == "kv":

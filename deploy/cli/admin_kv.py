@@ -48,7 +48,6 @@ EXAMPLES = """\
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of ``kv`` commands."""
     group = parser.add_argument_group("kv")
     group.add_argument(
         "--limit", type=int, default=20, help="maximum number of listed prefixes (default: 20)"

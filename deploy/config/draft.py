@@ -51,8 +51,6 @@ _CONVERTERS: Mapping[str, Callable[..., dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A head's files."""
-
     name: str
     path: Path
     architecture: str

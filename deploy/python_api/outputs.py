@@ -188,6 +188,5 @@ def _copy(output: CompletionOutput) -> CompletionOutput:
 
 
 def read_position(position: PositionLogprobs) -> Position:
-    """Convert the log-probabilities of one position."""
     entries = {position.chosen.token_id: position.chosen} | {a.token_id: a for a in position.top}
     return {token_id: Logprob(a.logprob, a.rank, a.token) for token_id, a in entries.items()}

@@ -146,7 +146,6 @@ class RouterApp:
 
 
 def errors_of(path: str) -> ErrorShape:
-    """Return the error format of a path's API."""
     return anthropic_errors.ERRORS if path.startswith("/v1/messages") else openai_errors.ERRORS
 
 

@@ -23,8 +23,6 @@ MIN_ERROR = 400
 
 
 class Attempt:
-    """One attempt of a request at one server."""
-
     def __init__(self, held: HeldPrefixes) -> None:
         self.held = held
         self.flow: ResponseFlow | None = None

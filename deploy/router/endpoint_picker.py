@@ -257,8 +257,6 @@ def _head_of(message: ProcessingRequest) -> RequestHead:
 
 
 class Processor(ExternalProcessorServicer):
-    """gRPC service of the endpoint picker."""
-
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
 
@@ -277,8 +275,6 @@ class Processor(ExternalProcessorServicer):
 
 
 class Health(HealthServicer):
-    """gRPC health service of the endpoint picker."""
-
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
 

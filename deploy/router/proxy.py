@@ -58,8 +58,6 @@ _log = logging.getLogger("quintet")
 
 @dataclass(frozen=True, slots=True)
 class ProxyTimeouts:
-    """Timeouts of the router, and hedging."""
-
     first_s: float
     """Wait for a usable server while there is none."""
     resume_s: float

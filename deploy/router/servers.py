@@ -372,7 +372,6 @@ class Servers:
     def hold(
         self, server: Server, choice: EngineChoice | None = None, num_queued: int = 0, num_kv_tokens: int = 0
     ) -> HeldPrefixes:
-        """Count a request on this server."""
         held = HeldPrefixes(
             server, choice or EngineChoice(server.index, "has the request"), num_queued, num_kv_tokens
         )

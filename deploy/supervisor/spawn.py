@@ -73,8 +73,6 @@ def assign_slot(process: ChildProcess, worker: WorkerId) -> bool:
 
 
 class Spawner:
-    """Starts the child processes of each role."""
-
     def __init__(self, run_dir: Path, modules: Mapping[Role, str], listen_fd: int | None) -> None:
         self._run_dir = run_dir
         self._modules = modules

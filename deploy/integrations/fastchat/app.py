@@ -56,8 +56,6 @@ ERRORS = ErrorShape(_body_of)
 
 
 class FastChatApp:
-    """ASGI application of a worker."""
-
     def __init__(self, server: ConnectionPool, registration: Registration, bodies: BodyBuffers) -> None:
         self._server, self._registration, self._bodies = server, registration, bodies
         self._paths: dict[str, Callable[[HttpRequest, bytes], Awaitable[None]]] = {

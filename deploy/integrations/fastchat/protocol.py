@@ -59,8 +59,6 @@ class WorkerError(Exception):
 
 
 class ServerError(msgspec.Struct):
-    """Error object of the server."""
-
     message: str
     code: int | str = "500"
     param: str | None = None
@@ -71,7 +69,6 @@ class _Body(msgspec.Struct):
 
 
 def error_in(body: bytes, status: int) -> ServerError:
-    """Parse an error response of the server."""
     try:
         return msgspec.json.decode(body, type=_Body).error
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -79,7 +76,6 @@ def error_in(body: bytes, status: int) -> ServerError:
 
 
 def as_worker(error: ServerError) -> WorkerError:
-    """Convert a server error to a FastChat error."""
     return WorkerError(_OF_CODE.get(str(error.code), Code.INTERNAL), error.message)
 
 

@@ -152,7 +152,6 @@ def _as_number(value: object) -> object:
 
 
 def main() -> None:
-    """Start the engine, serve until stopped, and stop the engine."""
     parser = argparse.ArgumentParser(
         description=__doc__, parents=[kserve_parser], formatter_class=argparse.RawDescriptionHelpFormatter
     )

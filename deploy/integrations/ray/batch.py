@@ -42,7 +42,6 @@ class Completions:
         self._llm = LLM(model, **with_assigned_threads(flags))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Complete the prompts of one batch."""
         if self._column not in batch:
             raise KeyError(
                 f"the batch has the columns {sorted(batch)}, but not {self._column!r}; set column=…"

@@ -34,8 +34,6 @@ class Spread(msgspec.Struct):
 
 
 class Failures(msgspec.Struct):
-    """Failed requests of one category."""
-
     kind: str
     count: int
     example: str
