@@ -219,6 +219,7 @@ def opening_lines(resolution: Resolution) -> list[str]:
         quantized = f" quantized ({stored.words})" + quantized * (quantization != stored.name)
     if config.executor.activation_dtype != "auto":
         quantized += f" with activations in {config.executor.activation_dtype}"
+    free = f" (of {format_size(available_ram_bytes())} free)" * (config.executor.device == "cpu")
     return [
         f"Quintet serves {model.served_names[0]}: {model.architecture}, {size}, {model.dtype}{quantized}, on "
         f"{_compute(config)}",
@@ -226,7 +227,7 @@ def opening_lines(resolution: Resolution) -> list[str]:
         f"{scheduler.max_num_batched_tokens} tokens per step; prefix caching "
         f"{'on' if config.cache.enable_prefix_caching else 'off'}",
         f"  memory: weights {format_size(weights.size_bytes) if weights is not None else 'unknown'}, KV cache "
-        f"{_kv_memory(config)}{_of_free(config)}",
+        f"{_kv_memory(config)}{free}",
         *(f"  note: {note}" for note in resolution.notes),
     ]
 
@@ -242,13 +243,6 @@ def _compute(config: EngineConfig) -> str:
     kernels = "torch operators" if library is None else f"{instruction_set(library)} kernels"
     threads = config.executor.threads or default_threads(usable_cores())
     return f"CPU: {kernels}, {threads} thread{'s' * (threads > 1)}"
-
-
-def _of_free(config: EngineConfig) -> str:
-    """Return the free host memory, if the KV cache is in host memory."""
-    if config.executor.device == "cuda":
-        return ""
-    return f" (of {format_size(available_ram_bytes())} free)"
 
 
 def _kv_memory(config: EngineConfig) -> str:

@@ -137,28 +137,26 @@ def check_expert_widths(facts: ModelFacts, device: str, dtype_bytes: int) -> Non
 def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> KvSpec:
     """Return the KV layout. Raises `ConfigError` for a data type that the device does not support."""
     block_size, kind = options.block_size, kv_format(options, device, facts)
-    if kind == "model":
-        return _groups(facts, block_size, dtype_bytes, lambda width: width * dtype_bytes)
-    if device != "cpu" and kind != "fp8":
+    if device != "cpu" and kind not in ("model", "fp8"):
         raise ConfigError(
             f"--kv-cache-dtype {kind} is not supported on this device: set fp8, or --device cpu"
         )
-    if device == "cpu" and block_size is not None and block_size % 16:
+    if device == "cpu" and kind != "model" and block_size is not None and block_size % 16:
         raise ConfigError(
             f"--block-size is {block_size}, but --kv-cache-dtype {kind} requires a multiple of 16: set 16 or 32, or"
             " --kv-cache-dtype model"
         )
-    if kind == "fp8":
-        return _groups(facts, block_size, dtype_bytes, lambda width: width)
-    if kind == "int8":
-        return _groups(facts, block_size, dtype_bytes, lambda width: width + _SCALE_BYTES)
-    if any(need is not None and need.values_in_keys for need in facts.kv_needs):
+    if kind == "int4" and any(need is not None and need.values_in_keys for need in facts.kv_needs):
         raise ConfigError(
             "--kv-cache-dtype int4 is not supported for latent attention (MLA), which this model uses: set int8"
         )
-    return _groups(
-        facts, block_size, dtype_bytes, lambda width: width // 2 + -(-width // _FOUR_GROUP) * _FACTOR_BYTES
-    )
+    head_bytes: dict[KvFormat, Callable[[int], int]] = {
+        "model": lambda width: width * dtype_bytes,
+        "fp8": lambda width: width,
+        "int8": lambda width: width + _SCALE_BYTES,
+        "int4": lambda width: width // 2 + -(-width // _FOUR_GROUP) * _FACTOR_BYTES,
+    }
+    return _groups(facts, block_size, dtype_bytes, head_bytes[kind])
 
 
 def kv_format(options: Options, device: str, facts: ModelFacts) -> KvFormat:

@@ -49,13 +49,10 @@ _QUANTIZATION_FILES = {
 """Separate quantization config files, and the ``quant_method`` of those that do not contain one."""
 
 _SAMPLING_DEFAULTS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
+"""Name in ``generation_config.json`` -> name in requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,19 +293,12 @@ def _is_wrapper(name: object, architecture: str) -> bool:
     return isinstance(name, str) and (name.endswith(architecture) or name == base) and is_known(architecture)
 
 
-_DTYPES: dict[str, Dtype] = {
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "half": "float16",
-    "fp16": "float16",
-    "float32": "float32",
-    "float": "float32",
-    "fp32": "float32",
-    "float64": "float32",
-    "double": "float32",
+_DTYPE_NAMES: dict[Dtype, tuple[str, ...]] = {
+    "bfloat16": ("bfloat16", "bf16"),
+    "float16": ("float16", "half", "fp16"),
+    "float32": ("float32", "float", "fp32", "float64", "double"),
 }
-"""Names of a checkpoint's data type."""
+"""Data type -> names of a checkpoint's data type that is loaded as it."""
 _STORED_DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """Names in headers of safetensors."""
 _QUANTIZED_DTYPES = ("float8", "int8", "uint8", "float4", "int4")
@@ -320,8 +310,9 @@ def _dtype(config: Json, path: Path) -> Dtype | None:
     part = config.get("text_config")
     for each in (config, part if isinstance(part, dict) else {}):
         name = str(each.get("dtype") or each.get("torch_dtype") or "auto").removeprefix("torch.")
-        if name in _DTYPES:
-            return _DTYPES[name]
+        for dtype, names in _DTYPE_NAMES.items():
+            if name in names:
+                return dtype
         if name.startswith(_QUANTIZED_DTYPES):
             return "bfloat16"
         if name != "auto":

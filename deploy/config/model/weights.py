@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
@@ -19,9 +18,6 @@ from quintet.executor.checkpoints.weights.header import Entry
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import hf_config_path, is_gguf
-
-if TYPE_CHECKING:
-    from quintet.executor.checkpoints.gguf.parts import GgufParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +37,15 @@ def read_weight_facts(folder: Path) -> WeightFacts:
     Raises `ConfigError` with the name of a missing shard, or of a file with an invalid header.
     """
     if is_gguf(folder):  # imported only here: numpy starts threads, after which the supervisor must not fork
+        from quintet.executor.checkpoints.gguf.hf_config import loaded_tensors
         from quintet.executor.checkpoints.gguf.parts import read_parts
 
-        return _of_parts(read_parts(folder))
+        return facts_of(
+            {
+                name: Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
+                for name, tensor in loaded_tensors(read_parts(folder))
+            }
+        )
     paths = checkpoint_files(folder)
     if paths[0].suffix in PICKLED:
         return WeightFacts(None, sum(path.stat().st_size for path in paths))
@@ -78,17 +80,6 @@ def num_parameters_of(facts: ModelFacts, weights: WeightFacts | None) -> int | N
     """Return the number of parameters of unquantized weights, else the one that follows from ``config.json``."""
     counted = weights.num_parameters if weights and facts.stored is None else None
     return facts.spec.num_parameters if counted is None else counted
-
-
-def _of_parts(parts: GgufParts) -> WeightFacts:
-    from quintet.executor.checkpoints.gguf.hf_config import loaded_tensors
-
-    return facts_of(
-        {
-            name: Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
-            for name, tensor in loaded_tensors(parts)
-        }
-    )
 
 
 _WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}

@@ -132,15 +132,12 @@ def table(summary: Summary) -> str:
         ("between events", s.inter_token_ms),
         ("per output token", s.time_per_output_token_ms),
         ("end to end", s.end_to_end_ms),
+        ("sent late by", s.late_ms if s.late_ms is not None and s.late_ms.p99 > 5 else None),
     ):
         if row is not None:
             lines.append(
                 f"{name:<22}{row.mean:>10.3f}{row.p50:>10.3f}{row.p90:>10.3f}{row.p99:>10.3f}{row.max:>10.3f}"
             )
-    if s.late_ms is not None and s.late_ms.p99 > 5:
-        lines.append(
-            f"{'sent late by':<22}{s.late_ms.mean:>10.3f}{s.late_ms.p50:>10.3f}{s.late_ms.p90:>10.3f}{s.late_ms.p99:>10.3f}"
-        )
     if s.failures:
         lines += ["", "failures"]
         lines += [f"  {f.count:>6} x {f.kind}: {f.example}" for f in s.failures]
