@@ -45,9 +45,8 @@ _LEAST = {
             "long_prefill_token_threshold",
             "max_restarts",
             "node_rank",
-            "port",
         ),
-        *("response_store_entries", "step_ms", "step_target_ms", "stream_grace", "threads"),
+        *("port", "response_store_entries", "step_ms", "step_target_ms", "stream_grace", "threads"),
     ),
     1: (
         *("block_size", "data_parallel_size", "decode_context_parallel_size", "detokenizers", "frontends"),
