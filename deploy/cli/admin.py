@@ -7,14 +7,13 @@ interprets the arguments.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import sys
 import tempfile
 import time
 from pathlib import Path
-
-import msgspec
 
 from quintet.deploy.cli import admin_kv
 from quintet.deploy.supervisor import run_dirs
@@ -95,21 +94,11 @@ def run(arguments: argparse.Namespace) -> int:
     return ask(run_dir, words)
 
 
-class _FrontendPort(msgspec.Struct):
-    port: int
-
-
-class _ServerPort(msgspec.Struct):
-    """The port of a configuration file of any version."""
-
-    frontend: _FrontendPort
-
-
 def _port_in(config: Path) -> int | None:
-    """Return the port of a running server; None if it has not written its configuration yet."""
+    """Return the port in a configuration file of any version; None if the server has not written it yet."""
     try:
-        return msgspec.json.decode(config.read_bytes(), type=_ServerPort).frontend.port
-    except (FileNotFoundError, msgspec.DecodeError):
+        return int(json.loads(config.read_bytes())["frontend"]["port"])
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None
 
 

@@ -34,19 +34,12 @@ _SCALE_BYTES = 4
 """Bytes of the scale of each int8 key or value of a head."""
 _FOUR_GROUP, _FACTOR_BYTES = 32, 4
 """Group size of an int4 KV cache, and bytes of scale and zero point per group."""
-
-
 _LEAST = {
     -1: ("max_logprobs",),
     0: (
-        *(
-            "drain_timeout",
-            "keep_alive_interval",
-            "long_prefill_token_threshold",
-            "max_restarts",
-            "node_rank",
-        ),
-        *("port", "response_store_entries", "step_ms", "step_target_ms", "stream_grace", "threads"),
+        *("drain_timeout", "keep_alive_interval", "long_prefill_token_threshold", "max_restarts"),
+        *("node_rank", "port", "response_store_entries", "step_ms", "step_target_ms", "stream_grace"),
+        "threads",
     ),
     1: (
         *("block_size", "data_parallel_size", "decode_context_parallel_size", "detokenizers", "frontends"),
