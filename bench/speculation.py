@@ -39,7 +39,7 @@ from bench.overhead.pairs import commit_of
 from bench.overhead.run import machine
 from bench.overhead.server import Server, serve
 from quintet.deploy.http_client.pool import ConnectionPool, ask
-from quintet.deploy.tools.load_client.speculation import acceptance, read_counters
+from quintet.deploy.tools.load_client.report import acceptance, read_counters
 
 NUM_TOKENS = 256
 LOOKUPS = ((0, 0), (2, 10), (3, 8), (3, 4))

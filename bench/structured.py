@@ -97,7 +97,7 @@ def _library(path: Path) -> dict[str, object]:
         served_names=["null"],
         architecture=facts.architecture,
         dtype="bfloat16",
-        vocab_size=facts.vocab_size,
+        vocab_size=facts.spec.vocab_size,
         max_model_len=512,
         eos_token_ids=facts.eos_token_ids,
         kv=full_layers(1, 1, 8, 4, 16),

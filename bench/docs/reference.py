@@ -25,8 +25,7 @@ from bench.arguments import command_parser
 from bench.docs.fields import MEANINGS
 from quintet.core.metrics import CoreMetrics
 from quintet.deploy.cli import route
-from quintet.deploy.config.flag import GROUP_TITLES
-from quintet.deploy.config.flag_table import FlagSpec, flag_table
+from quintet.deploy.config.flag_table import FLAG_GROUPS, FlagSpec, flag_table
 from quintet.frontend.api.anthropic import errors as anthropic_errors
 from quintet.frontend.api.anthropic.types import ConversationBody, MessagesBody
 from quintet.frontend.api.openai import errors as openai_errors
@@ -119,11 +118,11 @@ def flag_lines() -> Iterator[str]:
     yield "Each flag has three spellings: `--max-model-len` on the command line of `quintet serve`, `max_model_len` in the"
     yield "YAML file of `--config FILE` and as an argument of `quintet.LLM`. The command line overrides the file."
     yield "Other commands: `quintet --help`. vLLM's flags and their equivalents: [vllm-flags.md](../vllm-flags.md).\n"
-    for group, title in GROUP_TITLES.items():
-        yield f"## {title[0].upper()}{title[1:]}\n"
+    for group in FLAG_GROUPS.values():
+        yield f"## {group[0].upper()}{group[1:]}\n"
         yield "| Flag | Values | Default | Meaning |\n|---|---|---|---|"
         for spec in flag_table():
-            if spec.flag.group == group:
+            if spec.group == group:
                 name = "`MODEL`" if spec.key == "model" else f"`{spec.option}`"
                 yield f"| {name} | {values_of(spec)} | {default_of(spec)} | {cell(spec.flag.help)} |"
         yield ""

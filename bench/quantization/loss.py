@@ -53,8 +53,7 @@ from quintet.deploy.cli.convert import convert_gguf
 from quintet.deploy.cli.main import main as cli
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.embedded import default_model_path
-from quintet.deploy.tools.quantize.target import WINDOW
-from quintet.deploy.tools.quantize.windows import first_tokens, windows_of
+from quintet.deploy.tools.quantize.windows import WINDOW, first_tokens, windows_of
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
 from quintet.wire.errors import ConfigError

@@ -7,14 +7,13 @@ interprets the arguments.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import sys
 import tempfile
 import time
 from pathlib import Path
-
-import msgspec
 
 from quintet.deploy.cli import admin_kv
 from quintet.deploy.supervisor import run_dirs
@@ -63,7 +62,6 @@ Exit status: 0 on success; 1 on failure, with the reason; 78 if there is no such
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "admin",
         description=_DESCRIPTION + admin_kv.DESCRIPTION,
@@ -87,32 +85,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Send the command, and print the replies."""
     words: list[str] = arguments.words
+    run_dir = find_server(Path(tempfile.gettempdir()), arguments.port, arguments.run_dir)
     if words[0] == "kv":
-        found = find_server(Path(tempfile.gettempdir()), arguments.port, arguments.run_dir)
-        return admin_kv.run(words[1:], arguments, found)
+        return admin_kv.run(words[1:], arguments, run_dir)
     if arguments.drain_timeout is not None:
         words = [*words, f"drain-timeout={arguments.drain_timeout:g}"]
-    run_dir = find_server(Path(tempfile.gettempdir()), arguments.port, arguments.run_dir)
     return ask(run_dir, words)
 
 
-class _FrontendPort(msgspec.Struct):
-    port: int
-
-
-class _ServerPort(msgspec.Struct):
-    """The port of a configuration file of any version."""
-
-    frontend: _FrontendPort
-
-
 def _port_in(config: Path) -> int | None:
-    """Return the port of a running server; None if it has not written its configuration yet."""
+    """Return the port in a configuration file of any version; None if the server has not written it yet."""
     try:
-        return msgspec.json.decode(config.read_bytes(), type=_ServerPort).frontend.port
-    except (FileNotFoundError, msgspec.DecodeError):
+        return int(json.loads(config.read_bytes())["frontend"]["port"])
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None
 
 

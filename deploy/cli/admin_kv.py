@@ -17,7 +17,7 @@ import msgspec
 from quintet.deploy.config.memory import format_size
 from quintet.deploy.http_client.connection import Target
 from quintet.deploy.http_client.pool import ask
-from quintet.deploy.supervisor.commands import duration
+from quintet.deploy.supervisor.admin_server import duration
 from quintet.frontend.http.auth import operator_keys
 from quintet.process.child import CONFIG_FILE
 from quintet.wire.config import EngineConfig
@@ -48,7 +48,6 @@ EXAMPLES = """\
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of ``kv`` commands."""
     group = parser.add_argument_group("kv")
     group.add_argument(
         "--limit", type=int, default=20, help="maximum number of listed prefixes (default: 20)"

@@ -14,13 +14,18 @@ import msgspec
 from tqdm import tqdm
 
 from quintet.deploy.config.deprecated_flags import RENAMED, add_deprecated_flags
-from quintet.deploy.config.flag import GROUP_TITLES, NETWORK
-from quintet.deploy.config.flag_table import add_flags, flag_table
+from quintet.deploy.config.flag_table import NETWORK, add_flags, flag_table
 from quintet.deploy.http_client.connection import BadUrl, Target
 from quintet.deploy.http_client.pool import ask
 from quintet.deploy.tools.load_client.load import Load, Outcome, run_load
-from quintet.deploy.tools.load_client.report import Summary, summarise, table
-from quintet.deploy.tools.load_client.speculation import acceptance, acceptance_lines, read_counters
+from quintet.deploy.tools.load_client.report import (
+    Summary,
+    acceptance,
+    acceptance_lines,
+    read_counters,
+    summarise,
+    table,
+)
 from quintet.deploy.tools.load_client.talk import Client, ServerError
 from quintet.deploy.tools.load_client.workload import (
     ENDPOINTS,
@@ -63,7 +68,6 @@ examples:
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``bench serve`` and ``bench offline``."""
     parser = subparsers.add_parser(
         "bench",
         description="Benchmark a server over HTTP (`bench serve`), or the engine without HTTP (`bench offline`).",
@@ -313,8 +317,6 @@ def words_per_token(target: Target, model: str) -> float:
 
 
 class OfflineSummary(msgspec.Struct):
-    """Results of an offline benchmark."""
-
     num_requests: int
     boot_s: float
     duration_s: float
@@ -341,7 +343,7 @@ def _add_offline(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     _add_workload(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    add_flags(parser, tuple(group for group in GROUP_TITLES if group != NETWORK))
+    add_flags(parser, without=NETWORK)
     add_deprecated_flags(parser)
 
 

@@ -29,7 +29,6 @@ _HELP = "/system TEXT  /reset  /quit; Ctrl-C stops a response"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "chat",
         description="Chat with a running server with an OpenAI-compatible API.",
@@ -169,8 +168,6 @@ def _send(chat: Chat, line: str) -> None:
 
 
 class Chat:
-    """State of a conversation."""
-
     def __init__(self, client: Client, fields: dict[str, object], system: str | None) -> None:
         self._client = client
         self._fields = fields

@@ -23,24 +23,13 @@ _PACKAGES = (
 )  # fmt: skip
 
 _CPU_FLAGS = (
-    "avx2",
-    "fma",
-    "avx512f",
-    "avx512_bf16",
-    "avx512_vnni",
-    "avx_vnni",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "asimddp",
-    "i8mm",
-    "bf16",
+    *("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8"),
+    *("asimd", "asimddp", "i8mm", "bf16"),
 )
 _ENVIRONMENT = ("HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TMPDIR")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "collect-env",
         description="Describe this machine and installation. Paste the output into a bug report; it contains no secrets.",
@@ -49,7 +38,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the description."""
     description = describe()
     if arguments.json:
         print(json.dumps(description, indent=2))
@@ -61,12 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe() -> dict[str, str]:
     """Return the description: name -> value."""
+    cpu = _cpuinfo("model name") or platform.processor() or platform.machine()
+    present = set(_cpuinfo("flags", "Features").split())
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
-        "cpu": f"{_cpu_name()}, {psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads",
+        "cpu": f"{cpu}, {psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads",
         "cpus usable": str(len(os.sched_getaffinity(0))),
-        "cpu flags": " ".join(_cpu_flags()) or "none of the relevant ones",
+        "cpu flags": " ".join(flag for flag in _CPU_FLAGS if flag in present) or "none of the relevant ones",
         "cpu kernels": _kernels(),
         "memory": f"{format_size(psutil.virtual_memory().total)}, {format_size(available_ram_bytes())} available",
         "gpu": _gpus(),
@@ -91,15 +81,6 @@ def _cpuinfo(*keys: str) -> str:
             if name.strip() in keys:
                 return value.strip()
     return ""
-
-
-def _cpu_name() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
-def _cpu_flags() -> list[str]:
-    present = set(_cpuinfo("flags", "Features").split())
-    return [flag for flag in _CPU_FLAGS if flag in present]
 
 
 def _kernels() -> str:

@@ -20,7 +20,6 @@ examples:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "complete",
         description="Stream a completion from a running server with an OpenAI-compatible API.",

@@ -19,7 +19,7 @@ from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.tools.quantize.target import atomic_output, check_apart, check_space, check_target
 from quintet.executor.checkpoints.gguf.parts import read_parts
-from quintet.wire.config import Dtype, ModelConfig
+from quintet.wire.config import Dtype
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import GGUF, is_gguf
 
@@ -34,7 +34,6 @@ use the same tensor names for the model family.
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "convert",
         description=_DESCRIPTION,
@@ -55,7 +54,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert, and print a line for each file."""
     from quintet.executor.checkpoints.weights.convert import convert  # imports torch
 
     out: Path | None = arguments.out and arguments.out.expanduser()
@@ -97,11 +95,9 @@ def convert_gguf(file: Path, out: Path, dtype: Dtype | Literal["auto"] = "auto")
         check_space(out, folder.num_bytes)
         with atomic_output(out) as made:
             shutil.copytree(model.tokenizer_path, made)
-            _write_generation_config(model, made)
+            generation = generation_of_gguf(read_parts(Path(model.path))) | {
+                "eos_token_id": model.eos_token_ids
+            }
+            (made / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
             folder.write(made)
     print(f"{out}: {format_size(folder.num_bytes)} of {file.name}")
-
-
-def _write_generation_config(model: ModelConfig, out: Path) -> None:
-    generation = generation_of_gguf(read_parts(Path(model.path))) | {"eos_token_id": model.eos_token_ids}
-    (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quintet.deploy.config.flag_values import BOOLEANS, count
+from quintet.deploy.config.flag import BOOLEANS, count
 
 Actions = Mapping[str, argparse.Action]
 
@@ -61,7 +61,6 @@ def declared_words(words: Sequence[str], actions: Actions) -> list[str]:
 
 
 def _long(option: str, actions: Actions) -> str:
-    """Return the flag's long name."""
     names = actions[option].option_strings if option in actions else [option]
     return next((each for each in names if each.startswith("--")), option)
 

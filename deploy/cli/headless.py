@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 import setproctitle
@@ -27,8 +25,9 @@ from quintet.deploy.config.memory import available_ram_bytes
 from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.rules import check_ranges
 from quintet.deploy.config.sections import folder_of
-from quintet.deploy.config.speculators import with_verifier
+from quintet.deploy.config.speculation import with_verifier
 from quintet.deploy.supervisor import run_dirs
+from quintet.deploy.supervisor.event_loop import EventLoop
 from quintet.deploy.supervisor.run_dirs import make_run_dir
 from quintet.deploy.supervisor.service_manager import ServiceManager
 from quintet.executor.distributed.hosts.member import MemberSettings
@@ -44,30 +43,6 @@ STABLE_S = 5.0
 """A member that ran at least this long is restarted without backoff."""
 
 log = logging.getLogger("quintet")
-
-
-class StopRequest:
-    """Stop condition: a signal, or the end of the parent process."""
-
-    def __init__(self, parent_fd: int | None) -> None:
-        """Install signal handlers. Must run in the main thread."""
-        self._parent_fd = parent_fd
-        self._is_set = False
-        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(each, self._take)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self._is_set = True
-
-    def is_set(self) -> bool:
-        """Check without blocking."""
-        if (
-            not self._is_set
-            and self._parent_fd is not None
-            and select.select([self._parent_fd], [], [], 0)[0]
-        ):
-            self._is_set = os.read(self._parent_fd, 4096) == b""
-        return self._is_set
 
 
 def serve_headless(options: Options, parent_fd: int | None = None) -> int:
@@ -94,12 +69,13 @@ def serve_headless(options: Options, parent_fd: int | None = None) -> int:
         log_level=options.log_level,
         available_bytes=available_ram_bytes(),
     )
-    stop = StopRequest(parent_fd)
+    events = EventLoop(None, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), parent_fd)
     manager = ServiceManager(os.environ)
     manager.ready(f"{hosts.address} as host {own.host}")
     try:
-        _run_members(own, run_dir, stop, manager)
+        _run_members(own, run_dir, events, manager)
     finally:
+        events.close()
         manager.close()
         shutil.rmtree(run_dir, ignore_errors=True)
         os.close(claim)
@@ -117,14 +93,19 @@ def located(options: Options) -> Path:
     )
 
 
-def _run_members(own: MemberSettings, run_dir: Path, stop: StopRequest, manager: ServiceManager) -> None:
+def _is_stopped(events: EventLoop) -> bool:
+    events.wait(0)
+    return events.parent_exited or bool(events.signals)
+
+
+def _run_members(own: MemberSettings, run_dir: Path, events: EventLoop, manager: ServiceManager) -> None:
     """Restart the member process until stopped. Raises `ConfigError` if a restart cannot help."""
     pause_s, last_logged = 0.0, ""
-    while not stop.is_set():
+    while not _is_stopped(events):
         started_s = time.monotonic()
-        status = _run_member(own, stop, manager)
+        status = _run_member(own, events, manager)
         reason = _first_error(run_dir) or f"host {own.host} {ending(status)}"
-        if stop.is_set():
+        if _is_stopped(events):
             return
         if status == EXIT_CONFIG:
             raise ConfigError(reason)
@@ -133,11 +114,11 @@ def _run_members(own: MemberSettings, run_dir: Path, stop: StopRequest, manager:
             log.warning("%s; rejoining", reason)
         pause_s = 0.0 if was_stable else min(MAX_PAUSE_S, max(MIN_PAUSE_S, 2 * pause_s))
         last_logged, until = reason, time.monotonic() + pause_s
-        while not stop.is_set() and time.monotonic() < until:
-            time.sleep(min(TICK_S, pause_s))
+        while not _is_stopped(events) and time.monotonic() < until:
+            events.wait(min(TICK_S, pause_s))
 
 
-def _run_member(own: MemberSettings, stop: StopRequest, manager: ServiceManager) -> int:
+def _run_member(own: MemberSettings, events: EventLoop, manager: ServiceManager) -> int:
     """Run one member process and return its exit status; kill it when stopped."""
     with tempfile.TemporaryFile() as written:
         written.write(msgspec.json.encode(own))
@@ -145,12 +126,12 @@ def _run_member(own: MemberSettings, stop: StopRequest, manager: ServiceManager)
         command = [sys.executable, "-P", "-m", MODULE, "--parent", str(os.getpid())]
         process = subprocess.Popen(command, stdin=written, process_group=0)
     try:
-        while not stop.is_set():
+        while not _is_stopped(events):
             manager.alive(time.monotonic())
-            try:
-                return process.wait(TICK_S)
-            except subprocess.TimeoutExpired:
-                continue
+            status = process.poll()
+            if status is not None:
+                return status
+            events.wait(TICK_S)
     finally:
         process.kill()  # also kills its ranks
         status = process.wait()

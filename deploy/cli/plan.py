@@ -12,15 +12,22 @@ from quintet.deploy.cli.serve import add_option_arguments, options_of
 from quintet.deploy.config.build import Resolution, resolve
 from quintet.deploy.config.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
 from quintet.deploy.config.model.lora import file_bytes
-from quintet.deploy.tools.draft_plan import DraftPlan, draft_plan, draft_rows, draft_state_bytes
-from quintet.deploy.tools.kv_plan import KvDiskPlan, disk_plan, peers_plan, rows_of, store_plan
+from quintet.deploy.tools.plan_parts import (
+    DraftPlan,
+    KvDiskPlan,
+    disk_plan,
+    draft_plan,
+    draft_rows,
+    draft_state_bytes,
+    peers_plan,
+    rows_of,
+    store_plan,
+)
 from quintet.executor.model_config.describe import describe
 from quintet.executor.model_config.fitting import describe_share
-from quintet.executor.model_config.hf_config import hf_config_of
-from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.share import share_of, stage_layers
 from quintet.executor.model_config.spec import DecoderSpec
-from quintet.wire.config import EngineConfig, KvPeersConfig, KvStoreConfig, ModelConfig
+from quintet.wire.config import EngineConfig, KvPeersConfig, KvStoreConfig
 from quintet.wire.kv_spec import KvGroup, KvSpec
 
 _EXAMPLES = """\
@@ -117,7 +124,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "plan",
         description="Show the configuration and memory of `quintet serve` with the same flags. Reads only headers of weights.",
@@ -131,7 +137,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan."""
     options, notes = options_of(arguments)
     resolution = resolve(options, Path(tempfile.gettempdir()) / "quintet-plan")
     resolution.notes.extend(notes)
@@ -148,7 +153,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(resolution: Resolution) -> Plan:
-    """Create the plan of a resolved configuration."""
     config, weights = resolution.config, resolution.weights
     kv, processes = config.model.kv, config.processes
     num_blocks = kv.num_blocks(config.cache.memory_bytes)
@@ -157,13 +161,13 @@ def make_plan(resolution: Resolution) -> Plan:
         path=config.model.path,
         architecture=config.model.architecture,
         implementation=config.model.implementation,
-        layers=_layers(config.model),
+        layers=_layers(resolution.decoder),
         num_ranks=config.executor.tensor_parallel_size,
         kv_ranks=config.executor.decode_context_parallel_size,
         num_stages=config.executor.pipeline_parallel_size,
-        stages=_stages(config),
+        stages=_stages(resolution.decoder, config.executor.pipeline_parallel_size),
         num_hosts=config.executor.num_hosts,
-        share=_share(config),
+        share=_share(resolution.decoder, config),
         dtype=config.model.dtype,
         quantization=config.executor.quantization,
         activation_dtype=config.executor.activation_dtype,
@@ -259,35 +263,25 @@ def _format_rows(formats: list[KvFormatPlan]) -> list[tuple[str, str]]:
     return [(f"KV as {each.dtype}", described(each)) for each in formats] if len(formats) > 1 else []
 
 
-def _layers(model: ModelConfig) -> str | None:
+def _layers(spec: DecoderSpec | None) -> str | None:
     """Describe the layers of a model, or return None."""
-    spec = _spec_of(model)
     if spec is None:
         return None
     return f"{len(spec.layers)}: {'; '.join(words for words in describe(spec).values() if words)}"
 
 
-def _share(config: EngineConfig) -> str | None:
+def _share(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
     """Describe the share of one rank, or return None."""
-    spec, share = _spec_of(config.model), share_of(config.executor, 0)
+    share = share_of(config.executor, 0)
     return None if spec is None or share.is_all else "; ".join(describe_share(spec, share))
 
 
-def _stages(config: EngineConfig) -> str | None:
+def _stages(spec: DecoderSpec | None, stages: int) -> str | None:
     """Describe the layer ranges of stages, or return None."""
-    spec, stages = _spec_of(config.model), config.executor.pipeline_parallel_size
     if spec is None or stages == 1:
         return None
     ranges = [f"{first} to {end - 1}" for first, end in stage_layers(spec, stages)]
     return f"layers {', '.join(ranges)}"
-
-
-def _spec_of(model: ModelConfig) -> DecoderSpec | None:
-    family = FAMILIES.get(model.architecture)
-    if model.implementation != "quintet" or family is None:
-        return None
-    spec = family.read(hf_config_of(model))
-    return spec if isinstance(spec, DecoderSpec) else None
 
 
 def _other_memory(plan: Plan) -> list[tuple[str, str]]:
@@ -308,7 +302,6 @@ def _other_memory(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _processes(plan: Plan) -> str:
-    """List the number of processes per role."""
     stages = f" of {plan.num_stages} stages" * (plan.num_stages > 1)
     ranks = f" of {plan.num_ranks} ranks" * (plan.num_ranks > 1)
     hosts = f" on {plan.num_hosts} hosts" * (plan.num_hosts > 1)
@@ -318,7 +311,6 @@ def _processes(plan: Plan) -> str:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Format the plan as text lines."""
     weights = ", ".join(
         [f"{plan.num_parameters:,} parameters"] * (plan.num_parameters is not None)
         + [f"{format_size(plan.weight_bytes)} on disk" if plan.weight_bytes is not None else "not read"]
@@ -327,19 +319,19 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.num_ranks > 1:
         group = f"group of {plan.kv_ranks}" if plan.kv_ranks > 1 else "rank"
         owner = f", per {group} ({plan.num_ranks} ranks)" + (" of an engine" if owner else "")
-    rows = [
+    rows: list[tuple[str, str | None]] = [
         ("model", plan.model if plan.model == plan.path else f"{plan.model} ({plan.path})"),
         ("architecture", f"{plan.architecture}, {plan.dtype}, {plan.executor} executor on {plan.device}"),
         (
             "implementation",
             "quintet" if plan.implementation == "quintet" else "transformers, with Quintet's paged KV cache",
         ),
-        *([("layers", plan.layers)] if plan.layers is not None else []),
-        *([("per rank", plan.share)] if plan.share is not None else []),
-        *([("stages", plan.stages)] if plan.stages is not None else []),
+        ("layers", plan.layers),
+        ("per rank", plan.share),
+        ("stages", plan.stages),
         ("quantization", plan.quantization),
-        *([("activations", plan.activation_dtype)] if plan.activation_dtype != "auto" else []),
-        *([("checkpoint", plan.checkpoint_format)] if plan.checkpoint_format is not None else []),
+        ("activations", plan.activation_dtype if plan.activation_dtype != "auto" else None),
+        ("checkpoint", plan.checkpoint_format),
         ("weights", weights),
         *(("LoRA adapter", f"{name}: {format_size(size)} on disk") for name, size in plan.adapters.items()),
         *draft_rows(plan.draft, plan.num_ranks, plan.num_stages, plan.num_hosts),
@@ -373,4 +365,5 @@ def plan_lines(plan: Plan) -> list[str]:
         ("processes", _processes(plan)),
         ("address", f"http://{plan.address}"),
     ]
-    return [f"{name:<17} {value}" for name, value in rows] + [f"note: {note}" for note in plan.notes]
+    lines = [f"{name:<17} {value}" for name, value in rows if value is not None]
+    return lines + [f"note: {note}" for note in plan.notes]

@@ -16,13 +16,8 @@ from tqdm import tqdm
 from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.model.hf_config import ModelFacts, read_facts
 from quintet.deploy.config.model.source import locate_model
-from quintet.deploy.tools.quantize.target import (
-    MAX_CALIBRATION_TOKENS,
-    atomic_output,
-    check_apart,
-    check_space,
-    check_target,
-)
+from quintet.deploy.tools.quantize.target import atomic_output, check_apart, check_space, check_target
+from quintet.deploy.tools.quantize.windows import MAX_CALIBRATION_TOKENS, tokenizer_of, windows_of_text
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
 from quintet.executor.model_config.hf_config import HfConfig
@@ -59,7 +54,6 @@ docs/quantization.md lists the loss of each format. OUT is created only when it 
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "quantize",
         description=_help(),
@@ -99,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     calibration = _read_text(arguments.calibration, "--calibration")
     source = locate_model(arguments.model, with_weights=True)
     facts = _check_model(source, out)
-    prompts = None if text is None else _windows(facts, text)
+    prompts = None if text is None else windows_of_text(facts, text)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes partial output
     started_s = time.monotonic()
     if arguments.format in MIXES:
@@ -163,12 +157,11 @@ def _read_text(path: Path | None, flag: str) -> str | None:
 
 def _write_gguf(facts: ModelFacts, out: Path, mix: str) -> None:
     from quintet.deploy.config.gguf.vocabulary import vocabulary_of
-    from quintet.deploy.tools.quantize.windows import tokenizer_of
     from quintet.executor.checkpoints.gguf.writing.model import plan_of, write_gguf  # imports torch
 
     source = facts.path
     plan = plan_of(source, MIXES[mix], json.loads(facts.hf_config))
-    vocabulary = vocabulary_of(source, tokenizer_of(source), facts.vocab_size)
+    vocabulary = vocabulary_of(source, tokenizer_of(source), facts.spec.vocab_size)
     check_space(out, plan.num_bytes + _SPARE_BYTES)
     with (
         atomic_output(out) as made,
@@ -208,17 +201,8 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for kind in kinds for file in path.glob(kind))
 
 
-def _windows(facts: ModelFacts, text: str) -> list[list[int]]:
-    """Tokenize a text into windows. Raises `ConfigError` without a tokenizer, or if the text is too short."""
-    from quintet.deploy.tools.quantize.windows import windows_of_text
-
-    return windows_of_text(facts, text)
-
-
 def _measure(variants: dict[str, Path], facts: ModelFacts, prompts: list[list[int]]) -> None:
-    """Print the quantization loss on a text."""
     from quintet.deploy.tools.quantize.loss import Score, measure, table
-    from quintet.deploy.tools.quantize.windows import tokenizer_of
 
     longest, tokenizer = max(map(len, prompts)), str(tokenizer_of(facts.path))
     options = {

@@ -13,7 +13,6 @@ from quintet.process.record import RecordingError, open_recording
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "replay",
         description="Replay a recording of `quintet serve --record FOLDER` on one process. Batches and clock values are "
@@ -25,7 +24,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay, and print the comparison."""
     configure_logging("replay", "WARNING")
     started_s = time.monotonic()
     try:

@@ -23,13 +23,12 @@ from quintet.deploy.config.memory import parse_size
 from quintet.deploy.config.network import listed
 from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy, RouterApp
 from quintet.deploy.router.attempts import Hedging
-from quintet.deploy.router.dns_servers import DnsServers, parsed
 from quintet.deploy.router.limits import Limits
 from quintet.deploy.router.metrics import RouterMetrics
 from quintet.deploy.router.proxy import ProxyTimeouts
 from quintet.deploy.router.server_choice import Picker, by_address
 from quintet.deploy.router.servers import Servers
-from quintet.deploy.router.watch import Pulse, Watch
+from quintet.deploy.router.watch import DnsServers, Pulse, Watch, parsed
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.frontend.http.auth import Keys
 from quintet.frontend.http.bodies import BodyBuffers
@@ -69,7 +68,6 @@ _log = logging.getLogger("quintet")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "route",
         description=_DESCRIPTION,
@@ -145,32 +143,15 @@ def _add_listener(listener: argparse._ArgumentGroup) -> None:
         metavar="KEY",
         help="API key that clients must present; repeat for more (default: no authentication)",
     )
-    listener.add_argument(
-        "--max-open-per-key",
-        type=int,
-        default=0,
-        metavar="N",
-        help="maximum open requests per API key; requires --api-key (default: no limit)",
-    )
-    listener.add_argument(
-        "--max-per-minute-per-key",
-        type=int,
-        default=0,
-        metavar="N",
-        help="maximum requests per minute per API key; requires --api-key (default: no limit)",
-    )
-    listener.add_argument(
-        "--max-body-bytes",
-        default="32MiB",
-        metavar="SIZE",
-        help="maximum request body size (default: %(default)s)",
-    )
-    listener.add_argument(
-        "--max-held-bytes",
-        default="1GiB",
-        metavar="SIZE",
-        help="maximum total body size of open requests, which are buffered for retries (default: %(default)s)",
-    )
+    for name, limited in (("open", "open requests"), ("per-minute", "requests per minute")):
+        text = f"maximum {limited} per API key; requires --api-key (default: no limit)"
+        listener.add_argument(f"--max-{name}-per-key", type=int, default=0, metavar="N", help=text)
+    for name, size, limited in (
+        ("body", "32MiB", "request body size"),
+        ("held", "1GiB", "total body size of open requests, which are buffered for retries"),
+    ):
+        text = f"maximum {limited} (default: %(default)s)"
+        listener.add_argument(f"--max-{name}-bytes", default=size, metavar="SIZE", help=text)
 
 
 def _add_cors(cors: argparse._ArgumentGroup) -> None:

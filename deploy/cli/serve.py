@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -18,8 +19,7 @@ import setproctitle
 
 from quintet.deploy.config import deprecated_flags, vllm_flags
 from quintet.deploy.config.build import Resolution, resolve
-from quintet.deploy.config.config_file import merged_options
-from quintet.deploy.config.flag_table import add_flags, flag_table
+from quintet.deploy.config.flag_table import add_flags, flag_table, merged_options
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import of_first
 from quintet.deploy.config.memory import available_ram_bytes, format_size
@@ -27,8 +27,7 @@ from quintet.deploy.config.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener, bind_unix, check_free
 from quintet.deploy.supervisor.prefork import Prefork, roles_to_fork
-from quintet.deploy.supervisor.run_dirs import make_run_dir
-from quintet.deploy.supervisor.store_lock import lock_stores
+from quintet.deploy.supervisor.run_dirs import lock_stores, make_run_dir
 from quintet.process.log import configure_logging
 from quintet.wire.config import EngineConfig
 
@@ -62,7 +61,6 @@ VLLM_API_KEY = "VLLM_API_KEY"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "serve",
         description="Serve a model over HTTP with an OpenAI-compatible API.",
@@ -108,7 +106,7 @@ def options_of(arguments: argparse.Namespace) -> tuple[Options, list[str]]:
     options, notes = merged_options(arguments.config, flags)
     key = os.environ.get(VLLM_API_KEY)
     if key and not options.api_key:
-        options = msgspec.structs.replace(options, api_key=[key])
+        options = dataclasses.replace(options, api_key=[key])
         notes.append(f"clients must send the API key of the environment variable {VLLM_API_KEY}")
     for name, advice in vllm_flags.ENVIRONMENT.items():
         if os.environ.get(name, "0").lower() not in {"", "0", "false"}:
@@ -124,7 +122,6 @@ def _ends_with_model(words: list[str]) -> bool:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
     return serve(*options_of(arguments))
 
 
@@ -222,6 +219,7 @@ def opening_lines(resolution: Resolution) -> list[str]:
         quantized = f" quantized ({stored.words})" + quantized * (quantization != stored.name)
     if config.executor.activation_dtype != "auto":
         quantized += f" with activations in {config.executor.activation_dtype}"
+    free = f" (of {format_size(available_ram_bytes())} free)" * (config.executor.device == "cpu")
     return [
         f"Quintet serves {model.served_names[0]}: {model.architecture}, {size}, {model.dtype}{quantized}, on "
         f"{_compute(config)}",
@@ -229,7 +227,7 @@ def opening_lines(resolution: Resolution) -> list[str]:
         f"{scheduler.max_num_batched_tokens} tokens per step; prefix caching "
         f"{'on' if config.cache.enable_prefix_caching else 'off'}",
         f"  memory: weights {format_size(weights.size_bytes) if weights is not None else 'unknown'}, KV cache "
-        f"{_kv_memory(config)}{_of_free(config)}",
+        f"{_kv_memory(config)}{free}",
         *(f"  note: {note}" for note in resolution.notes),
     ]
 
@@ -245,13 +243,6 @@ def _compute(config: EngineConfig) -> str:
     kernels = "torch operators" if library is None else f"{instruction_set(library)} kernels"
     threads = config.executor.threads or default_threads(usable_cores())
     return f"CPU: {kernels}, {threads} thread{'s' * (threads > 1)}"
-
-
-def _of_free(config: EngineConfig) -> str:
-    """Return the free host memory, if the KV cache is in host memory."""
-    if config.executor.device == "cuda":
-        return ""
-    return f" (of {format_size(available_ram_bytes())} free)"
 
 
 def _kv_memory(config: EngineConfig) -> str:

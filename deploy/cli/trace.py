@@ -12,7 +12,6 @@ from quintet.process.trace import merge
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = subparsers.add_parser(
         "trace",
         description="Merge the traces of `quintet serve --trace FOLDER` into one file for https://ui.perfetto.dev or "
@@ -29,7 +28,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merge the traces, and print the step analysis."""
     folder: Path = arguments.folder
     merged = merge(read_folder(folder))
     out: Path = arguments.out or folder / "merged.json"

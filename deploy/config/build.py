@@ -11,8 +11,7 @@ import msgspec
 from quintet.deploy import embedded
 from quintet.deploy.config import network, ranks, rules
 from quintet.deploy.config.device import default_device
-from quintet.deploy.config.draft_head import HeadFacts
-from quintet.deploy.config.draft_model import DraftFacts, read_draft
+from quintet.deploy.config.draft import DraftFacts, read_draft
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.kv.events import kv_events_config
 from quintet.deploy.config.kv.peers import kv_peers_config
@@ -37,7 +36,6 @@ from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.deploy.config.model.weights import (
     WeightFacts,
     check_activations,
-    check_packed_cache,
     check_weights_fit,
     choose_quantization,
     num_parameters_of,
@@ -53,22 +51,20 @@ from quintet.deploy.config.sections import (
     folder_of,
     frontend_config,
     processes_config,
+    recording_folder,
     scheduler_config,
 )
-from quintet.deploy.config.speculation import check_model, check_support, notes_on_device, notes_on_keys
-from quintet.deploy.config.speculators import with_verifier
+from quintet.deploy.config.speculation import (
+    check_model,
+    check_support,
+    notes_on_device,
+    notes_on_keys,
+    with_verifier,
+)
 from quintet.executor.backends.platforms.cores import usable_cores
 from quintet.executor.checkpoints.quant.formats.scheme import Format
-from quintet.process.record import SUFFIX
-from quintet.wire.config import (
-    DTYPE_BYTES,
-    CacheConfig,
-    Dtype,
-    EngineConfig,
-    KvFormat,
-    ModelConfig,
-)
-from quintet.wire.errors import ConfigError
+from quintet.executor.model_config.spec import DecoderSpec
+from quintet.wire.config import DTYPE_BYTES, CacheConfig, Dtype, EngineConfig, KvFormat, ModelConfig
 from quintet.wire.kv_spec import KvSpec
 from quintet.wire.model_files import AdapterConfig, hf_config_path, is_gguf
 
@@ -84,6 +80,8 @@ class Resolution:
     """From the weight headers, else from ``config.json``; None if only the executor knows it."""
     stored: Format | None
     """Quantization format of the checkpoint; None if it is not quantized."""
+    decoder: DecoderSpec | None
+    """Quintet's layers; None if only transformers or another package has the architecture."""
     kv_formats: dict[KvFormat, KvSpec]
     """KV layout for each supported data type."""
     notes: list[str] = field(default_factory=list)
@@ -105,7 +103,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     quantization = choose_quantization(options, device, facts)
     if kind == "torch" and facts.implementation == "transformers":
         check_transformers_flags(options)
-    check_activations(options, device, quantization)
+    check_activations(options, quantization)
     weights = read_served_facts(facts) if reads_weights else None
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
     item_bytes = DTYPE_BYTES[dtype]
@@ -114,7 +112,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     kv = rules.kv_spec(options, device, facts, item_bytes)
     draft = read_draft(options, facts, kv, dtype)
     # Rank 0 alone has the draft model. Memory is planned per rank, so each counts a part; KV memory also per host.
-    block_bytes = draft.sizes[0] * options.decode_context_parallel_size * options.nnodes if draft else 0
+    block_bytes = draft.block_bytes * options.decode_context_parallel_size * options.nnodes if draft else 0
     draft_bytes = -(-block_bytes // options.tensor_parallel_size)
     kv = msgspec.structs.replace(kv, draft_bytes=draft_bytes)
     ranks.check_attention(options, facts, device, kv.block_size)
@@ -142,14 +140,14 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         processes=processes_config(options, http, external_frontends),
         log_level=options.log_level,
         trace=folder_of(options.trace),
-        record=_recording_folder(options.record),
+        record=recording_folder(options.record),
         record_bytes=options.record_mb << 20,
     )
     kv_formats = {
         name: msgspec.structs.replace(each, draft_bytes=draft_bytes)
         for name, each in rules.kv_formats(options, device, facts, item_bytes).items()
     }
-    return Resolution(config, weights, num_parameters, facts.stored, kv_formats, notes)
+    return Resolution(config, weights, num_parameters, facts.stored, facts.decoder, kv_formats, notes)
 
 
 def _check_flags(options: Options, run_dir: Path) -> tuple[Kind, Device]:
@@ -158,16 +156,16 @@ def _check_flags(options: Options, run_dir: Path) -> tuple[Kind, Device]:
     rules.check_mock_only_flags(options)
     rules.check_run_dir_length(run_dir)
     kind: Kind = "mock" if options.executor == "mock" else "torch"
-    device = _device(options, kind)
-    rules.check_gpu_only_flags(options, device)
-    check_packed_cache(options, device)
+    device: Device = "cpu"
+    if kind == "torch":
+        device = default_device() if options.device == "auto" else options.device
+    rules.check_device_flags(options, device)
     ranks.check_flags(options, device)
     check_support(options, kind, device)
     return kind, device
 
 
 def _read_facts(options: Options, reads_weights: bool) -> ModelFacts:
-    """Locate the served model, and read its files."""
     folder = locate_model(
         options.model, reads_weights, with_code=options.trust_remote_code, revision=options.revision
     )
@@ -203,8 +201,6 @@ def _notes_on_model(
 
 @dataclass(frozen=True, slots=True)
 class _RankMemory:
-    """Memory of one rank."""
-
     available_bytes: int
     reserved_bytes: int
     """Part of the available memory that weights and shared memory use."""
@@ -221,11 +217,11 @@ def _rank_memory(
     facts: ModelFacts,
     item_bytes: int,
     weight_bytes: int,
-    draft: DraftFacts | HeadFacts | None,
+    draft: DraftFacts | None,
 ) -> _RankMemory:
     """Divide memory among ranks. weight_bytes: of all ranks. Raises `ConfigError` if the weights do not fit."""
     num_ranks, stages, hosts = options.tensor_parallel_size, options.pipeline_parallel_size, options.nnodes
-    _, draft_weight_bytes, num_observed = draft.sizes if draft else (0, 0, 0)
+    draft_weight_bytes, num_observed = (draft.weight_bytes, len(draft.aux_layers)) if draft else (0, 0)
     weight_bytes //= num_ranks
     # Rank 0 alone has the draft model. Memory is planned per rank, so each counts a part.
     local_weight_bytes = weight_bytes // hosts + draft_weight_bytes // num_ranks
@@ -250,9 +246,9 @@ def _cache_config(
 ) -> tuple[CacheConfig, int]:
     """Return the KV cache section, and the maximum context length that fits into KV memory. Appends to ``notes``."""
     path = hf_config_path(facts.path)
-    max_model_len = rules.derive_max_model_len(options.max_model_len, facts.max_model_len, path)
+    max_model_len = rules.derive_max_model_len(options.max_model_len, facts.spec.reach, path)
     step_tokens = rules.most_step_tokens(options, device, max_model_len)
-    left_bytes = memory.available_bytes - memory.reserved_bytes
+    left_bytes, fixed_rope_len = memory.available_bytes - memory.reserved_bytes, facts.spec.fixed_rope_len
     memory_bytes = _kv_memory(options, device, kind, left_bytes, kv, max_model_len, step_tokens)
     fitted = max_model_len
     if memory_bytes:
@@ -269,11 +265,12 @@ def _cache_config(
         notes.append(
             f"max_model_len is {fitted}, not the model's {max_model_len}: the KV cache has {format_size(memory_bytes)}"
         )
-    can_share_prefixes = rules.rotates_alike(facts.fixed_rope_len, fitted)
+    # Keys of a longer sequence would depend on its length.
+    can_share_prefixes = fixed_rope_len is None or fitted <= fixed_rope_len
     if options.enable_prefix_caching and not can_share_prefixes:
         notes.append(
-            f"prefix caching is disabled: this model's RoPE changes in sequences of more than {facts.fixed_rope_len} tokens, "
-            f"so keys cannot be shared; --max-model-len {facts.fixed_rope_len} enables it"
+            f"prefix caching is disabled: this model's RoPE changes in sequences of more than {fixed_rope_len} tokens, "
+            f"so keys cannot be shared; --max-model-len {fixed_rope_len} enables it"
         )
     has_prefix_cache = options.enable_prefix_caching and can_share_prefixes
     source = KvSource(options, device, kv, fitted, step_tokens, has_prefix_cache)
@@ -332,7 +329,7 @@ def _model_config(
         implementation=facts.implementation,
         trust_remote_code=options.trust_remote_code,
         dtype=dtype,
-        vocab_size=facts.vocab_size,
+        vocab_size=facts.spec.vocab_size,
         embedding_width=facts.embedding_width,
         max_model_len=max_model_len,
         eos_token_ids=facts.eos_token_ids,
@@ -375,18 +372,3 @@ def _kv_memory(
     else:
         of_host = default_kv_memory(kv, left_bytes, max_model_len, step_tokens)
     return max(1, of_host * options.nnodes * together)
-
-
-def _recording_folder(path: str | None) -> str | None:
-    folder = folder_of(path)
-    if folder is not None and any(Path(folder).glob(f"*/*{SUFFIX}")):
-        raise ConfigError(
-            f"--record {path}: the folder already contains a recording; remove it, or choose another folder"
-        )
-    return folder
-
-
-def _device(options: Options, kind: str) -> Device:
-    if kind == "mock":
-        return "cpu"
-    return default_device() if options.device == "auto" else options.device

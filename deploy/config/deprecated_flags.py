@@ -7,6 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quintet.deploy.config.flag import option
+
 RENAMED: dict[str, str] = {
     "depth": "max_steps_in_flight",
     "refuse_hopeless": "deadline_admission",
@@ -23,13 +25,7 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {"role": {"alone": "none"}}
 _log = logging.getLogger("quintet")
 
 
-def option(key: str) -> str:
-    """Return the command-line spelling of a key."""
-    return "--" + key.replace("_", "-")
-
-
 def warn(old: str, new: str) -> None:
-    """Log that an old name was used."""
     _log.warning("%s is deprecated; use %s", old, new)
 
 
@@ -80,6 +76,5 @@ class RenamedFlag(argparse.Action):
         values: Any,
         flag: str | None = None,
     ) -> None:
-        """Store the value."""
         warn(str(flag), option(self.dest))
         setattr(namespace, self.dest, [*getattr(namespace, self.dest), values] if self._appends else values)

@@ -1,4 +1,4 @@
-"""Flag table derived from `Options`: declares command-line arguments, and validates names and types of settings."""
+"""Flag table derived from `Options`: declares command-line arguments, reads YAML files, and validates names and types."""
 
 from __future__ import annotations
 
@@ -7,24 +7,32 @@ import difflib
 import functools
 import json
 import re
-import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from quintet.deploy.config.deprecated_flags import RENAMED_VALUES, warn, with_new_names
-from quintet.deploy.config.flag import GROUP_TITLES, Flag
-from quintet.deploy.config.flag_values import boolean
+from quintet.deploy.config.flag import FLAG, Flag, boolean, count, option
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.sglang_flags import flag_for
-from quintet.deploy.config.vllm_flags import SHORT
+from quintet.deploy.config.vllm_flags import ROPE, SHORT
 from quintet.deploy.config.vllm_settings import translated
 from quintet.wire.errors import ConfigError
 
-Groups = tuple[str, ...]
+NETWORK = "network and API"
+FLAG_GROUPS = {
+    "model": "model and tokenizer",
+    "host": NETWORK,
+    "max_num_seqs": "scheduling",
+    "kv_cache_memory": "KV cache",
+    "executor": "device",
+    "frontends": "processes",
+}
+"""First flag of each group in `Options` -> title of the group."""
 _NUMBERS: dict[type, re.Pattern[str]] = {
     int: re.compile(r"-?\d{1,15}"),
     float: re.compile(r"-?\d{1,15}(\.\d{0,15})?|\.\d{1,15}"),
@@ -50,39 +58,40 @@ class FlagSpec:
     repeated: bool
     default: object
     flag: Flag
+    group: str
+    """Title."""
 
     @property
     def option(self) -> str:
         """The command-line spelling: ``--max-model-len``."""
-        return "--" + self.key.replace("_", "-")
+        return option(self.key)
 
 
 @functools.cache
 def flag_table() -> list[FlagSpec]:
     """Return every flag, in the order of `Options`."""
-    hints = typing.get_type_hints(Options, include_extras=True)
-    return [_spec(field, hints[field.name]) for field in msgspec.structs.fields(Options)]
+    hints = typing.get_type_hints(Options)
+    table, group = [], ""
+    for field in fields(Options):
+        group = FLAG_GROUPS.get(field.name, group)
+        annotated, flag = hints[field.name], field.metadata[FLAG]
+        default = [] if field.default is MISSING else field.default
+        origin, members = typing.get_origin(annotated), typing.get_args(annotated)
+        kinds = [each for each in members or (annotated,) if each is not type(None)]
+        is_text = flag.read is not None or origin in (Literal, list) or str in kinds
+        choices = members if origin is Literal else None
+        spec = FlagSpec(
+            field.name, str if is_text else kinds[0], choices, origin is list, default, flag, group
+        )
+        table.append(spec)
+    return table
 
 
-def _spec(field: msgspec.structs.FieldInfo, hint: object) -> FlagSpec:
-    annotated, flag = typing.get_args(hint)
-    default = [] if field.default is msgspec.NODEFAULT else field.default
-    origin = typing.get_origin(annotated)
-    if flag.read is not None:
-        return FlagSpec(field.name, str, None, False, default, flag)
-    if origin is Literal:
-        return FlagSpec(field.name, str, typing.get_args(annotated), False, default, flag)
-    if origin is list:
-        return FlagSpec(field.name, str, None, True, default, flag)
-    members = typing.get_args(annotated) if origin is types.UnionType else (annotated,)
-    kinds = [member for member in members if member is not type(None)]
-    return FlagSpec(field.name, str if str in kinds else kinds[0], None, False, default, flag)
-
-
-def add_flags(parser: argparse.ArgumentParser, groups: Groups = tuple(GROUP_TITLES)) -> None:
+def add_flags(parser: argparse.ArgumentParser, without: str | None = None) -> None:
     """Declare the flags on a parser, group by group; absent flags add nothing to the namespace.
 
     ``model`` is a positional argument of the commands, not a flag. A command with all groups shows `USED_FIRST` first.
+    without: title of a group that is left out.
     """
     table = {spec.key: spec for spec in flag_table()}
     short = {key: word for word, key in SHORT.items()}
@@ -91,15 +100,16 @@ def add_flags(parser: argparse.ArgumentParser, groups: Groups = tuple(GROUP_TITL
     def add(section: argparse._ArgumentGroup, spec: FlagSpec) -> None:
         _add_flag(section, spec, [short[spec.key]] if spec.key in short else [])
 
-    if groups == tuple(GROUP_TITLES):
+    if without is None:
         section = parser.add_argument_group("most used")
         for key in USED_FIRST:
             add(section, table.pop(key))
-    for group in groups:
-        section = parser.add_argument_group(GROUP_TITLES[group])
-        for spec in table.values():
-            if spec.flag.group == group:
-                add(section, spec)
+    for group in FLAG_GROUPS.values():
+        if group != without:
+            section = parser.add_argument_group(group)
+            for spec in table.values():
+                if spec.group == group:
+                    add(section, spec)
 
 
 def _add_flag(section: argparse._ArgumentGroup, spec: FlagSpec, short: list[str]) -> None:
@@ -210,3 +220,55 @@ def _reworded(message: str, values: Mapping[str, object]) -> str:
         f"one of {', '.join(allowed)}" if allowed else problem.removeprefix("Expected ").split(", got")[0]
     )
     return f"{key} is {sent!r}, which is not {expected.replace('`', '').replace('bool', 'true or false')}"
+
+
+def read_config_file(path: Path) -> dict[str, object]:
+    """Read a YAML mapping of flag names to values, and validate names and types.
+
+    Names may have dashes or underscores. Raises `ConfigError` with the file and the key.
+    """
+    import yaml  # slow to import, and rarely needed
+
+    try:
+        loaded: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"--config {path} is not valid YAML: {where}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(
+            f"--config {path} must be a mapping like `port: 8000`, not a {type(loaded).__name__}"
+        )
+    settings = with_new_names(loaded)
+    make_options(settings, str(path))
+    return {str(key).replace("-", "_"): value for key, value in settings.items()}
+
+
+def merged_options(
+    config_file: Path | None, flags: dict[str, object], source: str = "the command line"
+) -> tuple[Options, list[str]]:
+    """Return the options of a file overridden by flags, and notes on ignored or derived settings."""
+    settings_of_file = {} if config_file is None else read_config_file(config_file)
+    # RoPE settings become part of the flag --hf-overrides, if there is one.
+    rope = {key: value for key, value in settings_of_file.items() if key in ROPE}
+    others = {key: value for key, value in settings_of_file.items() if key not in ROPE}
+    in_file, notes = translated(others, str(config_file))
+    given, more_notes = translated({**in_file, **rope, **with_new_names(flags)}, source)
+    settings, derived_notes = derive_max_num_seqs(given)
+    return make_options(settings, source), [*dict.fromkeys([*notes, *more_notes]), *derived_notes]
+
+
+def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """Limit an unset ``max_num_seqs`` to the step's token budget; return the settings and notes for the startup log.
+
+    Takes settings rather than `Options`, which do not distinguish unset values from defaults.
+    """
+    named = {str(key).replace("-", "_"): value for key, value in settings.items() if value is not None}
+    budget = count(named.get("max_num_batched_tokens"), "--max-num-batched-tokens")
+    if "max_num_seqs" in named or type(budget) is not int or not 1 <= budget < Options().max_num_seqs:
+        return dict(settings), []
+    note = f"max_num_seqs is {budget}, not {Options().max_num_seqs}: --max-num-batched-tokens {budget} has one token for each"
+    return {**settings, "max_num_seqs": budget}, [note]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import os
 import secrets
 from pathlib import Path
-
-import msgspec
 
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.user_files import LEAST_BYTES, key_file_of
@@ -47,7 +46,7 @@ def of_first(options: Options, run_dir: Path) -> Options:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
         file.write(secrets.token_bytes(LEAST_BYTES))
-    return msgspec.structs.replace(options, distributed_executor_backend="mp", group_key=str(path))
+    return dataclasses.replace(options, distributed_executor_backend="mp", group_key=str(path))
 
 
 def _check_backend(options: Options) -> None:

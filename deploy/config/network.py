@@ -12,9 +12,6 @@ from quintet.deploy.config import rules
 from quintet.deploy.config.flags import Options
 from quintet.wire.errors import ConfigError
 
-MAX_SOCKET_PATH = 107
-"""Maximum length of a Unix socket path on Linux, in bytes."""
-
 
 def listed(words: Sequence[str], flag: str) -> list[str]:
     """Return the values of a repeated flag; a value may be a JSON list, as in vLLM. Raises `ConfigError`."""
@@ -33,10 +30,10 @@ def listed(words: Sequence[str], flag: str) -> list[str]:
 def check(options: Options) -> str | None:
     """Validate the flags; return a warning about unprotected access, or None. Raises `ConfigError`."""
     _check_certificates(options)
-    if len(options.uds.encode()) > MAX_SOCKET_PATH:
+    if len(options.uds.encode()) > rules.MAX_SOCKET_PATH:
         raise ConfigError(
-            f"--uds has {len(options.uds.encode())} bytes; a socket path can have at most {MAX_SOCKET_PATH}. Choose a shorter "
-            "one."
+            f"--uds has {len(options.uds.encode())} bytes; a socket path can have at most {rules.MAX_SOCKET_PATH}. Choose a "
+            "shorter one."
         )
     origins = listed(options.allowed_origins, "--allowed-origins")
     warnings = [] if options.uds else [rules.advise_open_server(options.host, bool(options.api_key))]

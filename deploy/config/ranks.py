@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from quintet.deploy.config import rules
+from quintet.deploy.config.device import num_gpus
 from quintet.deploy.config.eplb import check_copies, eplb_config, num_copied
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import check_first
 from quintet.deploy.config.kv.transfer import leaves_executor
 from quintet.deploy.config.model.hf_config import ModelFacts
-from quintet.deploy.config.rank_checks import check_gpu_ranks, why_not_stored
+from quintet.executor.checkpoints.quant.formats.cut import why_not as why_not_cut
+from quintet.executor.checkpoints.quant.formats.scheme import Format, StoredLayer
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.fitting import (
     MOST_RANKS,
@@ -23,20 +27,29 @@ from quintet.executor.model_config.fitting import (
     sizes_that_fit,
     why_not,
 )
-from quintet.executor.model_config.hf_config import HfConfig
-from quintet.executor.model_config.registry import FAMILIES
-from quintet.executor.model_config.share import KV_GATHER_BYTES, Share, shared_bytes, stage_layers
-from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, StateSpec
+from quintet.executor.model_config.share import KV_GATHER_BYTES, KeptRange, Share, shared_bytes, stage_layers
+from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, StateSpec
 from quintet.executor.model_config.state_specs import Mamba2Spec
 from quintet.wire.config import DTYPE_BYTES
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import hf_config_path, parse_json
+from quintet.wire.model_files import hf_config_path
 
 FLAG, STAGES_FLAG = "--tensor-parallel-size", "--pipeline-parallel-size"
 INVARIANT_FLAG, CONTEXT_FLAG = "--layout-invariant", "--decode-context-parallel-size"
 MOST_IN_KEY, MOST_IN_VALUE, TILE_TOKENS = 576, 512, 16
 """Limits of the CPU attention kernel, the only one that ranks use: ``takes`` of ``csrc/cpu/attention/paged.hpp``."""
 
+SIZES = (2, 4, 8)
+"""Equals ``quintet.executor.backends.cuda.ops.collectives.SIZES``: all-reduce adds as a binary tree, over at most 8 GPUs with
+peer access.
+"""
+DIVIDED_FORMATS = (
+    *("gptq", "awq", "compressed-tensors", "squeezellm", "fp8", "fbgemm_fp8"),
+    *("modelopt", "quark", "auto-round", "torchao", "gguf"),
+)
+"""Formats that can be sharded (`quintet.executor.checkpoints.quant.formats.cut`)."""
+OF_MIXER, OF_FEED_FORWARD = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"
+"""Representative names of row-parallel layers, since configurations refer to names; the loader checks all others."""
 _UNKNOWN_LAYERS = "Quintet does not implement its layers"
 
 
@@ -52,8 +65,6 @@ def check_flags(options: Options, device: str) -> None:
     context = options.decode_context_parallel_size
     if context > 1 and size % context:
         raise ConfigError(f"{CONTEXT_FLAG} is {context}; it must divide {FLAG} {size}")
-    if context > 1 and device != "cpu":
-        raise ConfigError(f"{CONTEXT_FLAG} {context} is supported on CPUs only; add --device cpu or drop it")
     if options.layout_invariant and (options.executor == "mock" or device != "cpu"):
         raise ConfigError(
             f"{INVARIANT_FLAG} is supported on CPUs only, and not by the mock executor: drop it, or add --device cpu"
@@ -71,7 +82,21 @@ def check_flags(options: Options, device: str) -> None:
             f"{_given(options)}: ranks require Linux, but this is {sys.platform}; drop the flag"
         )
     if device != "cpu":
-        check_gpu_ranks(options)
+        _check_gpu_ranks(options)
+
+
+def _check_gpu_ranks(options: Options) -> None:
+    """Reject unsupported ranks on GPUs. If GPUs cannot be counted here, the executor checks their number."""
+    size, engines = options.tensor_parallel_size, options.data_parallel_size
+    if size not in SIZES:
+        raise ConfigError(f"{FLAG} is {size}; on GPUs it must be one of {', '.join(map(str, SIZES))}")
+    num_visible = num_gpus(os.environ)
+    if num_visible is not None and num_visible < size * engines:
+        of_engines = f" with {engines} engines" if engines > 1 else ""
+        raise ConfigError(
+            f"{FLAG} {size}{of_engines} needs {size * engines} GPUs, one per rank, but {num_visible} are visible: lower it, or"
+            " check CUDA_VISIBLE_DEVICES"
+        )
 
 
 def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
@@ -81,10 +106,10 @@ def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
         facts = _with_stages(options, facts)
     if size == 1:
         return facts
-    spec, by_experts = _spec_of(facts), options.enable_expert_parallel
+    spec, by_experts = facts.decoder, options.enable_expert_parallel
     reason = _UNKNOWN_LAYERS if spec is None else why_not(spec, by_experts=by_experts)
     if reason is None and spec is not None and facts.stored is not None:
-        reason = why_not_stored(facts.stored, spec, Share(0, size, by_experts), device)
+        reason = _why_not_stored(facts.stored, spec, Share(0, size, by_experts), device)
     if spec is None or reason is not None:
         raise ConfigError(f"{FLAG} {size}: {path} cannot be sharded: {reason}; drop the flag")
     if by_experts and not has_experts(spec):
@@ -96,7 +121,8 @@ def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
         raise ConfigError(
             f"{FLAG} {size}: {path} has {odd}, which cannot be sharded over {size} ranks; valid sizes: {fitting}"
         )
-    if options.nnodes > 1 and options.pipeline_parallel_size == 1 and _rotates_by_length(spec):
+    rotates_by_length = any(rope.depends_on_length for rope in spec.ropes)
+    if options.nnodes > 1 and options.pipeline_parallel_size == 1 and rotates_by_length:
         raise ConfigError(
             f"{FLAG} {size} --nnodes {options.nnodes}: RoPE of {path} depends on the prompt length, which is not supported on"
             " several hosts; drop --nnodes"
@@ -115,6 +141,42 @@ def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
     return dataclasses.replace(facts, kv_needs=tuple(needs), state_needs=states)
 
 
+def _why_not_stored(stored: Format, spec: DecoderSpec, share: Share, device: str) -> str | None:
+    """Return the reason why ranks cannot shard the checkpoint, or None."""
+    if share.by_experts and stored.name == "mxfp4":
+        return None
+    if stored.name not in DIVIDED_FORMATS:
+        return f"{stored.name} weights cannot be sharded; supported formats: {', '.join(DIVIDED_FORMATS)}"
+    if device != "cpu":
+        return f"{stored.name} weights can be sharded on CPUs only"
+    if has_experts(spec) and not share.by_experts:
+        return f"columns of {stored.name} experts cannot be sharded, only whole experts (add --enable-expert-parallel)"
+    ranks = (dataclasses.replace(share, rank=rank) for rank in range(share.size))
+    for name, inputs in dict.fromkeys(
+        each for rank in ranks for layer in spec.layers for each in _inputs_of(layer, rank) if each[1].count
+    ):
+        scheme = stored.scheme(StoredLayer(name, spec.hidden_size, inputs.whole, False, None))
+        reason = None if scheme is None else why_not_cut(scheme, inputs)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _inputs_of(layer: LayerSpec, share: Share) -> Iterator[tuple[str, KeptRange]]:
+    """Yield a rank's input range of each row-parallel layer."""
+    attention, state, mlp = layer.attention, layer.state, layer.mlp
+    if isinstance(attention, AttentionSpec):
+        yield OF_MIXER, share.of(attention.num_heads).times(attention.value_dim)
+    if isinstance(attention, LatentSpec):
+        yield OF_MIXER, share.of(attention.num_heads).times(attention.head_width)
+    if state is not None:
+        count = state.divided.count
+        yield OF_MIXER, share.of(count).times(state.channels // count)
+    width = mlp.shared_width if isinstance(mlp, ExpertsSpec) else None if mlp is None else mlp.width
+    if width:
+        yield OF_FEED_FORWARD, share.of(width)
+
+
 def sum_leaves(options: Options, facts: ModelFacts) -> int:
     """Return the number of leaves of the binary tree of sums for ``--layout-invariant``; 1 without the flag.
 
@@ -122,7 +184,7 @@ def sum_leaves(options: Options, facts: ModelFacts) -> int:
     """
     if not options.layout_invariant:
         return 1
-    size, path, spec = options.tensor_parallel_size, hf_config_path(facts.path), _spec_of(facts)
+    size, path, spec = options.tensor_parallel_size, hf_config_path(facts.path), facts.decoder
     if spec is None:
         raise ConfigError(
             f"{INVARIANT_FLAG}: {path} uses transformers, which does not support ranks; drop the flag"
@@ -146,7 +208,7 @@ def sum_leaves(options: Options, facts: ModelFacts) -> int:
 def check_gpu_rows(options: Options, facts: ModelFacts, device: str, dtype_bytes: int) -> None:
     """Reject shards with rows that are not multiples of 16 bytes, where the only kernels require this."""
     size = options.tensor_parallel_size
-    spec = _spec_of(facts) if device == "cuda" and size > 1 else None
+    spec = facts.decoder if device == "cuda" and size > 1 else None
     for layer in () if spec is None else spec.layers:
         attention, state, mlp, depths = layer.attention, layer.state, layer.mlp, []
         if isinstance(mlp, ExpertsSpec) or (mlp is not None and options.batch_invariant):
@@ -189,7 +251,7 @@ def check_attention(options: Options, facts: ModelFacts, device: str, block_size
 
 def num_copied_parameters(options: Options, facts: ModelFacts) -> int:
     """Return the number of parameters of redundant experts, over all ranks."""
-    eplb, spec = eplb_config(options), _spec_of(facts)
+    eplb, spec = eplb_config(options), facts.decoder
     return 0 if eplb is None or spec is None else num_copied(eplb, spec)
 
 
@@ -198,12 +260,10 @@ def memory_shared(
 ) -> int:
     """Return the maximum shared memory of an engine's ranks, in bytes. num_observed: hidden states that a draft head reads."""
     size, stages = options.tensor_parallel_size, options.pipeline_parallel_size
-    spec = _spec_of(facts) if size * stages > 1 and device == "cpu" else None
+    spec = facts.decoder if size * stages > 1 and device == "cpu" else None
     if spec is None:
         return 0
-    longest = rules.derive_max_model_len(
-        options.max_model_len, facts.max_model_len, hf_config_path(facts.path)
-    )
+    longest = rules.derive_max_model_len(options.max_model_len, facts.spec.reach, hf_config_path(facts.path))
     step_tokens = rules.most_step_tokens(options, device, longest)
     eplb = eplb_config(options)
     places = 0 if eplb is None else eplb.num_redundant_experts // size
@@ -222,7 +282,7 @@ def memory_shared(
 
 def _with_stages(options: Options, facts: ModelFacts) -> ModelFacts:
     """Return the facts with the layers of each stage. Raises `ConfigError` for too many stages."""
-    stages, path, spec = options.pipeline_parallel_size, hf_config_path(facts.path), _spec_of(facts)
+    stages, path, spec = options.pipeline_parallel_size, hf_config_path(facts.path), facts.decoder
     if spec is None:
         raise ConfigError(
             f"{STAGES_FLAG} {stages}: {path} cannot be divided into stages: {_UNKNOWN_LAYERS}; drop the flag"
@@ -233,10 +293,6 @@ def _with_stages(options: Options, facts: ModelFacts) -> ModelFacts:
             f" {len(spec.layers)}"
         )
     return dataclasses.replace(facts, stages=tuple(stage_layers(spec, stages)))
-
-
-def _rotates_by_length(spec: DecoderSpec) -> bool:
-    return any(rope.depends_on_length for rope in spec.ropes)
 
 
 def _check_context(options: Options, spec: DecoderSpec, path: Path) -> None:
@@ -261,12 +317,3 @@ def _given(options: Options) -> str:
     sizes = ((FLAG, options.tensor_parallel_size), (STAGES_FLAG, options.pipeline_parallel_size))
     given = [f"{flag} {size}" for flag, size in sizes if size > 1]
     return " ".join(given + [INVARIANT_FLAG] * options.layout_invariant)
-
-
-def _spec_of(facts: ModelFacts) -> DecoderSpec | None:
-    family = FAMILIES.get(facts.architecture)
-    if facts.implementation != "quintet" or family is None:
-        return None
-    path = hf_config_path(facts.path)
-    spec = family.read(HfConfig(parse_json(facts.hf_config, path), str(path)))
-    return spec if isinstance(spec, DecoderSpec) else None

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-import msgspec
-
-from quintet.deploy.config.flag_values import count
+from quintet.deploy.config.flag import option
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.model.hf_config import ModelFacts
+from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.spec import KvNeed
 from quintet.wire.config import KvFormat
 from quintet.wire.errors import ConfigError, RequestError, invalid
@@ -35,74 +34,46 @@ _SCALE_BYTES = 4
 """Bytes of the scale of each int8 key or value of a head."""
 _FOUR_GROUP, _FACTOR_BYTES = 32, 4
 """Group size of an int4 KV cache, and bytes of scale and zero point per group."""
+_LEAST = {
+    -1: ("max_logprobs",),
+    0: (
+        *("drain_timeout", "keep_alive_interval", "long_prefill_token_threshold", "max_restarts"),
+        *("node_rank", "port", "response_store_entries", "step_ms", "step_target_ms", "stream_grace"),
+        "threads",
+    ),
+    1: (
+        *("block_size", "data_parallel_size", "decode_context_parallel_size", "detokenizers", "frontends"),
+        *("max_num_batched_tokens", "max_num_seqs", "max_queued_requests", "max_queued_tokens"),
+        *("max_steps_in_flight", "nnodes", "pipeline_parallel_size", "tensor_parallel_size", "tokenizers"),
+    ),
+    2: ("max_model_len",),
+    4: ("record_mb",),
+}
+"""Smallest value -> flags; None is allowed too."""
+_MOST = {512: ("data_parallel_size", "detokenizers", "frontends", "tokenizers"), 65535: ("port",)}
+"""Largest value -> flags."""
+_POSITIVE = ("boot_timeout", "stall_timeout", "write_timeout", "header_timeout", "response_store_hours")
+"""Flags above 0."""
 
 
 def check_ranges(options: Options) -> None:
     """Validate ranges of numbers. Raises `ConfigError` with flag, value and range."""
-    at_least: dict[str, tuple[float, float]] = {
-        "max_num_seqs": (options.max_num_seqs, 1),
-        "long_prefill_token_threshold": (options.long_prefill_token_threshold, 0),
-        "tokenizers": (options.tokenizers, 1),
-        "detokenizers": (options.detokenizers, 1),
-        "frontends": (options.frontends, 1),
-        "data_parallel_size": (options.data_parallel_size, 1),
-        "tensor_parallel_size": (options.tensor_parallel_size, 1),
-        "pipeline_parallel_size": (options.pipeline_parallel_size, 1),
-        "decode_context_parallel_size": (options.decode_context_parallel_size, 1),
-        "threads": (options.threads, 0),
-        "step_ms": (options.step_ms, 0),
-        "max_logprobs": (options.max_logprobs, -1),
-        "max_queued_requests": (options.max_queued_requests, 1),
-        "max_queued_tokens": (options.max_queued_tokens, 1),
-        "drain_timeout": (options.drain_timeout, 0),
-        "keep_alive_interval": (options.keep_alive_interval, 0),
-        "stream_grace": (options.stream_grace, 0),
-        "response_store_entries": (options.response_store_entries, 0),
-        "max_steps_in_flight": (options.max_steps_in_flight, 1),
-        "record_mb": (options.record_mb, 4),
-        "port": (options.port, 0),
-        "nnodes": (options.nnodes, 1),
-        "node_rank": (options.node_rank, 0),
-    }
-    if options.block_size is not None:
-        at_least["block_size"] = (options.block_size, 1)
-    if options.step_target_ms is not None:
-        at_least["step_target_ms"] = (options.step_target_ms, 0)
-    if options.max_restarts is not None:
-        at_least["max_restarts"] = (options.max_restarts, 0)
-    if options.max_model_len is not None:
-        at_least["max_model_len"] = (options.max_model_len, 2)
-    if options.max_num_batched_tokens is not None:
-        at_least["max_num_batched_tokens"] = (options.max_num_batched_tokens, 1)
-    for key, (value, least) in at_least.items():
-        if not value >= least:
-            raise ConfigError(f"--{key.replace('_', '-')} is {value}; it must be at least {least}")
-    for key, number in (
-        ("boot_timeout", options.boot_timeout),
-        ("stall_timeout", options.stall_timeout),
-        ("write_timeout", options.write_timeout),
-        ("header_timeout", options.header_timeout),
-    ):
-        if not number > 0:
-            raise ConfigError(f"--{key.replace('_', '-')} is {number}; it must be more than 0 seconds")
-    if not options.response_store_hours > 0:
-        raise ConfigError(f"--response-store-hours is {options.response_store_hours}; it must be more than 0")
-    if options.port > 65535:
-        raise ConfigError(f"--port is {options.port}; it must be at most 65535")
-    _check_counts(options)
-    for key, share, most in (
-        ("kv-cache-memory-share", options.kv_cache_memory_share, 0.95),
-        ("gpu-memory-utilization", options.gpu_memory_utilization, 1.0),
-    ):
-        if share is not None and not 0 < share <= most:
-            raise ConfigError(f"--{key} is {share}; it must be above 0 and at most {most:g}")
-
-
-def _check_counts(options: Options) -> None:
-    for key in ("frontends", "tokenizers", "detokenizers", "data_parallel_size"):
-        number = getattr(options, key)
-        if number > 512:
-            raise ConfigError(f"--{key.replace('_', '-')} is {number}; it must be at most 512")
+    for least, key in ((least, key) for least, keys in _LEAST.items() for key in keys):
+        value = getattr(options, key)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{option(key)} is {value}; it must be at least {least}")
+    for key in _POSITIVE:
+        value, unit = getattr(options, key), "" if key.endswith("hours") else " seconds"
+        if not value > 0:
+            raise ConfigError(f"{option(key)} is {value}; it must be more than 0{unit}")
+    for most, key in ((most, key) for most, keys in _MOST.items() for key in keys):
+        value = getattr(options, key)
+        if value > most:
+            raise ConfigError(f"{option(key)} is {value}; it must be at most {most}")
+    for key, most_share in (("kv_cache_memory_share", 0.95), ("gpu_memory_utilization", 1.0)):
+        share = getattr(options, key)
+        if share is not None and not 0 < share <= most_share:
+            raise ConfigError(f"{option(key)} is {share}; it must be above 0 and at most {most_share:g}")
 
 
 def check_mock_only_flags(options: Options) -> None:
@@ -112,13 +83,23 @@ def check_mock_only_flags(options: Options) -> None:
             raise ConfigError(f"{flag} {value} requires --executor mock: add it, or drop {flag}")
 
 
-def check_gpu_only_flags(options: Options, device: str) -> None:
-    """Reject ``--attention-backend`` on a CPU, where ``--batch-invariant`` and ``--enforce-eager`` change nothing."""
-    if device != "cuda" and options.attention_backend != "auto":
+def check_device_flags(options: Options, device: str) -> None:
+    """Reject flags of the other kind of device. ``--batch-invariant`` and ``--enforce-eager`` change nothing on a CPU."""
+    if device == "cpu" and options.attention_backend != "auto":
         raise ConfigError(
             f"--attention-backend {options.attention_backend} is for GPUs, but the model runs on the CPU: drop it, or set "
             "--device cuda"
         )
+    for flag, is_given in (
+        ("--packed-cache", options.packed_cache is not None),
+        (f"--activation-dtype {options.activation_dtype}", options.activation_dtype != "auto"),
+        ("--decode-context-parallel-size", options.decode_context_parallel_size > 1),
+        ("--pipeline-parallel-size", options.pipeline_parallel_size > 1),
+        ("--enable-expert-parallel", options.enable_expert_parallel),
+        ("--nnodes", options.nnodes > 1),
+    ):
+        if device != "cpu" and is_given:
+            raise ConfigError(f"{flag} is supported on CPUs only: add --device cpu or drop it")
 
 
 def check_prompt_embeds(options: Options, facts: ModelFacts) -> None:
@@ -132,8 +113,13 @@ def check_prompt_embeds(options: Options, facts: ModelFacts) -> None:
 
 def check_expert_widths(facts: ModelFacts, device: str, dtype_bytes: int) -> None:
     """Reject experts with a row size that is not a multiple of 16 bytes, which GPU kernels require."""
-    odd = sorted(depth for depth in facts.expert_depths if depth * dtype_bytes % 16)
-    if device == "cuda" and odd:
+    decoder = facts.decoder
+    if device != "cuda" or decoder is None:
+        return
+    widths = {layer.mlp.width for layer in decoder.layers if isinstance(layer.mlp, ExpertsSpec)}
+    depths = widths | {decoder.hidden_size} if widths else widths
+    odd = sorted(depth for depth in depths if depth * dtype_bytes % 16)
+    if odd:
         raise ConfigError(
             f"{hf_config_path(facts.path)}: experts have rows of {odd[0]} numbers, but GPU kernels require multiples of"
             f" {16 // dtype_bytes}: set --device cpu, or --model-impl transformers"
@@ -143,28 +129,26 @@ def check_expert_widths(facts: ModelFacts, device: str, dtype_bytes: int) -> Non
 def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> KvSpec:
     """Return the KV layout. Raises `ConfigError` for a data type that the device does not support."""
     block_size, kind = options.block_size, kv_format(options, device, facts)
-    if kind == "model":
-        return _groups(facts, block_size, dtype_bytes, lambda width: width * dtype_bytes)
-    if device != "cpu" and kind != "fp8":
+    if device != "cpu" and kind not in ("model", "fp8"):
         raise ConfigError(
             f"--kv-cache-dtype {kind} is not supported on this device: set fp8, or --device cpu"
         )
-    if device == "cpu" and block_size is not None and block_size % 16:
+    if device == "cpu" and kind != "model" and block_size is not None and block_size % 16:
         raise ConfigError(
             f"--block-size is {block_size}, but --kv-cache-dtype {kind} requires a multiple of 16: set 16 or 32, or"
             " --kv-cache-dtype model"
         )
-    if kind == "fp8":
-        return _groups(facts, block_size, dtype_bytes, lambda width: width)
-    if kind == "int8":
-        return _groups(facts, block_size, dtype_bytes, lambda width: width + _SCALE_BYTES)
-    if any(need is not None and need.values_in_keys for need in facts.kv_needs):
+    if kind == "int4" and any(need is not None and need.values_in_keys for need in facts.kv_needs):
         raise ConfigError(
             "--kv-cache-dtype int4 is not supported for latent attention (MLA), which this model uses: set int8"
         )
-    return _groups(
-        facts, block_size, dtype_bytes, lambda width: width // 2 + -(-width // _FOUR_GROUP) * _FACTOR_BYTES
-    )
+    head_bytes: dict[KvFormat, Callable[[int], int]] = {
+        "model": lambda width: width * dtype_bytes,
+        "fp8": lambda width: width,
+        "int8": lambda width: width + _SCALE_BYTES,
+        "int4": lambda width: width // 2 + -(-width // _FOUR_GROUP) * _FACTOR_BYTES,
+    }
+    return _groups(facts, block_size, dtype_bytes, head_bytes[kind])
 
 
 def kv_format(options: Options, device: str, facts: ModelFacts) -> KvFormat:
@@ -186,7 +170,7 @@ def kv_formats(options: Options, device: str, facts: ModelFacts, dtype_bytes: in
             continue
         try:
             found[name] = kv_spec(
-                msgspec.structs.replace(options, kv_cache_dtype=name), device, facts, dtype_bytes
+                dataclasses.replace(options, kv_cache_dtype=name), device, facts, dtype_bytes
             )
         except ConfigError:
             continue  # not supported by this device or model
@@ -207,7 +191,7 @@ def _groups(
         if need is not None:
             widths = (need.key_dim,) if need.values_in_keys else (need.key_dim, need.value_dim)
             token_bytes = need.num_kv_heads * sum(head_bytes(padded_head(width)) for width in widths)
-            layers.append(LayerKv(layer, *_visible_tokens(need, facts.max_model_len), token_bytes))
+            layers.append(LayerKv(layer, *_visible_tokens(need, facts.spec.reach), token_bytes))
     for layer, state in enumerate(facts.state_needs):
         if state is not None:
             layers.append(LayerKv(layer, "state", state_bytes=state.num_bytes(dtype_bytes)))
@@ -223,19 +207,6 @@ def _visible_tokens(need: KvNeed, max_model_len: int) -> tuple[Kind, int]:
     if need.window is not None and need.window < max_model_len:
         return "sliding", need.window
     return "full", 0
-
-
-def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """Limit an unset ``max_num_seqs`` to the step's token budget; return the settings and notes for the startup log.
-
-    Takes settings rather than `Options`, which do not distinguish unset values from defaults.
-    """
-    named = {str(key).replace("-", "_"): value for key, value in settings.items() if value is not None}
-    budget = count(named.get("max_num_batched_tokens"), "--max-num-batched-tokens")
-    if "max_num_seqs" in named or type(budget) is not int or not 1 <= budget < Options().max_num_seqs:
-        return dict(settings), []
-    note = f"max_num_seqs is {budget}, not {Options().max_num_seqs}: --max-num-batched-tokens {budget} has one token for each"
-    return {**settings, "max_num_seqs": budget}, [note]
 
 
 def most_step_tokens(options: Options, device: str, max_model_len: int) -> int:
@@ -318,11 +289,6 @@ def fit_max_model_len(
     return fitting
 
 
-def rotates_alike(fixed_rope_len: int | None, max_model_len: int) -> bool:
-    """Return whether keys of a prefix do not depend on sequence length, so that the prefix cache can share them."""
-    return fixed_rope_len is None or max_model_len <= fixed_rope_len
-
-
 def cap_kv_memory(
     kv: KvSpec, memory_bytes: int, max_num_seqs: int, max_model_len: int, step_tokens: int
 ) -> int:
@@ -355,12 +321,12 @@ def fit_facts(facts: ModelFacts, max_model_len: int) -> tuple[ModelFacts, list[s
     Any of them would make every request fail.
     """
     notes: list[str] = []
-    known = [token_id for token_id in facts.eos_token_ids if 0 <= token_id < facts.vocab_size]
+    known = [token_id for token_id in facts.eos_token_ids if 0 <= token_id < facts.spec.vocab_size]
     if len(known) < len(facts.eos_token_ids):
         unknown = ", ".join(str(token_id) for token_id in facts.eos_token_ids if token_id not in known)
         left = f"{known} end a response" if known else "only max_tokens and stop strings end a response"
         notes.append(
-            f"eos_token_id {unknown} of {facts.path} is ignored: the vocabulary has {facts.vocab_size} tokens; {left}"
+            f"eos_token_id {unknown} of {facts.path} is ignored: the vocabulary has {facts.spec.vocab_size} tokens; {left}"
         )
     defaults: dict[str, float | int] = {}
     for name, value in facts.generation_defaults.items():

@@ -12,6 +12,7 @@ from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import hosts_config
 from quintet.deploy.config.memory import parse_size
 from quintet.deploy.config.speculation import speculative_config
+from quintet.process.record import SUFFIX
 from quintet.wire.config import (
     DraftModelConfig,
     ExecutorConfig,
@@ -67,7 +68,6 @@ def executor_config(
     shared_bytes: int,
     sum_leaves: int,
 ) -> ExecutorConfig:
-    """Return the executor section."""
     return ExecutorConfig(
         kind=kind,
         device=device,
@@ -127,7 +127,6 @@ def processes_config(options: Options, http: bool, external_frontends: int) -> P
 
 
 def frontend_config(options: Options) -> FrontendConfig:
-    """Return the frontend section."""
     return FrontendConfig(
         host=options.host,
         port=options.port,
@@ -170,6 +169,16 @@ def frontend_config(options: Options) -> FrontendConfig:
 def folder_of(path: str | None) -> str | None:
     """Return the absolute path of a folder given by a flag."""
     return None if path is None else str(Path(path).expanduser().absolute())
+
+
+def recording_folder(path: str | None) -> str | None:
+    """Return the absolute path of ``--record``. Raises `ConfigError` if it has a recording."""
+    folder = folder_of(path)
+    if folder is not None and any(Path(folder).glob(f"*/*{SUFFIX}")):
+        raise ConfigError(
+            f"--record {path}: the folder already contains a recording; remove it, or choose another folder"
+        )
+    return folder
 
 
 def _response_store(path: str | None) -> str:

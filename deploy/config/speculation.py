@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 
 from quintet.deploy.config.flags import Options
+from quintet.deploy.config.model.source import locate_model
 from quintet.deploy.config.model.weights import loaded_quantization
 from quintet.wire.config import MAX_DRAFTS, DraftModelConfig, Quantization, SpeculativeConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
+from quintet.wire.model_files import read_json
 
 FLAG = "--speculative-config"
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -38,48 +43,38 @@ GPU_METHODS = ("ngram", "suffix")
 """Methods that are supported on a GPU: those without a model of their own."""
 
 MTP_ALIASES = (
-    "deepseek_mtp",
-    "ernie_mtp",
-    "exaone4_5_mtp",
-    "exaone_moe_mtp",
-    "glm4_moe_lite_mtp",
-    "glm4_moe_mtp",
-    "glm_ocr_mtp",
-    "hy_v3_mtp",
-    "longcat_flash_mtp",
-    "mimo_mtp",
-    "mimo_v2_mtp",
-    "nemotron_h_mtp",
-    "pangu_ultra_moe_mtp",
-    "qwen3_5_mtp",
-    "qwen3_next_mtp",
-    "step3p5_mtp",
+    *("deepseek_mtp", "ernie_mtp", "exaone4_5_mtp", "exaone_moe_mtp", "glm4_moe_lite_mtp", "glm4_moe_mtp"),
+    *("glm_ocr_mtp", "hy_v3_mtp", "longcat_flash_mtp", "mimo_mtp", "mimo_v2_mtp", "nemotron_h_mtp"),
+    *("pangu_ultra_moe_mtp", "qwen3_5_mtp", "qwen3_next_mtp", "step3p5_mtp"),
 )
 """vLLM's other names of the method ``mtp``."""
 
 NGRAM_MODELS = ("ngram", "[ngram]")
 """Values of ``model`` with which older vLLM versions meant the method ``ngram``."""
 
-NO_EFFECT = frozenset(
-    {
+NO_EFFECT = {
+    *(
         "attention_backend",
         "disable_by_batch_size",
         "disable_log_stats",
         "disable_logprobs",
         "disable_mqa_scorer",
+    ),
+    *(
         "disable_padded_drafter_batch",
         "draft_load_config",
         "draft_sample_method",
         "draft_tensor_parallel_size",
+    ),
+    *(
         "enforce_eager",
         "kv_cache_dtype",
         "max_model_len",
         "moe_backend",
         "num_speculative_tokens_per_batch_size",
-        "tensor_parallel_size",
-        "use_local_argmax_reduction",
-    }
-)
+    ),
+    *("tensor_parallel_size", "use_local_argmax_reduction"),
+}
 """Keys of vLLM that change its speed or memory, not outputs. They have no effect here."""
 
 QUANTIZATIONS = ("none", "int8", "int4", "w8a8")
@@ -95,10 +90,13 @@ SUFFIX_RANGES: dict[str, tuple[float, float]] = {
 """Smallest and largest value of each key."""
 
 
-class _SpeculativeJson(msgspec.Struct, forbid_unknown_fields=True):
+class Speculation(msgspec.Struct, forbid_unknown_fields=True):
+    """The flag's value, with the keys of its method only."""
+
     num_speculative_tokens: int | None = None
-    method: str | None = None
+    method: str = ""
     model: str | None = None
+    """Name or path of the draft model or head."""
     quantization: str | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -108,6 +106,11 @@ class _SpeculativeJson(msgspec.Struct, forbid_unknown_fields=True):
     suffix_decoding_max_spec_factor: float | None = None
     suffix_decoding_min_token_prob: float | None = None
 
+    @property
+    def has_draft_model(self) -> bool:
+        """True if drafts come from a second model or a head."""
+        return self.method == "mtp" or "model" in METHOD_KEYS[self.method]
+
 
 def speculative_config(
     options: Options,
@@ -116,7 +119,7 @@ def speculative_config(
     draft: DraftModelConfig | None = None,
 ) -> SpeculativeConfig | None:
     """Return the section, or None without ``--speculative-config``. draft: its draft model. Raises `ConfigError`."""
-    parsed = _parsed(options)
+    parsed = speculation(options)
     if parsed is None:
         return None
     check_support(options, kind, device)
@@ -124,19 +127,13 @@ def speculative_config(
     given = {key: getattr(parsed, key) for key in METHOD_KEYS["suffix"] if getattr(parsed, key) is not None}
     config = SpeculativeConfig(prompt_lookup_min=least, prompt_lookup_max=most, draft=draft, **given)
     num_drafts = parsed.num_speculative_tokens
-    if num_drafts is None and _method(parsed) == "suffix":
+    if num_drafts is None and parsed.method == "suffix":
         num_drafts = min(config.suffix_decoding_max_tree_depth, MAX_DRAFTS)
     if num_drafts is None:
         raise ConfigError(f"{FLAG}: num_speculative_tokens is missing; write JSON such as {EXAMPLE}")
     if not 1 <= num_drafts <= MAX_DRAFTS:
         raise ConfigError(f"{FLAG}: num_speculative_tokens is {num_drafts}; it must be 1 to {MAX_DRAFTS}")
-    return msgspec.structs.replace(config, method=_method(parsed), num_speculative_tokens=num_drafts)
-
-
-def draft_model_name(options: Options) -> str | None:
-    """Return the name or path of the draft model, or None without one. Raises `ConfigError`."""
-    parsed = _parsed(options)
-    return None if parsed is None else parsed.model
+    return msgspec.structs.replace(config, method=parsed.method, num_speculative_tokens=num_drafts)
 
 
 def draft_quantization(options: Options) -> Quantization:
@@ -144,33 +141,23 @@ def draft_quantization(options: Options) -> Quantization:
 
     Raises `ConfigError`.
     """
-    parsed = _parsed(options)
+    parsed = speculation(options)
     key = None if parsed is None else parsed.quantization
     return loaded_quantization(key if key is not None and key in QUANTIZATIONS else options.quantization)
 
 
-def speculative_method(options: Options) -> str | None:
-    """Return the method, or None without ``--speculative-config``. Raises `ConfigError`."""
-    parsed = _parsed(options)
-    return None if parsed is None else _method(parsed)
-
-
-def needs_draft_model(options: Options) -> bool:
-    """Return whether drafts come from a second model or a head. Raises `ConfigError`."""
-    method = speculative_method(options)
-    return method is not None and (method == "mtp" or "model" in METHOD_KEYS[method])
-
-
-def _parsed(options: Options) -> _SpeculativeJson | None:
-    """Return the flag's value, with the keys of its method only."""
+def speculation(options: Options) -> Speculation | None:
+    """Return the flag's value, or None without it. Raises `ConfigError`."""
     text = options.speculative_config
     if text is None:
         return None
     try:
-        parsed = msgspec.convert(_without_ignored(_keys(text)), _SpeculativeJson)
+        given = {key: value for key, value in _keys(text).items() if key not in NO_EFFECT}
+        parsed = msgspec.convert(given, Speculation)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{FLAG} {text}: {error}; write JSON such as {EXAMPLE}") from None
-    method = _method(parsed)
+    method = parsed.method or _usual_method(parsed.model)
+    method = parsed.method = "mtp" if method in MTP_ALIASES else method
     if method == "mtp" and parsed.model in ("", options.model):  # names the checkpoint that is read anyway
         parsed.model = None
     if method not in METHOD_KEYS:
@@ -201,19 +188,14 @@ def _keys(text: str) -> dict[str, object]:
     return {key: value for key, value in given.items() if value is not None and value is not False}
 
 
-def _without_ignored(given: dict[str, object]) -> dict[str, object]:
-    return {key: value for key, value in given.items() if key not in NO_EFFECT}
-
-
 def notes_on_keys(options: Options) -> list[str]:
     """Return a note on the keys without effect. Raises `ConfigError`."""
-    if _parsed(options) is None:
+    parsed = speculation(options)
+    if parsed is None:
         return []
     given = _keys(options.speculative_config or "{}")
     ignored = sorted(given.keys() & NO_EFFECT)
-    if "quantization" in given and not (
-        needs_draft_model(options) and given["quantization"] in QUANTIZATIONS
-    ):
+    if "quantization" in given and not (parsed.has_draft_model and given["quantization"] in QUANTIZATIONS):
         ignored.append(f"quantization (with a draft model or head, {', '.join(QUANTIZATIONS)} have one)")
     return [f"{FLAG}: keys without effect: {', '.join(ignored)}"] if ignored else []
 
@@ -244,11 +226,6 @@ def notes_on_device(options: Options, device: Literal["cpu", "cuda"]) -> list[st
     return [f"{FLAG}: without --batch-invariant, outputs may depend on drafts, as they depend on the batch"]
 
 
-def _method(parsed: _SpeculativeJson) -> str:
-    method = parsed.method or _usual_method(parsed.model)
-    return "mtp" if method in MTP_ALIASES else method
-
-
 def _usual_method(model: str | None) -> str:
     """Return the method without the key ``method``. As in vLLM, names of EAGLE heads count."""
     if model is None:
@@ -257,7 +234,7 @@ def _usual_method(model: str | None) -> str:
     return "eagle" if "eagle-" in name else "eagle3" if "eagle3" in name else "draft_model"
 
 
-def _lookup_range(parsed: _SpeculativeJson) -> tuple[int, int]:
+def _lookup_range(parsed: Speculation) -> tuple[int, int]:
     most, least = parsed.prompt_lookup_max, parsed.prompt_lookup_min
     if most is None and least is None:
         most, least = SpeculativeConfig().prompt_lookup_max, SpeculativeConfig().prompt_lookup_min
@@ -273,17 +250,73 @@ def _lookup_range(parsed: _SpeculativeJson) -> tuple[int, int]:
 
 def check_support(options: Options, kind: Literal["torch", "mock"], device: Literal["cpu", "cuda"]) -> None:
     """Reject devices and methods without speculative decoding."""
-    method = speculative_method(options)
-    if method is None:
+    parsed = speculation(options)
+    if parsed is None:
         return
     if kind == "mock":
         raise ConfigError(f"{FLAG} is not supported with --executor mock: drop it")
-    if device == "cuda" and method not in GPU_METHODS:
+    if device == "cuda" and parsed.method not in GPU_METHODS:
         raise ConfigError(
-            f"{FLAG}: the method {method} is only supported on the CPU (--device cpu); on a GPU, use one of"
+            f"{FLAG}: the method {parsed.method} is only supported on the CPU (--device cpu); on a GPU, use one of"
             f" {', '.join(GPU_METHODS)}, or drop {FLAG}"
         )
     if device == "cuda" and options.allow_torch_kernels:
         raise ConfigError(f"{FLAG} is not supported with --allow-torch-kernels on a GPU: drop one of them")
     if options.model_impl == "transformers":
         raise ConfigError(f"{FLAG} is not supported with --model-impl transformers: drop one of them")
+
+
+_HEAD_NAME = "speculator"
+"""Part of the hub names of heads of the library ``speculators``: ``RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3``."""
+
+
+class _Verifier(msgspec.Struct):
+    name_or_path: str
+
+
+class _Proposal(msgspec.Struct):
+    speculative_tokens: int
+
+
+class _SpeculatorsSection(msgspec.Struct):
+    """The part ``speculators_config`` of ``config.json``; it names the model that the head was trained for."""
+
+    algorithm: str
+    verifier: _Verifier
+    proposal_methods: Annotated[list[_Proposal], msgspec.Meta(min_length=1)]
+
+
+def with_verifier(options: Options) -> Options:
+    """Return options that serve the model of a head, with the head, if MODEL is a head; others unchanged.
+
+    The server has the head's name, as in vLLM. May download the head's configuration. Raises `ConfigError`.
+    """
+    name = options.model
+    if name is None or options.speculative_config is not None or not _may_be_head(name):
+        return options
+    path = locate_model(name, with_weights=False, revision=options.revision) / "config.json"
+    section = read_json(path).get("speculators_config") if path.is_file() else None
+    if section is None:
+        return options
+    try:
+        found = msgspec.convert(section, _SpeculatorsSection)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{path}: speculators_config: {error}; give MODEL and --speculative-config instead"
+        ) from None
+    draft = {
+        "method": found.algorithm,
+        "model": name,
+        "num_speculative_tokens": found.proposal_methods[0].speculative_tokens,
+    }
+    return dataclasses.replace(
+        options,
+        model=found.verifier.name_or_path,
+        revision=None,
+        served_model_name=options.served_model_name or [name],
+        speculative_config=json.dumps(draft),
+    )
+
+
+def _may_be_head(name: str) -> bool:
+    return _HEAD_NAME in name.lower() or (Path(name).expanduser() / "config.json").is_file()

@@ -7,9 +7,12 @@ alternative. docs/vllm-flags.md is generated from these tables.
 from __future__ import annotations
 
 import argparse
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from quintet.deploy.config.flag import option
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +23,6 @@ class Renamed:
     is_switch: bool = False
     convert: Callable[[object], object] | None = None
     """Converts its value to that of ``ours``."""
-
-
-def _not(value: object) -> object:
-    return not value
 
 
 SHORT = {
@@ -51,7 +50,7 @@ RENAMED: dict[str, Renamed] = {
     "task": Renamed("runner"),
     "override_pooler_config": Renamed("pooler_config"),
     "enable_log_requests": Renamed("log_requests", is_switch=True),
-    "disable_log_requests": Renamed("log_requests", is_switch=True, convert=_not),
+    "disable_log_requests": Renamed("log_requests", is_switch=True, convert=operator.not_),
 }
 """Key of vLLM's flag -> Quintet's flag."""
 
@@ -317,11 +316,6 @@ REFUSED_VALUES: dict[str, str] = {
 """Flags with a value that are refused -> alternative."""
 
 
-def option(key: str) -> str:
-    """Return the command-line spelling of a key."""
-    return "--" + key.replace("_", "-")
-
-
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Declare vLLM's flags that are not flags of Quintet, hidden in the help."""
     switches = [
@@ -347,6 +341,5 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def keys() -> set[str]:
-    """Return the keys of all of these flags."""
     tables = (RENAMED, ACCEPTED_SWITCHES, ACCEPTED_VALUES, REFUSED_SWITCHES, REFUSED_VALUES)
     return {key for table in tables for key in table} | {*ROPE, *DRAFTS, *HUB}

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 
-from quintet.deploy.config.flag_values import boolean, json_object
+from quintet.deploy.config.flag import boolean, json_object, option
 from quintet.deploy.config.vllm_flags import (
     ACCEPTED_SWITCHES,
     ACCEPTED_VALUES,
@@ -17,7 +17,6 @@ from quintet.deploy.config.vllm_flags import (
     REFUSED_VALUES,
     RENAMED,
     ROPE,
-    option,
 )
 from quintet.wire.errors import ConfigError
 

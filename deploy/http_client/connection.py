@@ -48,6 +48,11 @@ class Target:
     def __str__(self) -> str:
         return self.uds or f"{self.host}:{self.port}"
 
+    @property
+    def authority(self) -> str:
+        """Host and port as in URLs: ``10.0.0.5:8000``, ``[fd00::5]:8000``."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     @classmethod
     def parse(
         cls, base_url: str, api_key: str | None = None, headers: Mapping[str, str] | None = None
@@ -69,8 +74,7 @@ class Target:
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """Return a whole request as bytes."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"Host: {host}:{self.port}", "Accept: */*"]
+        lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"Host: {self.authority}", "Accept: */*"]
         lines += [f"{name}: {value}" for name, value in self.headers]
         if body or method == "POST":
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
@@ -87,8 +91,6 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """A response."""
-
     status: int
     body: bytes
     """The body, unless it went to a sink."""
@@ -102,14 +104,16 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         """Parser of the current response. Calls the ``on_…`` methods, nested in `data_received`."""
-        self._status = 0
+        self.status = 0
+        """Status of the latest response with complete headers."""
         self._sink: Sink | None = None
         self._on_head: Callable[[], None] | None = None
         self.headers: list[tuple[bytes, bytes]] = []
         """Headers of the latest response, with lower-case names."""
         self._body: list[bytes] = []
         """Received chunks that were not passed to the sink."""
-        self._streaming = False
+        self.is_streaming = False
+        """True if the body of the current response goes to the sink."""
         self._has_length = False
         self._has_head = False
         self._is_whole = False
@@ -137,16 +141,6 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
         return self._done
 
-    @property
-    def status(self) -> int:
-        """Status of the latest response with complete headers."""
-        return self._status
-
-    @property
-    def is_streaming(self) -> bool:
-        """True if the body of the current response goes to the sink."""
-        return self._streaming
-
     def pause(self, is_full: bool) -> None:
         """Pause or resume reading (backpressure): the receiver is slower than the sender."""
         if self._transport is not None and self._transport.is_reading() == is_full:
@@ -170,7 +164,6 @@ class Connection(asyncio.Protocol):
     # --- called by the loop ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from asyncio's
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -187,7 +180,6 @@ class Connection(asyncio.Protocol):
         self._break(ConnectionResetError(f"the server closed the connection {phase}"))
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes."""
         now_s = time.perf_counter()
         parser = self._parser
         if parser is None:
@@ -199,7 +191,7 @@ class Connection(asyncio.Protocol):
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as parse_error:
             error = parse_error
-        if self._streaming and self._sink is not None and self._body:
+        if self.is_streaming and self._sink is not None and self._body:
             self._sink.feed(b"".join(self._body), now_s)
             self._body.clear()
         if self._is_whole:
@@ -213,30 +205,27 @@ class Connection(asyncio.Protocol):
     # --- called by the parser ---
 
     def on_message_begin(self) -> None:
-        """Handle the start of a response."""
         if self._is_whole:
             self._keep = False  # unsolicited response
             return
-        self._streaming = self._has_length = self._has_head = False
+        self.is_streaming = self._has_length = self._has_head = False
         self.headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Handle a header."""
         name = name.lower()
         self.headers.append((name, value))
         if name == b"content-type":
-            self._streaming = b"event-stream" in value.lower()
+            self.is_streaming = b"event-stream" in value.lower()
         elif name in (b"content-length", b"transfer-encoding"):
             self._has_length = True
 
     def on_headers_complete(self) -> None:
-        """Handle the end of the headers."""
         if self._is_whole:
             return
         assert self._parser is not None
-        self._status, self._has_head = self._parser.get_status_code(), True
-        self._streaming = self._streaming and self._status == 200
-        if self._on_head is not None and self._status >= 200:
+        self.status, self._has_head = self._parser.get_status_code(), True
+        self.is_streaming = self.is_streaming and self.status == 200
+        if self._on_head is not None and self.status >= 200:
             self._on_head()
 
     def on_body(self, chunk: bytes) -> None:
@@ -246,7 +235,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Handle the end of a response; 1xx responses are informational."""
-        if self._status < 200:
+        if self.status < 200:
             self._has_head = False
         elif not self._is_whole:
             assert self._parser is not None
@@ -258,7 +247,7 @@ class Connection(asyncio.Protocol):
         done, self._done = self._done, None
         self._reset()
         if done is not None and not done.done():
-            done.set_result(HttpAnswer(self._status, b"".join(self._body)))
+            done.set_result(HttpAnswer(self.status, b"".join(self._body)))
 
     def _break(self, error: ConnectionError) -> None:
         done, self._done, self._keep = self._done, None, False
@@ -268,4 +257,4 @@ class Connection(asyncio.Protocol):
 
     def _reset(self) -> None:
         self._parser = None
-        self._streaming = self._has_length = self._has_head = self._is_whole = False
+        self.is_streaming = self._has_length = self._has_head = self._is_whole = False

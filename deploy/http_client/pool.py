@@ -42,7 +42,6 @@ class ResponseFlow:
     """Copy of the answer's headers: the connection may be used by another request later."""
 
     def feed(self, payload: bytes, now_s: float) -> None:
-        """Receive a chunk of a streamed body."""
         self.chunks.append(payload)
         self.num_bytes += len(payload)
         self.on_chunk(payload, now_s)
@@ -51,13 +50,11 @@ class ResponseFlow:
         self.wake()
 
     def note_head(self) -> None:
-        """Record the headers."""
         self.status, self.headers = self.connection.status, tuple(self.connection.headers)
         self.is_stream = self.connection.is_streaming
         self.wake()
 
     def wake(self, _: object = None) -> None:
-        """Wake the waiting task."""
         waiter = self.waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -97,8 +94,6 @@ class ResponseFlow:
 
 
 class ConnectionPool:
-    """Connections to one server."""
-
     def __init__(self, target: Target, connect_s: float = 10.0) -> None:
         self.target = target
         self._connect_s = connect_s
@@ -113,7 +108,6 @@ class ConnectionPool:
         """Connect time of the newest connection."""
 
     def record_chunk(self, payload: bytes, now_s: float) -> None:
-        """Record the time of a stream's chunk."""
         self.last_received_s = now_s
         if not _is_keepalive(payload):
             self.last_event_s = now_s

@@ -13,13 +13,14 @@ from quintet.deploy.python_api.engine import EngineError, LocalServer, options_o
 from quintet.deploy.python_api.inputs import (
     ChatOptions,
     Conversation,
+    LoRARequest,
     PromptInput,
     ReadPrompt,
     read_prompt,
     read_text,
     read_token_ids,
+    with_adapter,
 )
-from quintet.deploy.python_api.lora import LoRARequest, with_adapter
 from quintet.deploy.python_api.outputs import Assembler, RequestOutput
 from quintet.frontend.streams import Stream
 from quintet.wire.codec import unpack_i32
@@ -96,7 +97,7 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Raise `EngineError` unless every kind of process is running."""
         self._attach()
-        missing = self._engine.missing()
+        missing = self._engine.requests.workers.missing()
         if missing:
             raise EngineError(f"no {missing[0]} process is ready; the supervisor is restarting it")
 
@@ -124,7 +125,6 @@ class AsyncLLM:
         self.shutdown()
 
     def _attach(self) -> None:
-        """Bind to the running loop."""
         self._engine.check()
         loop = asyncio.get_running_loop()
         if self._loop is not None and self._loop is not loop and not self._loop.is_closed():

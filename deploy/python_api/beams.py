@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quintet.deploy.python_api.engine import LocalServer
+from quintet.deploy.python_api.engine import LocalServer, gathered
 from quintet.deploy.python_api.inputs import ReadPrompt
 from quintet.deploy.python_api.outputs import Position, read_position
 from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping, output_limit, search
@@ -80,53 +81,34 @@ async def beam_search(
 
     async def answer(own: list[int], read: ReadPrompt) -> BeamSearchOutput:
         async with slots:
-            (beams,) = await search([own], [options], _NextTokens(server, read).request)
+            (beams,) = await search([own], [options], functools.partial(_next_tokens, server, read))
             return BeamSearchOutput([await _sequence(server, own, beam, ends) for beam in beams])
 
-    tasks = [asyncio.create_task(answer(own, each)) for own, each in zip(ids, prompts, strict=True)]
+    return await gathered(answer(own, each) for own, each in zip(ids, prompts, strict=True))
+
+
+async def _next_tokens(
+    server: LocalServer, read: ReadPrompt, prompts: Sequence[TokenPrompt], params: SamplingParams
+) -> list[PositionLogprobs]:
+    """Return the next-token log-probabilities of several prompts."""
+    mailbox = Mailbox()
+    streams: list[Stream] = []
+    found: dict[int, PositionLogprobs] = {}
+    spec = RequestSpec(params, cache_salt=read.cache_salt, adapter=read.adapter)
     try:
-        return await asyncio.gather(*tasks)
+        for prompt in prompts:
+            streams.append(server.requests.submit(prompt, spec, mailbox=mailbox, final_only=True))
+        while len(found) < len(streams):
+            for stream in await mailbox.wait():
+                batch = stream.take()
+                if batch.error is not None:
+                    raise batch.error
+                for delta in batch.deltas:
+                    found[stream.request_id] = delta.logprobs[0]
     finally:
-        for task in tasks:
-            task.cancel()
-
-
-class _NextTokens:
-    """Requests the next-token log-probabilities of several prompts."""
-
-    def __init__(self, server: LocalServer, read: ReadPrompt) -> None:
-        self._server = server
-        self._read = read
-
-    async def request(self, prompts: Sequence[TokenPrompt], params: SamplingParams) -> list[PositionLogprobs]:
-        mailbox = Mailbox()
-        streams: list[Stream] = []
-        found: dict[int, PositionLogprobs] = {}
-        try:
-            for prompt in prompts:
-                streams.append(
-                    self._server.requests.submit(
-                        prompt,
-                        RequestSpec(
-                            params,
-                            cache_salt=self._read.cache_salt,
-                            adapter=self._read.adapter,
-                        ),
-                        mailbox=mailbox,
-                        final_only=True,
-                    )
-                )
-            while len(found) < len(streams):
-                for stream in await mailbox.wait():
-                    batch = stream.take()
-                    if batch.error is not None:
-                        raise batch.error
-                    for delta in batch.deltas:
-                        found[stream.request_id] = delta.logprobs[0]
-        finally:
-            for stream in streams:
-                stream.close()
-        return [found[stream.request_id] for stream in streams]
+        for stream in streams:
+            stream.close()
+    return [found[stream.request_id] for stream in streams]
 
 
 async def _ids_of(server: LocalServer, prompt: Prompt) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from quintet.deploy.python_api.engine import LocalServer
+from quintet.deploy.python_api.engine import LocalServer, gathered
 from quintet.deploy.python_api.inputs import ReadPrompt
 from quintet.frontend.api.pooling.vectors import pooling_of, pooling_params, vector_of
 from quintet.wire.request import RequestSpec
@@ -58,9 +58,4 @@ async def embed(
         return EmbeddingRequestOutput(EmbeddingOutput(numbers), *counts)
 
     with tqdm(total=len(prompts), unit="prompt", disable=not use_tqdm) as bar:
-        tasks = [asyncio.create_task(vector(each)) for each in prompts]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await gathered(map(vector, prompts))

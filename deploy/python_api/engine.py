@@ -20,14 +20,13 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quintet.deploy.config.build import resolve
-from quintet.deploy.config.flag_table import make_options
+from quintet.deploy.config.flag_table import derive_max_num_seqs, make_options
 from quintet.deploy.config.flags import Options
-from quintet.deploy.config.rules import derive_max_num_seqs
 from quintet.deploy.python_api.inputs import ReadPrompt, default_params, read_params, read_priority
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.run_dirs import make_run_dir
@@ -51,6 +50,7 @@ log = logging.getLogger(__name__)
 _REPORT_SLACK_S = 30.0
 _STOP_S = 10.0
 _POLL_S = 1.0
+ResultT = TypeVar("ResultT")
 WAS_SHUT_DOWN = "this engine was shut down"
 
 
@@ -62,6 +62,16 @@ def options_of_call(model: str | None, flags: Mapping[str, object], source: str)
     """Return the options of a constructor call; the default log level is WARNING."""
     settings, _ = derive_max_num_seqs({"log_level": "WARNING", **flags, "model": model})
     return make_options(settings, source)
+
+
+async def gathered(coroutines: Iterable[Coroutine[None, None, ResultT]]) -> list[ResultT]:
+    """Run coroutines concurrently, and return their results; the first error cancels the others."""
+    tasks = [asyncio.create_task(each) for each in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class SupervisorProcess:
@@ -124,7 +134,6 @@ class SupervisorProcess:
             self.process.wait()
 
     def close(self) -> None:
-        """Close `exit_fd`."""
         os.close(self.exit_fd)
 
 
@@ -204,27 +213,32 @@ class LocalServer:
         if self._failure is not None:
             raise EngineError(f"the engine processes have stopped: {self._failure}; see the log above")
 
-    def missing(self) -> list[Role]:
-        """Return the roles without a ready process."""
-        return self.requests.workers.missing()
-
     def submit(
         self, read: ReadPrompt, params: SamplingParams | None, priority: int, mailbox: Mailbox | None = None
     ) -> Stream:
         """Submit a request; without parameters the model's defaults apply. Call from the attached loop. Raises `RequestError`."""
         chosen = params if params is not None else default_params(self.config.model.generation_defaults)
+        return self.submit_read(read, read_params(chosen), read_priority(priority), mailbox, params is None)
+
+    def submit_read(
+        self,
+        read: ReadPrompt,
+        params: SamplingParams,
+        priority: int,
+        mailbox: Mailbox | None,
+        clamp_max_tokens: bool,
+    ) -> Stream:
+        """Submit a request whose parameters have valid types. Call from the attached loop. Raises `RequestError`."""
+        spec = RequestSpec(
+            self.requests.checked(params),
+            priority=priority,
+            cache_salt=read.cache_salt,
+            adapter=read.adapter,
+            return_prompt_ids=True,
+        )
+        final_only = params.output_kind is OutputKind.FINAL_ONLY
         return self.requests.submit(
-            read.prompt,
-            RequestSpec(
-                self.requests.checked(read_params(chosen)),
-                priority=read_priority(priority),
-                cache_salt=read.cache_salt,
-                adapter=read.adapter,
-                return_prompt_ids=True,
-            ),
-            mailbox=mailbox,
-            final_only=chosen.output_kind is OutputKind.FINAL_ONLY,
-            clamp_max_tokens=params is None,
+            read.prompt, spec, mailbox=mailbox, final_only=final_only, clamp_max_tokens=clamp_max_tokens
         )
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -4,13 +4,14 @@
     next prompt ──── call_soon_threadsafe ─────▶ submit
     wait, yield in order ◀──── SimpleQueue ───── collect (one mailbox for the whole call)
 
-The caller's thread advances the iterator, only as far as the window.
+The caller's thread advances the iterator, only as far as the window. The engine's loop has a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from quintet.deploy.python_api.outputs import Assembler, RequestMetrics, Request
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import RequestSpec
 
 LOOK_S = 1.0
 """Interval at which a waiting thread checks that the loop is running."""
@@ -44,7 +44,6 @@ class CheckedPrompt:
 
 
 def refused(request_id: str, error: RequestError) -> RequestOutput:
-    """Return the output of a prompt rejected before submission."""
     metrics = RequestMetrics(time.monotonic(), None, None)
     return RequestOutput(request_id, None, [], None, [], True, metrics, error=error)
 
@@ -154,21 +153,10 @@ class Gather:
 
     def _submit_checked(self, index: int, prompt: CheckedPrompt) -> None:
         self._engine.check()
-        read = prompt.prompt
-        stream = self._engine.requests.submit(
-            read.prompt,
-            RequestSpec(
-                self._engine.requests.checked(prompt.params),
-                priority=prompt.priority,
-                cache_salt=read.cache_salt,
-                adapter=read.adapter,
-                return_prompt_ids=True,
-            ),
-            mailbox=self._mailbox,
-            final_only=True,
-            clamp_max_tokens=prompt.clamp_max_tokens,
+        stream = self._engine.submit_read(
+            prompt.prompt, prompt.params, prompt.priority, self._mailbox, prompt.clamp_max_tokens
         )
-        self._open[stream] = (index, Assembler(prompt.request_id, read.text, stream))
+        self._open[stream] = (index, Assembler(prompt.request_id, prompt.prompt.text, stream))
         if self._collector is None:
             self._collector = self._loop.create_task(self._collect())
 
@@ -191,8 +179,47 @@ class Gather:
 
 
 def _output(stream: Stream, assembler: Assembler) -> RequestOutput:
-    """Return the output of a request that has ended."""
     output = assembler.add(stream.take())
     if output is None:
         return assembler.failed(RequestError(ErrorCode.INTERNAL, "The request ended without an output."))
     return output
+
+
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def shut_down(engine: LocalServer, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Shut down an `LLM`: fail requests in flight, stop the loop's thread, then the processes.
+
+    The garbage collector may call it in any thread, also in the loop's own.
+    """
+
+    if not engine.is_ours:
+        return
+
+    async def stop_loop() -> None:
+        try:
+            engine.fail_for_shutdown()
+        finally:
+            engine.detach()
+            await asyncio.sleep(0)  # two iterations, so that collectors deliver the errors
+            await asyncio.sleep(0)
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            loop.call_soon(loop.stop)
+
+    stopping = asyncio.run_coroutine_threadsafe(stop_loop(), loop) if thread.is_alive() else None
+    if stopping is not None and thread is threading.current_thread():
+        stopping.add_done_callback(lambda _: engine.stop())
+        return
+    thread.join(5)
+    engine.stop()
+    if stopping is not None and stopping.done():
+        stopping.result()

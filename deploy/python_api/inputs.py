@@ -1,9 +1,9 @@
-"""Parsing and validation of Python API inputs: prompts, conversations, sampling parameters."""
+"""Parsing and validation of Python API inputs: prompts, conversations, sampling parameters, adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import msgspec
@@ -11,10 +11,12 @@ import numpy as np
 
 from quintet.wire.chat import encode_messages
 from quintet.wire.codec import pack_i32
+from quintet.wire.config import ModelConfig
 from quintet.wire.embeds import EmbedsPrompt
-from quintet.wire.errors import RequestError, invalid
+from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from quintet.wire.params import RANGES, OutputKind, SamplingParams, check_token_ids, out_of_range, shown
+from quintet.wire.request import adapter_digest
 
 
 class PromptDict(TypedDict, total=False):
@@ -57,6 +59,31 @@ def read_prompt(given: PromptInput, vocab_size: int) -> ReadPrompt:
     if isinstance(given, Sequence) and not isinstance(given, bytes):
         return ReadPrompt(TokenPrompt(_pack_ids(given, vocab_size)), None)
     raise _bad(f"a {type(given).__name__}; pass text, a list of token ids, or a dictionary with either")
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter that the engine has loaded (``lora_modules``). Only its name matters; the other fields are vLLM's."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+
+def with_adapter(read: ReadPrompt, given: LoRARequest | str | None, model: ModelConfig) -> ReadPrompt:
+    """Return the prompt for an adapter, given by its name too. Raises `RequestError` if it is not loaded."""
+    if given is None:
+        return read
+    name = given.lora_name if isinstance(given, LoRARequest) else given
+    digest = adapter_digest(model, name)
+    if not digest:
+        known = ", ".join(f"`{each.name}`" for each in model.adapters) or "none"
+        raise RequestError(
+            ErrorCode.MODEL_NOT_FOUND,
+            f"The adapter `{name}` is not loaded; loaded are: {known}. Pass lora_modules=['{name}=PATH'] to the engine.",
+            "lora_request",
+        )
+    return replace(read, adapter=digest)
 
 
 def is_one_prompt(prompts: object) -> bool:
@@ -170,8 +197,6 @@ def _bad(problem: str) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Options for rendering conversations."""
-
     chat_template: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -286,6 +311,5 @@ def _invalid_value(message: str, values: Mapping[str, object]) -> RequestError:
 
 
 def default_params(generation_defaults: Mapping[str, float | int]) -> SamplingParams:
-    """Return the model's default sampling parameters."""
     known = {field.name for field in msgspec.structs.fields(SamplingParams)}
     return SamplingParams(**{name: value for name, value in generation_defaults.items() if name in known})  # type: ignore[arg-type]

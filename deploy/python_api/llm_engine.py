@@ -13,8 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from quintet.deploy.python_api.engine import LocalServer, options_of_call
-from quintet.deploy.python_api.inputs import PromptInput, read_prompt
-from quintet.deploy.python_api.lora import LoRARequest, with_adapter
+from quintet.deploy.python_api.inputs import LoRARequest, PromptInput, read_prompt, with_adapter
 from quintet.deploy.python_api.outputs import Assembler, RequestOutput
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.params import SamplingParams

@@ -12,15 +12,7 @@ import copy
 import itertools
 import threading
 import weakref
-from collections.abc import (
-    Callable,
-    Coroutine,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from types import TracebackType
 from typing import Literal, Self, TypeVar, cast, overload
@@ -37,10 +29,11 @@ from quintet.deploy.python_api.beams import (
 )
 from quintet.deploy.python_api.embed import EmbeddingRequestOutput, embed
 from quintet.deploy.python_api.engine import WAS_SHUT_DOWN, EngineError, LocalServer, options_of_call
-from quintet.deploy.python_api.gather import LOOK_S, CheckedPrompt, Gather, refused
+from quintet.deploy.python_api.gather import LOOK_S, CheckedPrompt, Gather, refused, run_loop, shut_down
 from quintet.deploy.python_api.inputs import (
     ChatOptions,
     Conversation,
+    LoRARequest,
     PromptInput,
     ReadPrompt,
     default_params,
@@ -50,16 +43,10 @@ from quintet.deploy.python_api.inputs import (
     read_prompt,
     read_text,
     read_token_ids,
+    with_adapter,
 )
 from quintet.deploy.python_api.llm_engine import LLMEngine
-from quintet.deploy.python_api.loop_thread import run_loop, shut_down
-from quintet.deploy.python_api.lora import LoRARequest, with_adapter
-from quintet.deploy.python_api.outputs import (
-    CompletionOutput,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-)
+from quintet.deploy.python_api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import TextPrompt
@@ -357,7 +344,6 @@ class LLM:
 def _with_progress(
     outputs: Generator[RequestOutput, None, None], total: int | None, use_tqdm: bool
 ) -> Generator[RequestOutput, None, None]:
-    """Yield outputs with a progress bar."""
     num_tokens = 0
     with contextlib.closing(outputs), tqdm(total=total, unit="prompt", disable=not use_tqdm) as bar:
         for output in outputs:

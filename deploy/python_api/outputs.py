@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from quintet.frontend.streams import Batch, OutputDelta, Stream
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import RequestError
-from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
+from quintet.wire.messages import FinishReason, PositionLogprobs, Started
 from quintet.wire.params import OutputKind
 
 
@@ -103,7 +103,6 @@ class Assembler:
         ]
 
     def start(self, started: Started) -> None:
-        """Store the results of prefill."""
         self._prompt_ids = list(unpack_i32(started.prompt_ids))
         self._num_cached = started.num_cached_tokens
         if started.prompt_logprobs is not None:
@@ -153,7 +152,8 @@ class Assembler:
         if self._has_logprobs:
             output.logprobs, output.cumulative_logprob = logprobs, choice.cumulative_logprob
         if delta.finish is not None:
-            output.finish_reason, output.stop_reason = finish_word(delta.finish), delta.finish.stop_reason
+            output.finish_reason = FinishReason(delta.finish.reason).name.lower()
+            output.stop_reason = delta.finish.stop_reason
 
     def _output(self, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
         stream = self._stream
@@ -174,11 +174,6 @@ class Assembler:
         )
 
 
-def finish_word(finish: Finish) -> str:
-    """Return the ``finish_reason`` of a choice."""
-    return FinishReason(finish.reason).name.lower()
-
-
 def _copy(output: CompletionOutput) -> CompletionOutput:
     """Return a copy that later deltas do not change."""
     return CompletionOutput(
@@ -193,6 +188,5 @@ def _copy(output: CompletionOutput) -> CompletionOutput:
 
 
 def read_position(position: PositionLogprobs) -> Position:
-    """Convert the log-probabilities of one position."""
     entries = {position.chosen.token_id: position.chosen} | {a.token_id: a for a in position.top}
     return {token_id: Logprob(a.logprob, a.rank, a.token) for token_id, a in entries.items()}

@@ -44,8 +44,6 @@ class AccessPolicy(NamedTuple):
 
 
 class RouterApp:
-    """One router."""
-
     def __init__(
         self, servers: Servers, metrics: RouterMetrics, timeouts: ProxyTimeouts, policy: AccessPolicy
     ) -> None:
@@ -148,7 +146,6 @@ class RouterApp:
 
 
 def errors_of(path: str) -> ErrorShape:
-    """Return the error format of a path's API."""
     return anthropic_errors.ERRORS if path.startswith("/v1/messages") else openai_errors.ERRORS
 
 

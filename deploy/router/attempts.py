@@ -23,8 +23,6 @@ MIN_ERROR = 400
 
 
 class Attempt:
-    """One attempt of a request at one server."""
-
     def __init__(self, held: HeldPrefixes) -> None:
         self.held = held
         self.flow: ResponseFlow | None = None
@@ -72,15 +70,12 @@ class Hedging:
     """Hedges available now."""
 
     def earn(self) -> None:
-        """Add one request's share to the budget."""
         self._saved = min(MAX_SAVED, self._saved + MAX_HEDGED)
 
     def is_allowed(self) -> bool:
-        """Return whether the budget allows a hedge now."""
         return self._saved >= 1
 
     def spend(self) -> None:
-        """Take one hedge from the budget."""
         self._saved -= 1
 
 
@@ -137,6 +132,5 @@ class HedgedAttempt:
         attempt.release()
 
     def cancel(self) -> None:
-        """Cancel both attempts."""
         for task in self._tasks:
             task.cancel()

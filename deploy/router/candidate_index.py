@@ -52,7 +52,6 @@ class CandidateIndex:
         """Sample servers at random, because other clients use them too."""
 
     def change(self, index: int) -> None:
-        """Mark the server's load as changed."""
         self._changed.add(index)
 
     def usable_indexes(self) -> list[int]:

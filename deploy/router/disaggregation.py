@@ -29,8 +29,8 @@ PROMPT_S = 60.0
 PARAMS = "kv_transfer_params"
 _UNSUPPORTED = frozenset({PARAMS, "use_beam_search", "prompt_logprobs", "echo", "truncate_prompt_tokens"})
 """Fields that prevent disaggregation: transferred blocks cannot be used, or the client controls the transfer."""
-_OUTPUT_FIELDS = frozenset(
-    [
+_OUTPUT_FIELDS = {
+    *(
         "stream",
         "stream_options",
         "stream_interval",
@@ -39,9 +39,9 @@ _OUTPUT_FIELDS = frozenset(
         "min_tokens",
         "logprobs",
         "top_logprobs",
-        "max_completion_tokens",
-    ]
-)
+    ),
+    "max_completion_tokens",
+}
 """Fields removed from the prefill request, which generates one token."""
 _OFF = (b"null", b"false", b"{}")
 _log = logging.getLogger("quintet")
@@ -94,7 +94,7 @@ async def prefill_remotely(
     finally:
         enter(None)
         attempt.release()
-    metrics.count_prefill(is_computed=bool(params))
+    metrics.prefills[bool(params)].inc()
     if not params:
         return outgoing
     return replace(outgoing, body=msgspec.json.encode(fields | {PARAMS: msgspec.Raw(params)}))

@@ -41,6 +41,7 @@ from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to_server
 
+from quintet.deploy.router.app import errors_of
 from quintet.deploy.router.server_choice import GatewayRequest, Picker, RequestHead
 from quintet.deploy.router.upstream import RELAY
 from quintet.frontend.api import sse
@@ -72,8 +73,6 @@ _log = logging.getLogger("quintet")
 
 
 class PickerStream:
-    """The stream of one request of a gateway."""
-
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
         self._gateway_request: GatewayRequest | None = None
@@ -222,7 +221,7 @@ class PickerStream:
             immediate_response=ImmediateResponse(
                 status=HttpStatus(code=status),
                 headers=HeaderMutation(set_headers=[_set(name.decode(), value) for name, value in headers]),
-                body=self._head.errors.body(error, self._request_id),
+                body=errors_of(self._head.path).body(error, self._request_id),
                 details=f"quintet_{error.code}",
             )
         )
@@ -258,15 +257,12 @@ def _head_of(message: ProcessingRequest) -> RequestHead:
 
 
 class Processor(ExternalProcessorServicer):
-    """gRPC service of the endpoint picker."""
-
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
 
     async def Process(
         self, requests: AsyncIterator[ProcessingRequest], _context: object
     ) -> AsyncIterator[ProcessingResponse]:
-        """Handle the stream of one request."""
         stream = PickerStream(self._picker)
         try:
             async for message in requests:
@@ -279,8 +275,6 @@ class Processor(ExternalProcessorServicer):
 
 
 class Health(HealthServicer):
-    """gRPC health service of the endpoint picker."""
-
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
 

@@ -34,8 +34,6 @@ MAX_EVENT_BYTES = 1 << 20
 
 
 class Events:
-    """Events of one stream."""
-
     def __init__(self, is_relayed: bool, sends_ids: bool = True) -> None:
         """``is_relayed``: another server can resume the stream, so an unavailable error is not sent to the client.
 

@@ -50,7 +50,6 @@ class Limits:
         return name
 
     def end_request(self, name: bytes) -> None:
-        """Count the end of a request."""
         account = self._open.get(name)
         if account is not None:
             account.num_open -= 1

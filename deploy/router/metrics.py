@@ -86,8 +86,6 @@ def _number(text: str) -> float:
 
 
 class RouterMetrics(Collector):
-    """Metrics of the router."""
-
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self._metrics = Metrics()
@@ -108,7 +106,7 @@ class RouterMetrics(Collector):
         self.broken = self._metrics.counter(
             "broken_streams", "Streams that ended with an error because no server could resume them."
         )
-        self._prefills = {
+        self.prefills = {
             is_computed: self._metrics.counter(
                 "apart",
                 "Requests with disaggregated prefill, by success (computed) or failure.",
@@ -122,10 +120,6 @@ class RouterMetrics(Collector):
         self.limited = self._metrics.counter(
             "limited_requests", "Requests rejected by the limit of their key."
         )
-
-    def count_prefill(self, *, is_computed: bool) -> None:
-        """Count a request with disaggregated prefill."""
-        self._prefills[is_computed].inc()
 
     def answered(self, server: Server | None, status: int) -> None:
         """Count an answer of a server, or of the router for None. A server's counts are dropped with the server."""
@@ -156,5 +150,4 @@ class RouterMetrics(Collector):
         return families.values()
 
     def text(self) -> bytes:
-        """Return all metrics in the Prometheus text format."""
         return generate_latest(self)

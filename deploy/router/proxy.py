@@ -58,8 +58,6 @@ _log = logging.getLogger("quintet")
 
 @dataclass(frozen=True, slots=True)
 class ProxyTimeouts:
-    """Timeouts of the router, and hedging."""
-
     first_s: float
     """Wait for a usable server while there is none."""
     resume_s: float
@@ -244,7 +242,6 @@ class ProxiedRequest:
         return task.result(), won.held
 
     def _release(self) -> None:
-        """Release the current attempt."""
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.release()

@@ -11,31 +11,23 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from quintet.deploy.http_client.connection import Target
-from quintet.deploy.router.app import AccessPolicy, check_path, errors_of
-from quintet.deploy.router.dns_servers import parsed
+from quintet.deploy.router.app import AccessPolicy, check_path
 from quintet.deploy.router.metrics import RouterMetrics
 from quintet.deploy.router.request_summary import RequestSummary, read
-from quintet.deploy.router.servers import HeldPrefixes, Server, Servers
+from quintet.deploy.router.servers import HeldPrefixes, Servers
+from quintet.deploy.router.watch import parsed
 from quintet.frontend.api.answer import SESSION_HEADER
-from quintet.frontend.http.error_shape import ErrorShape
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """The head of a request."""
-
     path: str
     """Decoded, without the query."""
     headers: Mapping[str, str]
     """By lower-case name."""
     among: Set[str] | None = None
     """Allowed endpoints; None for any."""
-
-    @property
-    def errors(self) -> ErrorShape:
-        """Error format of the path's API."""
-        return errors_of(self.path)
 
 
 class Picker:
@@ -105,7 +97,9 @@ class GatewayRequest:
         session = self._head.headers.get(SESSION_HEADER, "")
         body = b"".join(self._chunks)
         summary = read(body, session) if body else RequestSummary(session=session)
-        without = () if among is None else [server for server in servers if endpoint_of(server) not in among]
+        without = (
+            () if among is None else [each for each in servers if each.pool.target.authority not in among]
+        )
         self._held = servers.choose(summary, without)
         if self._held is None:
             subject = (
@@ -119,7 +113,7 @@ class GatewayRequest:
                 f"{subject} is available ({states or 'none is listed'}); retry shortly.",
                 retry_s=1,
             )
-        return endpoint_of(self._held.server)
+        return self._held.server.pool.target.authority
 
     def answered(self, status: int) -> None:
         """Count the status of the answer. An error does not measure the server's speed."""
@@ -134,7 +128,6 @@ class GatewayRequest:
             self._held.answer()
 
     def release(self) -> None:
-        """End the request."""
         self._release_body()
         if self._held is not None:
             self._held.release()
@@ -144,12 +137,6 @@ class GatewayRequest:
     def _release_body(self) -> None:
         self._picker.policy.bodies.release(self._num_bytes)
         self._chunks, self._num_bytes = [], 0
-
-
-def endpoint_of(server: Server) -> str:
-    """Return a server's endpoint for a gateway: ``10.0.0.5:8000``, ``[fd00::5]:8000``."""
-    target = server.pool.target
-    return f"[{target.host}]:{target.port}" if ":" in target.host else f"{target.host}:{target.port}"
 
 
 def by_address(url: str) -> Target:

@@ -174,15 +174,12 @@ class HeldPrefixes:
             self.num_queued = 0
 
     def release(self) -> None:
-        """Remove the request from the server."""
         self.begin()
         self.server.add_load(-1, 0, -self.num_kv_tokens)
         self.server.holds.discard(self)
 
 
 class Servers:
-    """All servers of the router."""
-
     def __init__(
         self,
         policy: Routing,
@@ -258,7 +255,6 @@ class Servers:
         return idle
 
     def note_role(self, server: Server, role: str) -> None:
-        """Set the role that a server reports."""
         if role == server.role:
             return
         server.role = role
@@ -376,7 +372,6 @@ class Servers:
     def hold(
         self, server: Server, choice: EngineChoice | None = None, num_queued: int = 0, num_kv_tokens: int = 0
     ) -> HeldPrefixes:
-        """Count a request on this server."""
         held = HeldPrefixes(
             server, choice or EngineChoice(server.index, "has the request"), num_queued, num_kv_tokens
         )

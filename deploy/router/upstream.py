@@ -50,10 +50,9 @@ class Outgoing:
 
     def bytes_for(self, target: Target) -> bytes:
         """Serialize the request as HTTP/1.1."""
-        host = f"[{target.host}]" if ":" in target.host else target.host
         where = f"{target.prefix}{self.path}" + (f"?{self.query}" if self.query else "")
         lines = [
-            f"{self.method} {where} HTTP/1.1\r\nhost: {host}:{target.port}\r\nx-request-id: {self.request_id}".encode(
+            f"{self.method} {where} HTTP/1.1\r\nhost: {target.authority}\r\nx-request-id: {self.request_id}".encode(
                 "latin-1"
             )
         ]

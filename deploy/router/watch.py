@@ -1,4 +1,4 @@
-"""Health checks by polling, and discovery of servers from a file or from DNS names.
+"""Health checks by polling, and discovery of servers from a file or from DNS: one server per address of a name.
 
 A server is usable if it is ready and makes progress. With work but without a computed token for some time it is stalled
 and gets no requests. If neither polls nor streams receive anything, its connections are closed, and other servers resume
@@ -9,19 +9,93 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quintet.deploy.http_client.connection import HttpAnswer
-from quintet.deploy.router.dns_servers import DnsServers, parsed
+from quintet.deploy.http_client.connection import BadUrl, HttpAnswer, Target
 from quintet.deploy.router.metrics import ServerMetrics, parse_metrics
 from quintet.deploy.router.servers import Server, Servers
 from quintet.deploy.router.upstream import Outgoing
 from quintet.wire.errors import ConfigError
 
 _log = logging.getLogger("quintet")
+
+LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Resolver: host and port to addresses. Raises `OSError`."""
+
+
+async def addresses_of(host: str, port: int) -> Sequence[str]:
+    """Resolve with the system's resolver, in a worker thread."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, family=socket.AF_UNSPEC, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+class DnsServers:
+    """Last known addresses of each name. A failed lookup keeps them, so a broken resolver removes no server."""
+
+    def __init__(self, urls: Sequence[str], look_up: LookUp = addresses_of) -> None:
+        """Raise `ConfigError` for an unsupported URL."""
+        self._targets = [_for_names(url) for url in urls]
+        self._look_up = look_up
+        self._found: dict[Target, list[str]] = {}
+        self._trouble: dict[Target, str] = {}
+
+    @property
+    def urls(self) -> list[str]:
+        """URLs of all known servers."""
+        return [url for target in self._targets for url in self._found.get(target, ())]
+
+    async def follow(self) -> bool:
+        """Look up all names again; return whether the servers changed."""
+        before = self.urls
+        for target in self._targets:
+            try:
+                addresses = await self._look_up(target.host, target.port)
+            except (OSError, ValueError) as error:  # ValueError: an invalid name
+                self._log_trouble(target, str(error))
+            else:
+                self._log_trouble(target, "")
+                found = [replace(target, host=address) for address in sorted(set(addresses))]
+                self._found[target] = [f"http://{each.authority}{each.prefix}" for each in found]
+        return self.urls != before
+
+    def _log_trouble(self, target: Target, trouble: str) -> None:
+        if trouble and trouble != self._trouble.get(target):
+            _log.warning(
+                "--engine-dns %s: lookup failed (%s); its known servers are kept", target.host, trouble
+            )
+        self._trouble[target] = trouble
+
+
+def parsed(url: str) -> Target:
+    """Parse the URL of a server. Raises `ConfigError`."""
+    try:
+        target = Target.parse(url)
+        target.host.encode("idna")
+    except BadUrl as error:
+        raise ConfigError(str(error)) from None
+    except UnicodeError as error:
+        raise ConfigError(
+            f"{url!r} is not a URL of a server: its host name is invalid ({error}); use an address or a name, as in "
+            "http://127.0.0.1:8000"
+        ) from None
+    return target
+
+
+def _for_names(url: str) -> Target:
+    try:
+        target = parsed(url)
+    except ConfigError as error:
+        raise ConfigError(f"--engine-dns: {error}") from None
+    if target.tls:
+        raise ConfigError(
+            f"--engine-dns is {url}; it must be http: certificates have names, but servers are reached by address"
+        )
+    return target
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +112,6 @@ class Pulse:
 
 
 class Watch:
-    """Polls all servers."""
-
     def __init__(
         self,
         servers: Servers,
@@ -62,7 +134,6 @@ class Watch:
         servers.set_urls(self._listed(), pulse.connect_s)
 
     async def run(self) -> None:
-        """Poll until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_names())
             group.create_task(self._watch())

@@ -14,8 +14,8 @@ from pathlib import Path
 import setproctitle
 
 from quintet.deploy.supervisor.prefork import Prefork, roles_to_fork
+from quintet.deploy.supervisor.run_dirs import lock_stores
 from quintet.deploy.supervisor.startup_log import Failure, ReportedStartupLog
-from quintet.deploy.supervisor.store_lock import lock_stores
 from quintet.deploy.supervisor.supervisor import Supervisor, SupervisorContext
 from quintet.process.child import CONFIG_FILE
 from quintet.process.log import configure_logging

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -32,16 +31,8 @@ ENGINE_ROLES = {Role.CORE: (Role.EXECUTOR, Role.CORE)}
 Condition = Callable[[], bool]
 Waiting = Generator[Condition, None, None]
 Send = Callable[[Role, int, msgspec.Struct], bool]
-
-
-class CommandReply(Protocol):
-    """Reply channel to the client that requested the change."""
-
-    def say(self, line: str) -> None:
-        """Send a line of progress."""
-
-    def end(self, line: str, *, failed: bool = False) -> None:
-        """Send the result."""
+Answer = Callable[[str, bool], None]
+"""Sends the result of a change to the client that requested it: a line, and whether the change failed."""
 
 
 class ChangeFailed(Exception):
@@ -56,14 +47,14 @@ class Changes:
         self._slots = slots
         self._fill = fill
         self._send = send
-        self._answer: CommandReply | None = None
+        self._answer: Answer | None = None
         self._steps: Waiting | None = None
         self._condition: Condition = lambda: True
         self.name = ""
         """Command line of the change in progress; empty without one."""
 
-    def begin(self, name: str, steps: Waiting, answer: CommandReply) -> None:
-        """Start the change that `restart` or `scale` returned; ``answer`` gets its progress. None may be in progress."""
+    def begin(self, name: str, steps: Waiting, answer: Answer) -> None:
+        """Start the change that `restart` or `scale` returned; ``answer`` sends its result. None may be in progress."""
         assert not self.name, f"{name} while {self.name}"
         self.name, self._steps, self._answer, self._condition = name, steps, answer, lambda: True
 
@@ -85,7 +76,7 @@ class Changes:
     def _end(self, line: str, *, failed: bool = False) -> None:
         assert self._answer is not None
         answer, self._answer, self._steps, self.name = self._answer, None, None, ""
-        answer.end(line, failed=failed)
+        answer(line, failed)
 
     def restart(self, role: Role, drain_timeout_s: float, say: Callable[[str], None]) -> Waiting:
         """Replace the processes of a role sequentially."""

@@ -1,4 +1,4 @@
-"""Wakeup sources of the supervisor's loop: messages, signals, child exits, the parent's exit."""
+"""Wakeup sources of the loop of a supervisor or a worker host: messages, signals, child exits, the parent's exit."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ class EventLoop:
     Must be used in the main thread, like Python's signal module.
     """
 
-    def __init__(self, inbox_fd: int, signals: Iterable[signal.Signals], parent_fd: int | None) -> None:
-        self._signals: list[signal.Signals] = []
+    def __init__(
+        self, inbox_fd: int | None, signals: Iterable[signal.Signals], parent_fd: int | None
+    ) -> None:
+        self.signals: list[signal.Signals] = []
+        """Signals received since the last `take_signals`, except SIGCHLD."""
         self._parent_fd = parent_fd
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(inbox_fd, selectors.EVENT_READ)
-        self._selector.register(self._reader, selectors.EVENT_READ)
-        if parent_fd is not None:
-            self._selector.register(parent_fd, selectors.EVENT_READ)
+        for source in (inbox_fd, self._reader.fileno(), parent_fd):
+            if source is not None:
+                self._selector.register(source, selectors.EVENT_READ)
         self.parent_exited = False
         # keep SIGHUP ignored under nohup
         watched = [*(number for number in signals if not _is_ignored_hangup(number)), signal.SIGCHLD]
@@ -43,18 +45,18 @@ class EventLoop:
             numbers = self._reader.recv(4096)
         except BlockingIOError:
             return
-        self._signals += [signal.Signals(number) for number in numbers if number != signal.SIGCHLD]
+        self.signals += [signal.Signals(number) for number in numbers if number != signal.SIGCHLD]
 
     def take_signals(self) -> list[signal.Signals]:
         """Return the signals received since the last call, except SIGCHLD."""
-        taken, self._signals = self._signals, []
+        taken, self.signals = self.signals, []
         return taken
 
     def discard_signals(self, seconds: float) -> None:
         """Wait ``seconds`` and discard the signals received meanwhile."""
         time.sleep(seconds)
         self.wait(0)
-        self._signals.clear()
+        self.signals.clear()
 
     def _read_parent(self, parent_fd: int) -> None:
         if os.read(parent_fd, 4096) == b"":

@@ -30,10 +30,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from quintet.deploy.supervisor.spawn import LISTEN_FD, MODULES, assign_slot
-from quintet.process.child import (
-    die_with_parent,
-)  # also imports the children's common modules before a fork
+from quintet.deploy.supervisor.spawn import LISTEN_FD, MODULES, assign_slot, end_processes
+from quintet.process.child import die_with_parent  # also imports the children's common modules
 from quintet.wire.ids import Role, WorkerId
 
 
@@ -68,7 +66,6 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def _reap(self, options: int) -> int | None:
@@ -77,7 +74,7 @@ class ForkedProcess:
                 pid, status = os.waitpid(self.pid, options)
             except (
                 ChildProcessError
-            ):  # SIGCHLD is ignored by inheritance: the kernel reaped it, the status is lost
+            ):  # SIGCHLD was ignored at start: the kernel reaped it, the status is lost
                 pid, status = self.pid, 0
             if pid == self.pid:
                 self._exit_status = os.waitstatus_to_exitcode(status)
@@ -113,11 +110,7 @@ class Prefork:
 
     def end(self) -> None:
         """Kill the children without a slot."""
-        for process in self._waiting.values():
-            process.kill()
-        for process in self._waiting.values():
-            process.wait()
-            process.stdin.close()
+        end_processes(self._waiting.values())
         self._waiting.clear()
 
     def _fork(self, role: Role) -> ForkedProcess:

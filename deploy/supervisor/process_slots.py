@@ -6,9 +6,11 @@ Owns the state of each process and the version of the topology. ``watch.py`` eva
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from quintet.deploy.supervisor.spawn import ChildProcess
 from quintet.process.metrics_merging import merged, supervised
@@ -16,7 +18,16 @@ from quintet.process.sockets import address_of
 from quintet.wire.config import ProcessesConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.metrics import decode_snapshot, encode_snapshot
-from quintet.wire.supervision import Heartbeat, ProcessMetrics, ProcessSlot, SlotHistory, SlotState, Topology
+from quintet.wire.supervision import (
+    Heartbeat,
+    MetricsQuery,
+    ProcessMetrics,
+    ProcessSlot,
+    ReportMetrics,
+    SlotHistory,
+    SlotState,
+    Topology,
+)
 
 
 @dataclass(slots=True)
@@ -85,13 +96,11 @@ class SlotRecord:
         self.progress = self.pending = self.cpu_ns = self.topology = 0
 
     def became_ready(self, facts: dict[str, str], now: float) -> None:
-        """Record that the process is ready."""
         self.state, self.facts, self.ready_at, self.is_booting_new = SlotState.READY, facts, now, False
         self.was_ready = True
         self.last_beat = self.progress_at = self.busy_at = now
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
-        """Record a heartbeat."""
         if heartbeat.progress != self.progress:
             self.progress_at = self.busy_at = now
         elif heartbeat.pending:
@@ -110,7 +119,6 @@ class SlotRecord:
         self.busy_at = min(now, self.busy_at + seconds)
 
     def vacate(self, note: str) -> None:
-        """Record that the process has exited."""
         self.process, self.state, self.note = None, SlotState.DOWN, note
         self.ready_at = self.aborted_at = self.stopped_at = None
         self.pending = 0
@@ -131,7 +139,8 @@ class SlotTable:
 
     def __init__(self, run_dir: Path, processes: ProcessesConfig) -> None:
         self._run_dir = run_dir
-        self._version = 0
+        self.version = 0
+        """Version of the newest topology."""
         self.is_changed = True
         """True if the topology changed since the last publication."""
         counts = (
@@ -187,19 +196,14 @@ class SlotTable:
     def is_acknowledged(self) -> bool:
         """True if every ready process has acknowledged the current topology."""
         return not self.is_changed and all(
-            slot.topology == self._version for slot in self.own() if slot.state is SlotState.READY
+            slot.topology == self.version for slot in self.own() if slot.state is SlotState.READY
         )
-
-    @property
-    def version(self) -> int:
-        """Version of the newest topology."""
-        return self._version
 
     def topology(self, draining: bool) -> Topology:
         """Return a new version of the topology."""
-        self._version += 1
+        self.version += 1
         self.is_changed = False
-        return Topology(self._version, [self._slot(slot) for slot in self], draining)
+        return Topology(self.version, [self._slot(slot) for slot in self], draining)
 
     def _slot(self, slot: SlotRecord) -> ProcessSlot:
         is_leaving = slot.is_retiring and slot.state is not SlotState.DOWN
@@ -230,3 +234,47 @@ class SlotTable:
             for slot in self
             if not slot.external and not slot.is_retired
         ]
+
+
+REPORT_TIMEOUT_S = 0.05
+
+
+@dataclass(slots=True)
+class _PendingQuery:
+    query: MetricsQuery
+    awaited: set[WorkerId]
+    until: float
+
+
+class MetricsRefresh:
+    """Pending metrics queries and the processes that each waits for."""
+
+    def __init__(self, slots: SlotTable, send: Callable[[Role, int, msgspec.Struct], bool]) -> None:
+        self._slots = slots
+        self._send = send
+        self._waiting: list[_PendingQuery] = []
+
+    def ask(self, query: MetricsQuery, now: float) -> None:
+        """Request metrics from all processes. The query does not wait for executors: a step may take seconds."""
+        awaited: set[WorkerId] = set()
+        for slot in self._slots.own():
+            if slot.process is not None and slot.ready_at is not None and slot.worker != query.asker:
+                self._send(slot.role, slot.index, ReportMetrics())
+                if slot.role is not Role.EXECUTOR:
+                    awaited.add(slot.worker)
+        self._waiting.append(_PendingQuery(query, awaited, now + REPORT_TIMEOUT_S))
+
+    def record_heartbeat(self, worker: WorkerId) -> None:
+        for pending in self._waiting:
+            pending.awaited.discard(worker)
+
+    def take(self, now: float) -> list[MetricsQuery]:
+        """Remove and return the queries that are complete or timed out."""
+        due = [pending.query for pending in self._waiting if not pending.awaited or pending.until <= now]
+        if due:
+            self._waiting = [pending for pending in self._waiting if pending.awaited and pending.until > now]
+        return due
+
+    def remaining_s(self, now: float) -> float | None:
+        """Return the seconds until the next timeout; None without pending queries."""
+        return max(0.0, min(pending.until for pending in self._waiting) - now) if self._waiting else None

@@ -65,6 +65,5 @@ class ServiceManager:
         return True
 
     def close(self) -> None:
-        """Close the socket."""
         if self._socket is not None:
             self._socket.close()

@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -31,6 +31,10 @@ class ChildProcess(Protocol):
     def pid(self) -> int:
         """Process id."""
 
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """Pipe to the standard input of a child that waits for a slot."""
+
     def poll(self) -> int | None:
         """Return the exit status; None while the child runs."""
 
@@ -40,19 +44,20 @@ class ChildProcess(Protocol):
     def send_signal(self, number: int, /) -> None:
         """Send a signal, unless the child has exited."""
 
-    def kill(self) -> None:
-        """Send SIGKILL."""
+    def kill(self) -> None: ...
 
 
-class WaitingProcess(ChildProcess, Protocol):
-    """A child that waits at its standard input for a slot."""
+def end_processes(processes: Collection[ChildProcess]) -> None:
+    """Kill the processes, and wait for them."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
 
-    @property
-    def stdin(self) -> IO[bytes] | None:
-        """Pipe to the child's standard input."""
 
-
-def assign_slot(process: WaitingProcess, worker: WorkerId) -> bool:
+def assign_slot(process: ChildProcess, worker: WorkerId) -> bool:
     """Assign the slot of ``worker`` to a waiting child. Return False if the child has exited."""
     assert process.stdin is not None
     if process.poll() is not None:
@@ -68,8 +73,6 @@ def assign_slot(process: WaitingProcess, worker: WorkerId) -> bool:
 
 
 class Spawner:
-    """Starts the child processes of each role."""
-
     def __init__(self, run_dir: Path, modules: Mapping[Role, str], listen_fd: int | None) -> None:
         self._run_dir = run_dir
         self._modules = modules
@@ -170,12 +173,7 @@ class StandbyProcesses:
 
     def end(self) -> None:
         """Kill the standby processes, and start no more."""
-        for process in self._waiting.values():
-            process.kill()
-        for process in self._waiting.values():
-            process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
+        end_processes(self._waiting.values())
         self._waiting.clear()
         self._due.clear()
         self._started = True

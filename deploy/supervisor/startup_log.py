@@ -96,11 +96,9 @@ class ReportedStartupLog:
     def __init__(self, report_fd: int | None) -> None:
         self._report_fd = report_fd
 
-    def role_ready(self, slots: Sequence[SlotRecord]) -> None:
-        """Do nothing."""
+    def role_ready(self, slots: Sequence[SlotRecord]) -> None: ...
 
     def all_ready(self) -> None:
-        """Report success."""
         self._report({"ready": True})
 
     def failed(self, failure: Failure) -> None:

@@ -26,12 +26,11 @@ from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.admin_server import AdminServer
 from quintet.deploy.supervisor.changes import Changes
 from quintet.deploy.supervisor.event_loop import EventLoop
-from quintet.deploy.supervisor.metrics_refresh import MetricsRefresh
 from quintet.deploy.supervisor.prefork import Prefork
-from quintet.deploy.supervisor.process_slots import SlotRecord, SlotTable
+from quintet.deploy.supervisor.process_slots import MetricsRefresh, SlotRecord, SlotTable
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.service_manager import ServiceManager
-from quintet.deploy.supervisor.spawn import MODULES, STANDBY_ROLES, Spawner, StandbyProcesses
+from quintet.deploy.supervisor.spawn import MODULES, STANDBY_ROLES, Spawner, StandbyProcesses, end_processes
 from quintet.deploy.supervisor.startup_log import Boot, Failure, StartupLog, base_url, child_failure
 from quintet.deploy.supervisor.watch import STOP_GRACE_S, Watch
 from quintet.process.child import CONFIG_FILE, error_file
@@ -59,8 +58,6 @@ _DUPLICATE_SIGNAL_S = 0.02
 
 
 class Phase(enum.Enum):
-    """Lifecycle phase of the server."""
-
     BOOTING = "booting"
     SERVING = "serving"
     DRAINING = "draining"
@@ -369,11 +366,7 @@ class Supervisor:
     def _kill_all(self) -> None:
         self._standby.end()
         self._prefork.end()
-        living = [slot.process for slot in self._slots.own() if slot.process is not None]
-        for process in living:
-            process.kill()
-        for process in living:
-            process.wait()
+        end_processes([slot.process for slot in self._slots.own() if slot.process is not None])
 
     def _publish(self) -> None:
         if self._slots.is_changed:

@@ -45,8 +45,6 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the executor."""
-
     number: int
     begin_ns: int
     end_ns: int
@@ -80,8 +78,6 @@ class ProcessPart:
 
 @dataclass(frozen=True, slots=True)
 class StepAccount:
-    """Step analysis of a trace."""
-
     num_steps: int
     step_ms: float
     rows: list[Row]
@@ -91,7 +87,6 @@ class StepAccount:
     """Duration of all steps."""
 
     def text(self) -> str:
-        """Format as a table."""
         lines = [
             f"step: {self.step_ms:.3f} ms (median of {self.num_steps})",
             f"{'process':<12} {'span':<11} {'ms per step':>11} {'share':>8} {'overlap with computation':>25}",

@@ -12,12 +12,13 @@ import pytest
 from quintet.deploy.http_client.connection import BadUrl, Connection, Target
 from quintet.deploy.http_client.pool import ask
 from quintet.deploy.tools.load_client.load import Load, Outcome, Run, run_load
-from quintet.deploy.tools.load_client.report import summarise, table
-from quintet.deploy.tools.load_client.speculation import (
+from quintet.deploy.tools.load_client.report import (
     Acceptance,
     acceptance,
     acceptance_lines,
     counters_of,
+    summarise,
+    table,
 )
 from quintet.deploy.tools.load_client.tally import StreamTally
 from quintet.deploy.tools.load_client.workload import (

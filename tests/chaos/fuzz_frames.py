@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import zmq
 
-from quintet.deploy.tools.replay.columns import COLUMNS
+from quintet.deploy.tools.replay.compare import COLUMNS
 from quintet.process.sockets import HMAC_BYTES, FrameHmac, run_key
 from quintet.wire import messages as m
 from quintet.wire import step as s

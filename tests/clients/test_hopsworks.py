@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quintet.deploy.config.config_file import read_config_file
+from quintet.deploy.config.flag_table import read_config_file
 from quintet.deploy.embedded import default_model_path
 from quintet.wire.errors import RequestError
 

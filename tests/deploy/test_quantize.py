@@ -14,8 +14,7 @@ from quintet.deploy.cli.main import main
 from quintet.deploy.config.model.hf_config import read_facts
 from quintet.deploy.embedded import default_model_path
 from quintet.deploy.tools.quantize import target
-from quintet.deploy.tools.quantize.target import WINDOW
-from quintet.deploy.tools.quantize.windows import window_of, windows_of_text
+from quintet.deploy.tools.quantize.windows import WINDOW, window_of, windows_of_text
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES, Model, type_of
 from quintet.wire.errors import EXIT_CONFIG, ConfigError

@@ -168,7 +168,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_model_facts_are_those_of_the_file(file: Path) -> None:
     facts = read_facts(file)
-    assert (facts.architecture, facts.dtype, facts.vocab_size) == ("LlamaForCausalLM", "float16", 211)
+    assert (facts.architecture, facts.dtype, facts.spec.vocab_size) == ("LlamaForCausalLM", "float16", 211)
     assert facts.path == file and len(facts.kv_needs) == 3
 
 

@@ -75,4 +75,4 @@ def test_tokens_beyond_the_training_length(compiled: bool, made: tuple[Path, lis
 
 def test_rotation_within_the_training_length(made: tuple[Path, list[Expectation]]) -> None:
     facts = read_facts(made[0])
-    assert (facts.max_model_len, facts.fixed_rope_len) == (128, 16)
+    assert (facts.spec.reach, facts.spec.fixed_rope_len) == (128, 16)

@@ -10,6 +10,7 @@ vLLM's keys for prefill and decode servers are accepted too: ``{"kv_connector": 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.deploy.config.flag_values import json_object
+from quintet.deploy.config.flag import json_object
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size, parse_size
 from quintet.process.own_files import ownership_error
@@ -64,7 +65,7 @@ def with_kv_transfer_config(options: Options) -> Options:
             raise ConfigError(f"{FLAG} and {_flag_of(name)} are both set: drop one of the two")
         changes[name] = parse_size(value, f"{FLAG} host size") / (1 << 30) if name == "swap_space" else value
     try:
-        options = msgspec.convert(msgspec.structs.asdict(options) | changes, Options) if changes else options
+        options = msgspec.convert(dataclasses.asdict(options) | changes, Options) if changes else options
     except msgspec.ValidationError as error:
         raise ConfigError(f"{FLAG}: {error}") from None
     _check_required(options)

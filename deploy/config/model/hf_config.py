@@ -14,8 +14,10 @@ from pathlib import Path
 
 from quintet.deploy.config.model.checkpoint_layout import (
     MERGED_NOTE,
+    correct_ties,
     has_stacked_experts,
     is_merged,
+    read_entries,
     with_value,
 )
 from quintet.deploy.config.model.implementation import (
@@ -23,18 +25,14 @@ from quintet.deploy.config.model.implementation import (
     choose_implementation,
     is_known,
 )
-from quintet.deploy.config.model.output_layer import correct_ties, read_entries
-from quintet.deploy.config.model.overrides import overridden, with_one_rope
 from quintet.deploy.config.model.stop_tokens import configured_ids
 from quintet.executor.checkpoints.quant.formats.kv_cache import KvFormat, wish_of
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.files import PICKLED, check_no_adapter, checkpoint_files
-from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.hf_config import HfConfig
-from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.registry import FAMILIES, architecture_of
-from quintet.executor.model_config.shape import STACKED_EXPERTS
+from quintet.executor.model_config.shape import FULL, STACKED_EXPERTS
 from quintet.executor.model_config.spec import DecoderSpec, KvNeed, ModelSpec
 from quintet.executor.model_config.state_specs import StateNeed
 from quintet.executor.model_config.unknown import unknown
@@ -51,13 +49,10 @@ _QUANTIZATION_FILES = {
 """Separate quantization config files, and the ``quant_method`` of those that do not contain one."""
 
 _SAMPLING_DEFAULTS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
+"""Name in ``generation_config.json`` -> name in requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,25 +69,12 @@ class ModelFacts:
     architecture: str
     implementation: ModelImpl
     dtype: Dtype
+    spec: ModelSpec
+    """Shapes of the whole model."""
     kv_needs: tuple[KvNeed | None, ...]
-    """KV of each layer per token."""
+    """KV of each layer per token; of one rank after `quintet.deploy.config.ranks.of_one_rank`."""
     state_needs: tuple[StateNeed | None, ...]
-    """Recurrent state of each layer per request; empty if no layer has one."""
-    vocab_size: int
-    tensor_names: Names | None
-    """None if only transformers has the architecture."""
-    embedding_width: int
-    """Width of a token embedding; 0 if only the executor knows it."""
-    hidden_size: int
-    """Width of hidden states; 0 if only the executor knows it."""
-    num_parameters: int | None
-    """Number of parameters of all matrices; None if only the executor knows it."""
-    expert_depths: frozenset[int]
-    """Input widths of the experts' matrices."""
-    max_model_len: int
-    """Maximum context length of the position encoding, RoPE scaling included."""
-    fixed_rope_len: int | None
-    """See `quintet.executor.model_config.rope.RopeSpec.fixed_len`."""
+    """Recurrent state of each layer per request, of one rank too; empty if no layer has one."""
     eos_token_ids: list[int]
     """End-of-sequence ids of the JSON files; `quintet.deploy.config.model.stop_tokens` adds those of the tokenizer."""
     generation_defaults: dict[str, float | int]
@@ -100,6 +82,16 @@ class ModelFacts:
     """Layer ranges of pipeline stages (`quintet.executor.model_config.share.stage_layers`); empty without stages."""
     notes: tuple[str, ...] = ()
     """Deviations from ``config.json``: one line each, for the startup log."""
+
+    @property
+    def decoder(self) -> DecoderSpec | None:
+        """The spec of Quintet's layers; None if only transformers or another package has the architecture."""
+        return self.spec if isinstance(self.spec, DecoderSpec) else None
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of a token embedding; 0 if only the executor knows it."""
+        return 0 if self.decoder is None else self.decoder.embedding_width or self.decoder.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +148,9 @@ def read_facts(
         architecture=architecture,
         implementation=implementation,
         dtype=_dtype(config, path) or (_stored_dtype(folder) if with_weights else "float32"),
+        spec=spec,
         kv_needs=spec.kv_needs,
         state_needs=spec.state_needs,
-        vocab_size=spec.vocab_size,
-        tensor_names=spec.names if isinstance(spec, DecoderSpec) else None,
-        embedding_width=spec.embedding_width or spec.hidden_size if isinstance(spec, DecoderSpec) else 0,
-        hidden_size=spec.hidden_size if isinstance(spec, DecoderSpec) else 0,
-        num_parameters=spec.num_parameters,
-        expert_depths=_expert_depths(spec),
-        max_model_len=spec.reach,
-        fixed_rope_len=spec.fixed_rope_len,
         eos_token_ids=configured_ids(
             overrides.generation, defaults, generation, config, config.get("text_config")
         ),
@@ -179,8 +164,8 @@ def _as_stored(folder: Path, config: Json, spec: ModelSpec, stored: Format | Non
     notes = []
     corrected = correct_ties(folder, config, spec)
     if corrected is not None:
-        config = corrected.config
-        notes.append(corrected.note)
+        config, note = corrected
+        notes.append(note)
     if has_stacked_experts(folder, spec):
         config = with_value(config, STACKED_EXPERTS, True)
     if is_merged(folder, stored):
@@ -204,6 +189,53 @@ def _read_hf_config(folder: Path, changes: Json) -> tuple[Json, str]:
         config = config | {"architectures": architectures}
         text = json.dumps(config)
     return config, text
+
+
+_ROPES = ("rope_parameters", "rope_scaling")
+"""Keys of RoPE settings: of transformers 5, and of older versions."""
+
+
+def with_one_rope(config: Json) -> Json:
+    """Return a config with ``rope_scaling`` merged into ``rope_parameters``, of the language model too if it is a part.
+
+    Some have both, because ``rope_scaling`` was added by hand to extend the context. It wins, as in transformers.
+    """
+    part = config.get("text_config")
+    return _with_one_rope(
+        config | {"text_config": _with_one_rope(part)} if isinstance(part, dict) else config
+    )
+
+
+def _with_one_rope(config: Json) -> Json:
+    if not all(isinstance(config.get(key), dict) and config[key] for key in _ROPES):
+        return config
+    return overridden(config | {"rope_scaling": None}, {"rope_scaling": config["rope_scaling"]})
+
+
+def overridden(config: Json, changes: Json) -> Json:
+    """Return a config with overrides merged in. Older RoPE keys override ``rope_parameters`` if present."""
+    changed = dict(config)
+    for key, value in changes.items():
+        current, rope = changed.get(key), changed.get("rope_parameters")
+        if key == "rope_scaling" and isinstance(rope, dict) and isinstance(value, dict):
+            changed["rope_parameters"] = _with_rope_settings(rope, value)
+        elif key == "rope_theta" and isinstance(rope, dict):
+            changed["rope_parameters"] = _with_rope_settings(rope, {key: value})
+        elif isinstance(current, dict) and isinstance(value, dict):
+            merge = _with_rope_settings if key in _ROPES else overridden
+            changed[key] = merge(current, value)
+        else:
+            changed[key] = value
+    return changed
+
+
+def _with_rope_settings(rope: Json, settings: Json) -> Json:
+    """Return RoPE settings with others merged in: into those of full attention if there are some for each layer type."""
+    full = rope.get(FULL)
+    if isinstance(full, dict) and not any(isinstance(each, dict) for each in settings.values()):
+        return rope | {FULL: _with_rope_settings(full, settings)}
+    kind = {"rope_type": settings["type"]} if "type" in settings else {}
+    return overridden(rope, kind | settings)
 
 
 def _check_kind(folder: Path) -> None:
@@ -236,13 +268,6 @@ def _quantization_of_file(folder: Path) -> Json | None:
     return None
 
 
-def _expert_depths(spec: ModelSpec) -> frozenset[int]:
-    if not isinstance(spec, DecoderSpec):
-        return frozenset()
-    widths = {layer.mlp.width for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)}
-    return frozenset(widths | {spec.hidden_size} if widths else ())
-
-
 _MAX_NAME_CHARS = 100
 """Limit of an architecture's name, which error messages repeat."""
 
@@ -268,19 +293,12 @@ def _is_wrapper(name: object, architecture: str) -> bool:
     return isinstance(name, str) and (name.endswith(architecture) or name == base) and is_known(architecture)
 
 
-_DTYPES: dict[str, Dtype] = {
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "half": "float16",
-    "fp16": "float16",
-    "float32": "float32",
-    "float": "float32",
-    "fp32": "float32",
-    "float64": "float32",
-    "double": "float32",
+_DTYPE_NAMES: dict[Dtype, tuple[str, ...]] = {
+    "bfloat16": ("bfloat16", "bf16"),
+    "float16": ("float16", "half", "fp16"),
+    "float32": ("float32", "float", "fp32", "float64", "double"),
 }
-"""Names of a checkpoint's data type."""
+"""Data type -> names of a checkpoint's data type that is loaded as it."""
 _STORED_DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """Names in headers of safetensors."""
 _QUANTIZED_DTYPES = ("float8", "int8", "uint8", "float4", "int4")
@@ -292,8 +310,9 @@ def _dtype(config: Json, path: Path) -> Dtype | None:
     part = config.get("text_config")
     for each in (config, part if isinstance(part, dict) else {}):
         name = str(each.get("dtype") or each.get("torch_dtype") or "auto").removeprefix("torch.")
-        if name in _DTYPES:
-            return _DTYPES[name]
+        for dtype, names in _DTYPE_NAMES.items():
+            if name in names:
+                return dtype
         if name.startswith(_QUANTIZED_DTYPES):
             return "bfloat16"
         if name != "auto":

@@ -15,11 +15,8 @@ from quintet.wire.errors import ConfigError
 
 def choose_implementation(model_impl: str, architecture: str) -> ModelImpl:
     """Return the implementation of an architecture: the flag's, or Quintet's if it supports the architecture."""
-    if model_impl == "transformers":
-        return "transformers"
-    if model_impl == "quintet" or is_known(architecture):
-        return "quintet"
-    return "transformers"
+    is_own = model_impl == "quintet" or (model_impl == "auto" and is_known(architecture))
+    return "quintet" if is_own else "transformers"
 
 
 def is_known(architecture: str) -> bool:

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from quintet.deploy.config.flags import Options
+from quintet.deploy.config.model.checkpoint_layout import read_entries
 from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.deploy.config.model.source import fetch_adapter
-from quintet.executor.checkpoints.weights.header import read_header
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import (
     ADAPTER_CONFIG,
@@ -75,10 +75,7 @@ def memory_bytes(adapters: list[AdapterConfig], item_bytes: int) -> int:
     """
     largest: dict[str, int] = {}
     for each in adapters:
-        path = Path(each.path) / ADAPTER_WEIGHTS
-        with path.open("rb") as file:
-            header = read_header(path, file, path.stat().st_size)
-        for name, entry in header.entries.items():
+        for name, entry in read_entries(Path(each.path) / ADAPTER_WEIGHTS).items():
             largest[name] = max(largest.get(name, 0), math.prod(entry.shape))
     return len(adapters) * item_bytes * sum(largest.values())
 

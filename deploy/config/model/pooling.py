@@ -42,7 +42,8 @@ def pooling_config(options: Options, facts: ModelFacts, notes: list[str]) -> Poo
     notes.append(
         f"embeddings: {values['kind'].name}{'' if values.get('normalize', True) else ', not normalized'}"
     )
-    return PoolingConfig(width=facts.hidden_size, **values)
+    assert facts.decoder is not None, "otherwise an obstacle"
+    return PoolingConfig(width=facts.decoder.hidden_size, **values)
 
 
 def _given(options: Options) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def _given(options: Options) -> dict[str, Any]:
 
 def _obstacle(options: Options, facts: ModelFacts) -> str:
     """Return the reason for which the server cannot pool; "" if there is none."""
-    if not facts.hidden_size:
+    if facts.decoder is None:
         return f"{facts.architecture} is not one of Quintet's decoders: drop --model-impl transformers or --runner pooling"
     if options.pipeline_parallel_size > 1:
         return "pooling is not supported with --pipeline-parallel-size: drop one of them"

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from quintet.deploy.config.model.chat_templates import DEFAULT
-from quintet.deploy.config.model.tokenizer_json import declared_tokens
+from quintet.deploy.config.model.tokenizer_json import MAX_DIGITS, declared_tokens, vocabulary
 from quintet.tokenizer_proc.template_environment import make_environment
 from quintet.tokenizer_proc.template_files import named_tokens, special_tokens
 from quintet.wire.errors import ConfigError
@@ -23,8 +23,6 @@ _ANSWER = "quintet"
 """Marker text that no template contains."""
 _CONTENTS: tuple[object, ...] = (_ANSWER, [{"type": "text", "text": _ANSWER}])
 """Forms of message content: templates of multimodal models accept only lists of parts."""
-_MAX_DIGITS = 10
-"""Limit of an id given as text."""
 _ROLES = (("user", "assistant"), ("system", "user", "assistant"))
 """Roles of conversations: some templates require a system message."""
 
@@ -37,12 +35,6 @@ class _Token(msgspec.Struct):
 class _Tokenizer(msgspec.Struct):
     added_tokens: list[_Token] = []
     model: msgspec.Raw = msgspec.Raw(b"{}")
-
-
-class _Vocabulary(msgspec.Struct):
-    """Part of a tokenizer's model; Unigram has a list of tokens and scores."""
-
-    vocab: dict[str, int] | list[tuple[str, float]] = {}
 
 
 def configured_ids(*configs: object) -> list[int]:
@@ -60,7 +52,7 @@ def configured_ids(*configs: object) -> list[int]:
 
 def _token_id(value: object) -> int | None:
     """Return a value of ``eos_token_id`` as an id; None if it is not one."""
-    if isinstance(value, str) and value.isdecimal() and len(value) <= _MAX_DIGITS:
+    if isinstance(value, str) and value.isdecimal() and len(value) <= MAX_DIGITS:
         return int(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -131,12 +123,11 @@ def _read_tokenizer(folder: Path) -> _Tokenizer:
 def _ordinary_tokens(tokenizer: _Tokenizer, folder: Path) -> dict[str, int]:
     """Return the tokens of the tokenizer's model: text -> id."""
     try:
-        vocab = msgspec.json.decode(tokenizer.model, type=_Vocabulary).vocab
+        return vocabulary(tokenizer.model)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{folder / 'tokenizer.json'}: model is invalid: {error}; download it again"
         ) from None
-    return vocab if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}
 
 
 def _read(path: Path) -> Json:

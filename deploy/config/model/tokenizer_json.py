@@ -12,7 +12,8 @@ from quintet.tokenizer_proc.template_files import named_tokens
 from quintet.wire.model_files import Json
 
 _SWITCHES = ("single_word", "lstrip", "rstrip")
-_MAX_DIGITS = 10
+MAX_DIGITS = 10
+"""Limit of an id given as text."""
 _BOS_CLASSES = (
     "LlamaTokenizer",
     "CodeLlamaTokenizer",
@@ -37,6 +38,12 @@ class _Vocabulary(msgspec.Struct):
     """Part of a tokenizer's model; Unigram has a list of tokens and scores."""
 
     vocab: dict[str, int] | list[tuple[str, float]] = {}
+
+
+def vocabulary(model: msgspec.Raw) -> dict[str, int]:
+    """Return the tokens of a tokenizer's model: text -> id. Raises `msgspec.MsgspecError` or `UnicodeDecodeError`."""
+    vocab = msgspec.json.decode(model, type=_Vocabulary).vocab
+    return vocab if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}
 
 
 def completed(tokenizer: bytes, tokenizer_config: Json) -> bytes | None:
@@ -72,7 +79,7 @@ def declared_tokens(tokenizer_config: Json) -> dict[int, Json]:
     declared = tokenizer_config.get("added_tokens_decoder")
     found: dict[int, Json] = {}
     for key, token in declared.items() if isinstance(declared, dict) else ():
-        is_id = isinstance(key, str) and key.isdecimal() and len(key) <= _MAX_DIGITS
+        is_id = isinstance(key, str) and key.isdecimal() and len(key) <= MAX_DIGITS
         content = token.get("content") if isinstance(token, dict) else None
         if is_id and isinstance(content, str) and content:  # the tokenizers library skips empty tokens
             found[int(key)] = token
@@ -120,10 +127,9 @@ def _missing_tokens(document: Document, added: Added, declared: Mapping[int, Jso
 def _ids_of(document: Document) -> dict[str, int] | None:
     """Return the ids of the tokens of a tokenizer's model; None if it is invalid."""
     try:
-        vocab = msgspec.json.decode(document.get("model", b"{}"), type=_Vocabulary).vocab
+        return vocabulary(document.get("model", msgspec.Raw(b"{}")))
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    return vocab if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}
 
 
 def _entry(token_id: int, token: Json) -> Json:

@@ -6,21 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import format_size
+from quintet.deploy.config.model.checkpoint_layout import read_entries
 from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.executor.checkpoints.quant.formats.registry import check_agrees, check_contents
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
-from quintet.executor.checkpoints.weights.header import Entry, read_header
+from quintet.executor.checkpoints.weights.header import Entry
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import hf_config_path, is_gguf
-
-if TYPE_CHECKING:
-    from quintet.executor.checkpoints.gguf.parts import GgufParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +37,21 @@ def read_weight_facts(folder: Path) -> WeightFacts:
     Raises `ConfigError` with the name of a missing shard, or of a file with an invalid header.
     """
     if is_gguf(folder):  # imported only here: numpy starts threads, after which the supervisor must not fork
+        from quintet.executor.checkpoints.gguf.hf_config import loaded_tensors
         from quintet.executor.checkpoints.gguf.parts import read_parts
 
-        return _of_parts(read_parts(folder))
+        return facts_of(
+            {
+                name: Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
+                for name, tensor in loaded_tensors(read_parts(folder))
+            }
+        )
     paths = checkpoint_files(folder)
     if paths[0].suffix in PICKLED:
         return WeightFacts(None, sum(path.stat().st_size for path in paths))
     contents: dict[str, Entry] = {}
     for path in paths:
-        try:
-            with path.open("rb") as file:
-                contents |= read_header(path, file, path.stat().st_size).entries
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}") from None
+        contents |= read_entries(path)
     return facts_of(contents)
 
 
@@ -68,9 +67,10 @@ def read_served_facts(target: ModelFacts) -> WeightFacts:
 
     Raises `ConfigError` if no tensor is quantized, but the configuration declares quantized weights.
     """
-    weights, names = read_weight_facts(target.path), target.tensor_names
-    if names is not None and weights.contents:
-        weights = facts_of({name: weights.contents[name] for name in names.without_ignored(weights.contents)})
+    weights = read_weight_facts(target.path)
+    if target.decoder is not None and weights.contents:
+        names = target.decoder.names.without_ignored(weights.contents)
+        weights = facts_of({name: weights.contents[name] for name in names})
     if target.stored is not None:
         check_contents(target.stored, weights.contents, str(target.path / "config.json"))
     return weights
@@ -79,18 +79,7 @@ def read_served_facts(target: ModelFacts) -> WeightFacts:
 def num_parameters_of(facts: ModelFacts, weights: WeightFacts | None) -> int | None:
     """Return the number of parameters of unquantized weights, else the one that follows from ``config.json``."""
     counted = weights.num_parameters if weights and facts.stored is None else None
-    return facts.num_parameters if counted is None else counted
-
-
-def _of_parts(parts: GgufParts) -> WeightFacts:
-    from quintet.executor.checkpoints.gguf.hf_config import loaded_tensors
-
-    return facts_of(
-        {
-            name: Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
-            for name, tensor in loaded_tensors(parts)
-        }
-    )
+    return facts.spec.num_parameters if counted is None else counted
 
 
 _WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}
@@ -118,25 +107,13 @@ def loaded_quantization(name: str) -> Quantization:
     return next((each for each in _WEIGHT_BITS if each == name), "none")
 
 
-def check_activations(options: Options, device: str, quantization: Quantization) -> None:
-    """Reject ``--activation-dtype`` without integer weights on a CPU."""
-    if options.activation_dtype == "auto":
-        return
-    if device != "cpu":
-        raise ConfigError(
-            f"--activation-dtype {options.activation_dtype} is supported on CPUs only: add --device cpu or drop it"
-        )
-    if quantization == "none":
+def check_activations(options: Options, quantization: Quantization) -> None:
+    """Reject ``--activation-dtype`` without integer weights."""
+    if options.activation_dtype != "auto" and quantization == "none":
         raise ConfigError(
             f"--activation-dtype {options.activation_dtype} requires integer weights, but this model is not quantized: add"
             " --quantization int8 or int4, use a quantized checkpoint, or drop it"
         )
-
-
-def check_packed_cache(options: Options, device: str) -> None:
-    """Reject ``--packed-cache`` on a GPU: only CPU kernels read packed weights."""
-    if device != "cpu" and options.packed_cache is not None:
-        raise ConfigError("--packed-cache is supported on CPUs only: add --device cpu or drop it")
 
 
 def weight_bytes_of(

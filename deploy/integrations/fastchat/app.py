@@ -14,18 +14,23 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from quintet.deploy.http_client.pool import ConnectionPool, json_request
-from quintet.deploy.integrations.fastchat.errors import Code, WorkerError, as_worker, error_in, server_lost
-from quintet.deploy.integrations.fastchat.registration import Registration
-from quintet.deploy.integrations.fastchat.request import (
+from quintet.deploy.integrations.fastchat.protocol import (
     TEMPLATE,
+    Code,
+    EventData,
+    FastChatResponse,
     Params,
     TokenCountRequest,
+    WorkerError,
+    as_worker,
     completion_of,
+    error_in,
     messages_of,
     read,
+    server_lost,
     tokenization_of,
 )
-from quintet.deploy.integrations.fastchat.response import EventData, FastChatResponse
+from quintet.deploy.integrations.fastchat.registration import Registration
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
@@ -51,8 +56,6 @@ ERRORS = ErrorShape(_body_of)
 
 
 class FastChatApp:
-    """ASGI application of a worker."""
-
     def __init__(self, server: ConnectionPool, registration: Registration, bodies: BodyBuffers) -> None:
         self._server, self._registration, self._bodies = server, registration, bodies
         self._paths: dict[str, Callable[[HttpRequest, bytes], Awaitable[None]]] = {

@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from quintet.deploy.http_client.pool import ConnectionPool
-from quintet.deploy.integrations.fastchat.errors import error_in
+from quintet.deploy.integrations.fastchat.protocol import error_in
 
 LOOK_S = 1.0
 """Interval of server checks."""
@@ -25,8 +25,6 @@ _log = logging.getLogger("quintet")
 
 
 class Model(msgspec.Struct, frozen=True):
-    """The served model."""
-
     names: tuple[str, ...]
     max_len: int
     """Maximum context length in tokens."""
@@ -50,8 +48,6 @@ class _Heartbeat(msgspec.Struct):
 
 
 class Registration:
-    """Registration of one worker."""
-
     def __init__(
         self, controller: ConnectionPool, server: ConnectionPool, address: str, heartbeat_s: float
     ) -> None:
@@ -72,7 +68,6 @@ class Registration:
         """Last logged problem of each peer."""
 
     def status(self) -> dict[str, object]:
-        """Return the worker status."""
         names = () if self.model is None else self.model.names
         return {"model_names": names, "speed": 1, "queue_length": self.num_open}
 
@@ -101,7 +96,6 @@ class Registration:
             await self._notify()
 
     async def _notify(self) -> None:
-        """Register or send a heartbeat."""
         try:
             if self._is_up_to_date:
                 beat = {"worker_name": self._address, "queue_length": self.num_open}

@@ -128,7 +128,6 @@ async def serve(
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the worker."""
     arguments = parse(words)
     try:
         if not 0 < arguments.heartbeat <= MAX_HEARTBEAT_S:

@@ -47,7 +47,6 @@ def manifest(name: str) -> str:
 
 
 def main() -> int:
-    """Write or check all manifests."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file differs")
     arguments = parser.parse_args()

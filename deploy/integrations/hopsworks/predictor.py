@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from quintet.deploy.config.config_file import read_config_file
+from quintet.deploy.config.flag_table import read_config_file
 from quintet.deploy.python_api.inputs import instance_by_name, params_by_name
 from quintet.deploy.python_api.offline import LLM
 from quintet.wire.params import OutputKind

@@ -25,7 +25,7 @@ from kserve.model_server import parser as kserve_parser
 from kserve.protocol.infer_type import to_http_parameters
 from msgspec import inspect
 
-from quintet.deploy.config.config_file import read_config_file
+from quintet.deploy.config.flag_table import read_config_file
 from quintet.deploy.python_api.engine import EngineError
 from quintet.deploy.python_api.inputs import instance_by_name, params_by_name
 from quintet.deploy.python_api.offline import AsyncLLM
@@ -152,7 +152,6 @@ def _as_number(value: object) -> object:
 
 
 def main() -> None:
-    """Start the engine, serve until stopped, and stop the engine."""
     parser = argparse.ArgumentParser(
         description=__doc__, parents=[kserve_parser], formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from quintet.deploy.integrations.ray.actor import with_assigned_threads
+from quintet.deploy.integrations.ray.host import with_assigned_threads
 from quintet.deploy.python_api.inputs import params_by_name
 from quintet.deploy.python_api.offline import LLM
 from quintet.wire.params import OutputKind
@@ -42,7 +42,6 @@ class Completions:
         self._llm = LLM(model, **with_assigned_threads(flags))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Complete the prompts of one batch."""
         if self._column not in batch:
             raise KeyError(
                 f"the batch has the columns {sorted(batch)}, but not {self._column!r}; set column=…"

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from quintet.deploy.cli.serve import serve
-from quintet.deploy.config.config_file import merged_options
+from quintet.deploy.config.flag_table import merged_options
 from quintet.deploy.supervisor import run_dirs
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 

@@ -12,8 +12,6 @@ from quintet.wire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A live node of the cluster."""
-
     node_id: str
     address: str
     cpus: int

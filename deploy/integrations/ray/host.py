@@ -1,8 +1,9 @@
-"""Ray actor of a worker host: runs `quintet serve --headless` on its node."""
+"""Ray actors: threads of an engine, and the actor of a worker host, which runs `quintet serve --headless` on its node."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import subprocess
@@ -14,6 +15,17 @@ import ray
 import yaml
 
 from quintet.deploy.supervisor.run_dirs import make_run_dir
+
+
+def with_assigned_threads(flags: Mapping[str, object]) -> dict[str, object]:
+    """Set ``threads`` to the actor's assigned CPUs unless set, so that actors of one node do not oversubscribe cores.
+
+    GPUs need no setting: Ray makes only the assigned ones visible.
+    """
+    assigned = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
+    if "threads" in flags or assigned < 1:
+        return dict(flags)
+    return {**flags, "threads": math.ceil(assigned)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +51,6 @@ class Host:
         self._lifeline.close()
 
     def address(self) -> str:
-        """Return the node's IP address."""
         return str(ray.util.get_node_ip_address())
 
     def run(self, flags: Mapping[str, str | int | bool], key: bytes) -> Ended:

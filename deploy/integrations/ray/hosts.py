@@ -66,7 +66,6 @@ def join() -> None:
 
 
 def nodes() -> list[Node]:
-    """Return the live nodes of the cluster."""
     return [
         Node(each["NodeID"], each["NodeManagerAddress"], int(each["Resources"].get("CPU", 0)))
         for each in ray.nodes()

@@ -139,7 +139,6 @@ class PlacedHosts:
         return failure
 
     def _restart_later(self, driver: Driver, now: float) -> Failure | None:
-        """Schedule a new driver."""
         self._restart_at_s = now + RestartPolicy().pause_s(self._deaths, now)
         message = f"{self._ended(driver)}, and the other hosts with it"
         return None if self._refusal else Failure("ray", message, "", 1)
@@ -150,7 +149,6 @@ class PlacedHosts:
         return f"the Ray driver exited with status {driver.end()}"
 
     def close(self) -> None:
-        """Stop the driver and the other hosts."""
         if self._driver is not None:
             self._driver.end()
 

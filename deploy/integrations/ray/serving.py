@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from quintet.deploy.config.flag_table import make_options
-from quintet.deploy.integrations.ray.actor import with_assigned_threads
+from quintet.deploy.integrations.ray.host import with_assigned_threads
 from quintet.deploy.supervisor.run_dirs import make_run_dir
 
 _HOP_BY_HOP = frozenset(

@@ -18,8 +18,6 @@ from quintet.deploy.tools.load_client.tally import Chunk, StreamTally
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Parameters of one run."""
-
     target: Target
     path: str
     bodies: Sequence[bytes]

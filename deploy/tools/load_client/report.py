@@ -1,15 +1,23 @@
-"""Summary of outcomes: percentiles, rates and failures by category, as text table or JSON."""
+"""Summary of outcomes: percentiles, rates and failures by category, as text table or JSON.
+
+The acceptance of draft tokens is from the counters of ``/metrics`` before and after the run. The names are vLLM's; Quintet and
+vLLM export them.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from quintet.deploy.http_client.connection import Target
+from quintet.deploy.http_client.pool import ask
 from quintet.deploy.tools.load_client.load import Outcome, Run
+from quintet.deploy.tools.load_client.talk import ServerError
 
 _PERCENTILES = (50, 90, 99)
 
@@ -26,16 +34,12 @@ class Spread(msgspec.Struct):
 
 
 class Failures(msgspec.Struct):
-    """Failed requests of one category."""
-
     kind: str
     count: int
     example: str
 
 
 class Summary(msgspec.Struct):
-    """Metrics of one run."""
-
     num_requests: int
     num_completed: int
     duration_s: float
@@ -78,7 +82,6 @@ def spread(values_s: Sequence[float] | NDArray[np.float64]) -> Spread | None:
 
 
 def summarise(run: Run) -> Summary:
-    """Compute the metrics of a run."""
     good = [o for o in run.outcomes if o.failure is None]
     duration_s = max(run.end_s - run.start_s, 1e-9)
     tokens = sum(_output_tokens(o) for o in good)
@@ -115,7 +118,6 @@ def summarise(run: Run) -> Summary:
 
 
 def table(summary: Summary) -> str:
-    """Format the metrics as a text table."""
     s = summary
     lines = [
         f"requests     {s.num_completed} of {s.num_requests} completed in {s.duration_s:.2f} s, {s.requests_per_s:.2f} /s",
@@ -130,15 +132,12 @@ def table(summary: Summary) -> str:
         ("between events", s.inter_token_ms),
         ("per output token", s.time_per_output_token_ms),
         ("end to end", s.end_to_end_ms),
+        ("sent late by", s.late_ms if s.late_ms is not None and s.late_ms.p99 > 5 else None),
     ):
         if row is not None:
             lines.append(
                 f"{name:<22}{row.mean:>10.3f}{row.p50:>10.3f}{row.p90:>10.3f}{row.p99:>10.3f}{row.max:>10.3f}"
             )
-    if s.late_ms is not None and s.late_ms.p99 > 5:
-        lines.append(
-            f"{'sent late by':<22}{s.late_ms.mean:>10.3f}{s.late_ms.p50:>10.3f}{s.late_ms.p90:>10.3f}{s.late_ms.p99:>10.3f}"
-        )
     if s.failures:
         lines += ["", "failures"]
         lines += [f"  {f.count:>6} x {f.kind}: {f.example}" for f in s.failures]
@@ -166,3 +165,79 @@ def _failures(outcomes: Sequence[Outcome]) -> list[Failures]:
     counts = Counter(o.failure for o in outcomes if o.failure is not None)
     examples = {o.failure: o.message for o in reversed(outcomes)}
     return [Failures(str(kind), count, examples[kind]) for kind, count in counts.most_common()]
+
+
+_SERIES = re.compile(r"^vllm:spec_decode_num_(\w+?)(?:_total)?(?:{(.*)})? (\S+)$", re.MULTILINE)
+_POSITION = re.compile(r'position="(\d+)"')
+
+Counters = Counter[str]
+"""Values by name, without prefix; of ``accepted_tokens_per_pos`` by position: ``"0"``, ``"1"``…"""
+
+
+class Acceptance(msgspec.Struct):
+    """Acceptance of the draft tokens of a run."""
+
+    num_drafts: int
+    """Rows of steps that verified draft tokens."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance_rate: float
+    """Accepted draft tokens over verified ones."""
+    mean_acceptance_length: float
+    """Tokens of a row with drafts: the drawn one, and the accepted drafts."""
+    acceptance_per_position: list[float]
+    """Share of the rows in which the draft at this position was accepted."""
+
+
+def read_counters(target: Target) -> Counters:
+    """Return the server's counters, summed over engines. Raises `ServerError` if the server does not answer them."""
+    answer = ask(target, "GET", "/metrics")
+    if answer.status != 200:
+        raise ServerError(f"GET /metrics answered {answer.status}; --speculative-report reads its counters")
+    return counters_of(answer.body.decode())
+
+
+def counters_of(text: str) -> Counters:
+    """Return the counters in a Prometheus text."""
+    counters: Counters = Counter()
+    for name, value in _values(text):
+        counters[name] += int(float(value))
+    return counters
+
+
+def _values(text: str) -> Iterator[tuple[str, str]]:
+    for name, labels, value in _SERIES.findall(text):
+        if name != "accepted_tokens_per_pos":
+            yield name, value
+        elif position := _POSITION.search(labels):
+            yield position[1], value
+
+
+def acceptance(before: Counters, after: Counters) -> Acceptance | None:
+    """Return the acceptance between two readings; None if no draft was verified."""
+    num_drafts, num_draft_tokens, num_accepted = (
+        after[name] - before[name] for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    if not num_drafts or not num_draft_tokens:
+        return None
+    positions = sorted((name for name in after if name.isdecimal()), key=int)
+    return Acceptance(
+        num_drafts=num_drafts,
+        num_draft_tokens=num_draft_tokens,
+        num_accepted_tokens=num_accepted,
+        acceptance_rate=round(num_accepted / num_draft_tokens, 4),
+        mean_acceptance_length=round(1 + num_accepted / num_drafts, 4),
+        acceptance_per_position=[round((after[name] - before[name]) / num_drafts, 4) for name in positions],
+    )
+
+
+def acceptance_lines(accepted: Acceptance | None) -> list[str]:
+    if accepted is None:
+        return ["drafts       none was verified"]
+    shares = " ".join(f"{100 * share:.0f}" for share in accepted.acceptance_per_position)
+    return [
+        f"drafts       {accepted.num_accepted_tokens} of {accepted.num_draft_tokens} accepted, "
+        f"{100 * accepted.acceptance_rate:.1f} %",
+        f"             {accepted.mean_acceptance_length:.2f} tokens per row with drafts, of {accepted.num_drafts} rows",
+        f"             accepted by position, in %: {shares}",
+    ]

@@ -67,8 +67,6 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One server."""
-
     url: str
     target: Target
 

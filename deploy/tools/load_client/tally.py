@@ -44,8 +44,6 @@ class CachedTokens(msgspec.Struct):
 
 
 class ChunkUsage(msgspec.Struct):
-    """Token counts of the server."""
-
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: CachedTokens | None = None

@@ -32,8 +32,6 @@ class BadWorkload(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """Parameters of random prompts."""
-
     num_prompts: int
     input_len: int
     """Length in tokens; approximate without ``vocab_size``, by ``words_per_token``."""
@@ -64,8 +62,6 @@ class _Line(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """One message of a conversation."""
-
     role: str
     content: str
 

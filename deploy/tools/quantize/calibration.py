@@ -11,8 +11,7 @@ from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.memory import available_ram_bytes, format_size
 from quintet.deploy.config.model.hf_config import ModelFacts
-from quintet.deploy.tools.quantize.target import MAX_CALIBRATION_TOKENS
-from quintet.deploy.tools.quantize.windows import windows_of_text
+from quintet.deploy.tools.quantize.windows import MAX_CALIBRATION_TOKENS, windows_of_text
 from quintet.executor.checkpoints.quantize_tool.awq import AwqRounder
 from quintet.executor.checkpoints.quantize_tool.calibrate import calibrated
 from quintet.executor.checkpoints.quantize_tool.compressed import Plan

@@ -17,8 +17,6 @@ from quintet.wire.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Scores of one variant on a text."""
-
     name: str
     nats_per_token: float
     same_choice: float
@@ -54,7 +52,6 @@ def read(
 
 
 def most_likely(position: Position) -> int:
-    """Return the first-ranked token."""
     return next(token_id for token_id, entry in position.items() if entry.rank == 1)
 
 

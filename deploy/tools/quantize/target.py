@@ -1,4 +1,4 @@
-"""Output path of a quantized model, written atomically, and limits of `quintet quantize`."""
+"""Output path of a quantized model, written atomically."""
 
 from __future__ import annotations
 
@@ -70,9 +70,3 @@ def atomic_output(out: Path) -> Iterator[Path]:
         if replaced.exists() and not out.exists():
             os.rename(replaced, out)
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-WINDOW = 512
-"""Maximum window length in tokens; windows of a text are independent of each other."""
-MAX_CALIBRATION_TOKENS = 1 << 15
-"""Limit of calibration tokens; the inputs of one layer for all of them are in memory at once."""

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING
 
 from quintet.deploy.config.model.hf_config import ModelFacts
 from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
-from quintet.deploy.tools.quantize.target import WINDOW
 from quintet.wire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+WINDOW = 512
+"""Maximum window length in tokens; windows of a text are independent of each other."""
+MAX_CALIBRATION_TOKENS = 1 << 15
+"""Limit of calibration tokens; the inputs of one layer for all of them are in memory at once."""
 
 
 def window_of(max_model_len: int) -> int:
@@ -29,9 +35,11 @@ def tokenizer_of(model: Path) -> Path:
 
 
 def windows_of_text(facts: ModelFacts, text: str) -> list[list[int]]:
-    """Tokenize a text into windows. Raises `ConfigError` if the text or the context is too short."""
+    """Tokenize a text into windows. Raises `ConfigError` without a tokenizer, or if the text or the context is too short."""
+    from tokenizers import Tokenizer  # not needed for --help
+
     tokenizer = Tokenizer.from_file(str(tokenizer_of(facts.path) / "tokenizer.json"))
-    first, window = first_tokens(tokenizer), window_of(facts.max_model_len)
+    first, window = first_tokens(tokenizer), window_of(facts.spec.reach)
     if len(first) >= window:
         raise ConfigError(
             f"the tokenizer adds {len(first)} tokens to each text, but the window has only {window} tokens"

@@ -5,13 +5,62 @@ from __future__ import annotations
 import functools
 import operator
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from quintet.deploy.tools.replay.columns import COLUMNS
-from quintet.wire import dropped, messages, step, supervision
+from quintet.wire import dropped, kv_tiers, messages, step, supervision
+from quintet.wire.request import RequestSpec
+
+COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
+    messages.TokenPrompt: {"token_ids": "i"},
+    RequestSpec: {"output_ids": "i"},
+    messages.Admit: {"prompt_ids": "i"},
+    messages.Live: {"request_ids": "q"},
+    messages.InFlightReport: {"request_ids": "q", "attempts": "i"},
+    messages.Unknown: {"request_ids": "q"},
+    messages.Open: {"prompt_ids": "i", "output_ids": "i"},
+    messages.Tokens: {
+        "request_ids": "q",
+        "first_indexes": "i",
+        "num_tokens": "B",
+        "token_ids": "i",
+        "finishes": "B",
+        "named_stops": "i",
+        "closed": "q",
+    },
+    messages.StopHit: {"request_ids": "q", "attempts": "i"},
+    messages.Started: {"prompt_ids": "i"},
+    messages.Text: {"token_ids": "i"},
+    messages.Tokenized: {"token_ids": "i"},
+    messages.DetokenizeQuery: {"token_ids": "i"},
+    step.NewRow: {"token_ids": "i"},
+    step.StepPlan: {
+        "freed": "i",
+        "blocks": "i",
+        "copies": "i",
+        "slots": "i",
+        "starts": "i",
+        "counts": "i",
+        "samples": "B",
+        "drafts": "B",
+        "swaps_out": "i",
+        "swaps_in": "i",
+    },
+    step.TokenLogprobs: {"token_ids": "i", "logprobs": "f"},
+    step.PromptLogprobs: {"ranks": "i", "token_ids": "i", "logprobs": "f"},
+    step.StepResult: {"token_ids": "i", "num_tokens": "B", "num_drafts": "B", "failed": "i"},
+    kv_tiers.Store: {"blocks": "i", "places": "i"},
+    kv_tiers.Fetch: {"positions": "i", "host_blocks": "i"},
+    kv_tiers.SearchResult: {"counts": "i"},
+    kv_tiers.KvTierRequests: {"drops": "i"},
+    kv_tiers.KvTierResults: {"fetched": "i", "missed": "i"},
+    kv_tiers.StoredBlocks: {"places": "i"},
+}
+"""Struct, field, and the `array` type code of its numbers."""
+
 
 MEASURED = frozenset({"sent_ns", "wait_ns", "compute_ns"})
 """Fields with clock readings, which do not follow from the input."""

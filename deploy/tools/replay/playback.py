@@ -22,8 +22,6 @@ class EndOfRecording(BaseException):
 
 @dataclass(slots=True)
 class ReplayAccount:
-    """Counters and result of a replay."""
-
     num_turns: int = 0
     num_received: int = 0
     num_sent: int = 0
@@ -85,8 +83,7 @@ class Playback:
         """Return an outbox that compares frames with the recording."""
         return _RecordedOutbox(worker, None if worker.role is Role.SUPERVISOR else self._sent)
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
     # --- comparing ---
 

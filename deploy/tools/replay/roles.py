@@ -58,10 +58,6 @@ def replay(recording: Recording) -> ReplayAccount:
     return playback.finish()
 
 
-def _replay_core(process: Process[Any]) -> None:
-    Core(process).run()
-
-
 def _replay_tokenizer(process: Process[Any]) -> None:
     """Replay iteration by iteration, waiting for all lanes after each; their order is not recorded."""
     loop = asyncio.new_event_loop()
@@ -83,7 +79,7 @@ def _replay_tokenizer(process: Process[Any]) -> None:
 
 
 _REPLAYERS: Mapping[Role, Callable[[Process[Any]], None]] = {
-    Role.CORE: _replay_core,
+    Role.CORE: lambda process: Core(process).run(),
     Role.DETOKENIZER: lambda process: serve_detokenizer(process, prepare_detokenizer(process.config)),
     Role.EXECUTOR: serve_executor,
     Role.TOKENIZER: _replay_tokenizer,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quintet.deploy.config import vllm_flags as flags
+from quintet.deploy.config.flag import option as spelling
 
 PAGE = Path(__file__).parents[3] / "docs" / "vllm-flags.md"
 _HEAD = """# Flags of vLLM
@@ -59,7 +60,7 @@ def rows() -> Iterator[tuple[str, str]]:
     """Yield every flag and its effect."""
     yield from ((key, "taken") for key in TAKEN)
     yield from (
-        (key, f"taken as {'the opposite of ' if new.convert else ''}`{flags.option(new.ours)}`")
+        (key, f"taken as {'the opposite of ' if new.convert else ''}`{spelling(new.ours)}`")
         for key, new in flags.RENAMED.items()
     )
     yield from ((key, f"taken as the environment variable `{name}`") for key, name in flags.HUB.items())
@@ -76,8 +77,8 @@ def rows() -> Iterator[tuple[str, str]]:
 
 def page() -> str:
     """Return the whole page."""
-    short = "\n".join(f"| `{word}` | `{flags.option(key)}` |" for word, key in flags.SHORT.items())
-    lines = [f"| `{flags.option(key)}` | {effect} |" for key, effect in sorted(rows())]
+    short = "\n".join(f"| `{word}` | `{spelling(key)}` |" for word, key in flags.SHORT.items())
+    lines = [f"| `{spelling(key)}` | {effect} |" for key, effect in sorted(rows())]
     return _HEAD.format(short=short) + "\n".join(lines) + "\n"
 
 

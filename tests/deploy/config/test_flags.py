@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from quintet import deploy, wire
 from quintet.deploy.cli import serve
-from quintet.deploy.config.config_file import merged_options, read_config_file
-from quintet.deploy.config.flag_table import flag_table, make_options
+from quintet.deploy.config.flag_table import flag_table, make_options, merged_options, read_config_file
 from quintet.deploy.config.flags import Options
 from quintet.deploy.python_api.engine import options_of_call
 from quintet.wire.errors import ConfigError
@@ -53,9 +52,8 @@ def test_every_option_is_read() -> None:
     folders = Path(deploy.__file__).parent, Path(wire.__file__).parent
     sources = [path for folder in folders for path in folder.rglob("*.py") if path.name != "flags.py"]
     text = "\n".join(path.read_text() for path in sources)
-    unread = {
-        name for name in Options.__struct_fields__ if not re.search(rf'options\.{name}\b|"{name}"', text)
-    }
+    names = [each.name for each in dataclasses.fields(Options)]
+    unread = {name for name in names if not re.search(rf'options\.{name}\b|"{name}"', text)}
     assert unread == {"enable_auto_tool_choice"}  # vLLM needs it; here calls are always parsed
 
 
@@ -158,4 +156,4 @@ def test_old_names_are_hidden_in_the_help() -> None:
 
 
 def test_flags_and_options_have_the_same_names() -> None:
-    assert [spec.key for spec in flag_table()] == [field.name for field in msgspec.structs.fields(Options)]
+    assert [spec.key for spec in flag_table()] == [field.name for field in dataclasses.fields(Options)]

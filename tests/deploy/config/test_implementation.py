@@ -94,4 +94,4 @@ def test_kv_memory_is_read_from_common_config_keys(tmp_path: Path) -> None:
     nested = write_model(tmp_path / "nested", **UNKNOWN, **dict.fromkeys(text), text_config=text)
     facts = read_facts(nested)
     assert [need and (need.num_kv_heads, need.key_dim) for need in facts.kv_needs] == [(1, 16)] * 2
-    assert (facts.vocab_size, facts.max_model_len) == (77, 99)
+    assert (facts.spec.vocab_size, facts.spec.reach) == (77, 99)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import save
@@ -32,7 +32,7 @@ def write_files(folder: Path, weights: bytes = b"weights", **values: Any) -> Pat
 
 def adapters(folder: Path, *given: str, device: str = "cpu", **options: Any) -> list[AdapterConfig]:
     write_model(folder / "model")
-    chosen = msgspec.structs.replace(Options(), lora_modules=[*given], **options)
+    chosen = dataclasses.replace(Options(), lora_modules=[*given], **options)
     return adapters_config(chosen, read_facts(folder / "model"), device)
 
 

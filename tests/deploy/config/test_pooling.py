@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from tests.deploy.config.model_folder import write_model
 from tests.deploy.config.test_vllm_flags import parsed
@@ -24,7 +24,7 @@ ST = "sentence_transformers.models."
 
 def config_of(folder: Path, **options: Any) -> tuple[PoolingConfig | None, list[str]]:
     notes: list[str] = []
-    given = msgspec.structs.replace(Options(), **options)
+    given = dataclasses.replace(Options(), **options)
     return pooling_config(given, read_facts(folder), notes), notes
 
 
@@ -154,6 +154,6 @@ def test_broken_files(tmp_path: Path) -> None:
 def test_models_of_transformers(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     facts = read_facts(folder, model_impl="transformers")
-    options = msgspec.structs.replace(Options(), runner="pooling")
+    options = dataclasses.replace(Options(), runner="pooling")
     with pytest.raises(ConfigError, match="not one of Quintet's decoders"):
         pooling_config(options, facts, [])

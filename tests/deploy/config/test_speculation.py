@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-import msgspec
 import pytest
 
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.speculation import (
     MTP_ALIASES,
     check_model,
-    draft_model_name,
     notes_on_device,
     notes_on_keys,
+    speculation,
     speculative_config,
 )
 from quintet.wire.config import SpeculativeConfig
@@ -22,7 +22,7 @@ from quintet.wire.kv_spec import KvGroup, KvSpec
 
 
 def config_of(text: str | None, **options: Any) -> SpeculativeConfig | None:
-    given = msgspec.structs.replace(Options(), speculative_config=text, **options)
+    given = dataclasses.replace(Options(), speculative_config=text, **options)
     return speculative_config(given, "torch", "cpu")
 
 
@@ -50,17 +50,17 @@ def test_keys_without_effect_are_noted() -> None:
         '{"method": "eagle3", "model": "x", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1, '
         '"disable_padded_drafter_batch": true, "quantization": "awq", "kv_cache_dtype": null}'
     )
-    config, options = config_of(text), msgspec.structs.replace(Options(), speculative_config=text)
+    config, options = config_of(text), dataclasses.replace(Options(), speculative_config=text)
     assert config is not None and config.method == "eagle3"
     [note] = notes_on_keys(options)
     names = (
         "disable_padded_drafter_batch, draft_tensor_parallel_size, quantization (with a draft model or head, "
     )
     assert note.endswith(f"keys without effect: {names}none, int8, int4, w8a8 have one)")
-    options = msgspec.structs.replace(options, speculative_config=text.replace("awq", "int8"))
+    options = dataclasses.replace(options, speculative_config=text.replace("awq", "int8"))
     assert "quantization" not in notes_on_keys(options)[0]
     text = '{"method": "ngram", "num_speculative_tokens": 2, "quantization": "int8"}'
-    [note] = notes_on_keys(msgspec.structs.replace(options, speculative_config=text))
+    [note] = notes_on_keys(dataclasses.replace(options, speculative_config=text))
     assert "keys without effect: quantization (with a draft model or head" in note
 
 
@@ -171,7 +171,8 @@ def test_the_model_of_mtp_may_be_the_served_one(model: str) -> None:
     text = f'{{"method": "ernie_mtp", "model": "{model}", "num_speculative_tokens": 1}}'
     served = "baidu/ERNIE-4.5-21B-A3B-PT"
     assert config_of(text, model=served) == config_of('{"method": "mtp", "num_speculative_tokens": 1}')
-    assert draft_model_name(msgspec.structs.replace(Options(model=served), speculative_config=text)) is None
+    parsed = speculation(dataclasses.replace(Options(model=served), speculative_config=text))
+    assert parsed is not None and parsed.model is None
 
 
 def test_layouts_and_devices_without_support_are_refused() -> None:
@@ -200,7 +201,7 @@ def test_notes_on_a_gpu() -> None:
     assert notes_on_device(options, "cpu") == []
     (note,) = notes_on_device(options, "cuda")
     assert "without --batch-invariant" in note
-    assert notes_on_device(msgspec.structs.replace(options, batch_invariant=True), "cuda") == []
+    assert notes_on_device(dataclasses.replace(options, batch_invariant=True), "cuda") == []
 
 
 def test_models_without_drafts_on_a_gpu_are_refused() -> None:

@@ -17,8 +17,8 @@ from quintet.deploy.cli import serve
 from quintet.deploy.cli.main import CommandParser, main
 from quintet.deploy.config import vllm_flags as flags
 from quintet.deploy.config.build import resolve
-from quintet.deploy.config.config_file import merged_options
-from quintet.deploy.config.flag_table import flag_table, make_options
+from quintet.deploy.config.flag import option as spelling
+from quintet.deploy.config.flag_table import flag_table, make_options, merged_options
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.parsers import choose_parsers, reasoning_parser
 from quintet.deploy.config.sglang_flags import LLAMA_CPP_FLAGS, SGLANG_FLAGS
@@ -137,15 +137,15 @@ def test_supported_flags_are_translated(words: list[str], changes: dict[str, Any
 
 def test_flags_without_effect_are_accepted_with_a_note() -> None:
     for key in flags.ACCEPTED_SWITCHES:
-        assert_noted(key, [flags.option(key)])
+        assert_noted(key, [spelling(key)])
     for key in flags.ACCEPTED_VALUES:
-        assert_noted(key, [flags.option(key), "x"])
+        assert_noted(key, [spelling(key), "x"])
 
 
 def assert_noted(key: str, words: list[str]) -> None:
     options, [note] = parsed("folder", *words)
     assert options == Options(model="folder"), key
-    assert note.startswith(flags.option(key)) and "has no effect" in note
+    assert note.startswith(spelling(key)) and "has no effect" in note
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "ROCM_AITER_FA", "FLASHINFER"])
@@ -190,7 +190,7 @@ def test_an_empty_parser_name_is_none() -> None:
 def test_flags_of_sglang_are_hinted(word: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert flag == "MODEL" or flag in parser().format_help()
     with pytest.raises(SystemExit):
-        parsed("folder", flags.option(word), "1")
+        parsed("folder", spelling(word), "1")
     assert f"did you mean {flag}?" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"did you mean {flag}"):
         make_options({word: 1}, "LLM(...)")
@@ -200,7 +200,7 @@ def test_flags_of_sglang_are_hinted(word: str, flag: str, capsys: pytest.Capture
 def test_flags_of_llama_cpp_are_hinted(word: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Names with one dash are no abbreviations: ``-t 8`` is not ``-tp 8``, and ``-c`` not ``-cc``."""
     assert flag == "MODEL" or flag in parser().format_help()
-    for option in (f"-{word}", flags.option(word)):
+    for option in (f"-{word}", spelling(word)):
         with pytest.raises(SystemExit):
             parsed("folder", option, "1")
         assert f"unrecognized argument: {option}; did you mean {flag}?" in capsys.readouterr().err
@@ -234,15 +234,15 @@ def test_their_spellings_keep_the_model(words: list[str]) -> None:
 
 def test_unsupported_flags_are_rejected_with_an_alternative() -> None:
     for key in flags.REFUSED_SWITCHES:
-        assert_refused(key, [flags.option(key)], [flags.option(key).replace("--", "--no-")])
+        assert_refused(key, [spelling(key)], [spelling(key).replace("--", "--no-")])
     for key in flags.REFUSED_VALUES:
-        assert_refused(key, [flags.option(key), "x"], [flags.option(key), "0"])
+        assert_refused(key, [spelling(key), "x"], [spelling(key), "0"])
 
 
 def assert_refused(key: str, words: list[str], harmless: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parsed(*words)
-    assert flags.option(key) in str(caught.value)
+    assert spelling(key) in str(caught.value)
     assert parsed(*harmless) == (Options(), []), key
 
 

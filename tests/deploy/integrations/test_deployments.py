@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import tomllib
@@ -9,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
 from tests.deploy.integrations.prometheus_queries import DASHBOARD
@@ -123,7 +123,7 @@ def test_pods_of_a_group_are_hosts_of_one_model(tmp_path: Path) -> None:
         [secret] = [each for each in pod["volumes"] if "secret" in each]
         [mount] = [each for each in container["volumeMounts"] if each["name"] == secret["name"]]
         assert options.group_key == f"{mount['mountPath']}/{secret['secret']['items'][0]['path']}"
-        pod_key = msgspec.structs.replace(options, group_key=str(tmp_path / "key"))
+        pod_key = dataclasses.replace(options, group_key=str(tmp_path / "key"))
         found.append((options, hosts_config(pod_key)))
     (leader, first), (worker, other) = found
     assert leader.model == worker.model

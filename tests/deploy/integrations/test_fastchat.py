@@ -15,16 +15,16 @@ from tests.deploy.router.test_router import Upstream, head, run
 from quintet.deploy.http_client.connection import Target
 from quintet.deploy.http_client.pool import ConnectionPool
 from quintet.deploy.integrations.fastchat.app import FastChatApp
-from quintet.deploy.integrations.fastchat.registration import Registration
-from quintet.deploy.integrations.fastchat.request import (
+from quintet.deploy.integrations.fastchat.protocol import (
     BEGIN,
     END,
     TEMPLATE,
+    EventData,
     Params,
     completion_of,
     messages_of,
 )
-from quintet.deploy.integrations.fastchat.response import EventData
+from quintet.deploy.integrations.fastchat.registration import Registration
 from quintet.deploy.integrations.fastchat.worker import main
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.wire.errors import EXIT_CONFIG

@@ -178,8 +178,8 @@ def test_checkpoint_with_an_output_layer_is_not_tied(
     facts = read_facts(folder, with_weights=True)
     assert (json.loads(facts.hf_config)["tie_word_embeddings"], bool(facts.notes)) == (not has_own, has_own)
     tied = read_facts(folder)
-    assert tied.num_parameters is not None and facts.num_parameters is not None
-    assert facts.num_parameters - tied.num_parameters == (6400 if has_own else 0)
+    assert tied.spec.num_parameters is not None and facts.spec.num_parameters is not None
+    assert facts.spec.num_parameters - tied.spec.num_parameters == (6400 if has_own else 0)
 
 
 def test_an_output_layer_in_another_file_is_found(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_ties_of_the_whole_model_count(tmp_path: Path, architecture: str) -> Non
             write_model(
                 tmp_path / str(ties), architectures=[architecture], tie_word_embeddings=ties, text_config=text
             )
-        ).num_parameters
+        ).spec.num_parameters
         for ties in (True, False)
     )
     assert tied is not None and untied is not None and untied - tied == 100 * 64
@@ -292,7 +292,7 @@ def test_rope_scaling_beside_rope_parameters_counts(tmp_path: Path, kind: str, i
     names = {"architectures": ["Mistral3ForConditionalGeneration"]}
     changes = names | {"text_config": TEXT | ropes} if is_part else ropes
     facts = read_facts(write_model(tmp_path, **changes))
-    assert facts.max_model_len == 2048
+    assert facts.spec.reach == 2048
     config = json.loads(facts.hf_config)
     config = config["text_config"] if is_part else config
     assert (config["rope_parameters"]["rope_theta"], config["rope_scaling"]) == (1e6, None)
@@ -311,7 +311,7 @@ def test_rope_scaling_beside_rope_parameters_counts(tmp_path: Path, kind: str, i
 def test_the_older_key_of_the_rope_type_overrides(tmp_path: Path, override: dict[str, Any], key: str) -> None:
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     folder = write_model(tmp_path, **{key: {"rope_type": "llama3", **llama3}})
-    assert read_facts(folder, overrides=Overrides(override)).max_model_len == 2048
+    assert read_facts(folder, overrides=Overrides(override)).spec.reach == 2048
 
 
 def test_rope_overrides_apply_to_full_attention(tmp_path: Path) -> None:

@@ -377,8 +377,8 @@ BY_DIMENSION = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     ],
 )
 def test_rope_scaling_stretches_the_context(tmp_path: Path, rope: dict[str, Any] | None, length: int) -> None:
-    assert read_facts(write_model(tmp_path / "a", rope_scaling=rope)).max_model_len == length
-    assert read_facts(write_model(tmp_path / "b", rope_parameters=rope)).max_model_len == length
+    assert read_facts(write_model(tmp_path / "a", rope_scaling=rope)).spec.reach == length
+    assert read_facts(write_model(tmp_path / "b", rope_parameters=rope)).spec.reach == length
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -15,7 +15,7 @@ from quintet.deploy.cli.main import main
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.embedded import draft_model_path
-from quintet.deploy.tools.kv_plan import disk_plan
+from quintet.deploy.tools.plan_parts import disk_plan
 from quintet.executor.distributed.hosts.member import check_memory as check_member_memory
 from quintet.wire.config import EngineConfig, SpeculativeConfig
 from quintet.wire.errors import ConfigError

@@ -12,7 +12,7 @@ from tests.deploy.config.test_device import machine
 from tests.deploy.resolve.test_resolve import complaint, resolved
 
 from quintet.deploy.cli.main import main
-from quintet.deploy.config import rank_checks
+from quintet.deploy.config import ranks
 from quintet.deploy.config.device import num_gpus
 from quintet.executor.backends.cuda.ops.collectives import SIZES
 
@@ -84,7 +84,7 @@ def test_shards_with_unsupported_row_sizes_are_rejected(tmp_path: Path) -> None:
 
 
 def test_sizes_match_the_kernels() -> None:
-    assert rank_checks.SIZES == SIZES
+    assert ranks.SIZES == SIZES
 
 
 def test_gpus_are_counted_like_cuda(tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from tests.deploy.config.model_folder import write_model
 
@@ -296,7 +296,7 @@ def test_stages_divide_layers_and_count_hidden_state_buffers(
     assert (one.scheduler.max_steps_in_flight, three.scheduler.max_steps_in_flight) == (2, 4)
     options = Options(model=str(tmp_path), load_format="dummy", device="cpu", pipeline_parallel_size=3)
     notes = {
-        depth: resolve(msgspec.structs.replace(options, max_steps_in_flight=depth), RUN_DIR).notes
+        depth: resolve(dataclasses.replace(options, max_steps_in_flight=depth), RUN_DIR).notes
         for depth in (3, 4)
     }
     assert [

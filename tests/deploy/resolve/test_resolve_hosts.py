@@ -12,8 +12,7 @@ from quintet.deploy.config import build
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.hosts import hosts_config
-from quintet.deploy.supervisor.admin_server import check_memory
-from quintet.deploy.supervisor.commands import CommandError
+from quintet.deploy.supervisor.admin_server import CommandError, check_memory
 from quintet.executor.distributed.hosts.topology import links_between, ranks_of, receiver_host, sender_host
 from quintet.wire.config import ExecutorConfig, HostsConfig
 from quintet.wire.errors import ConfigError

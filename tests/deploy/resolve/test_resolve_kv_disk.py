@@ -14,8 +14,8 @@ from tests.deploy.config.model_folder import write_model
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.kv.storage import free_bytes
-from quintet.deploy.supervisor.store_lock import lock_stores
-from quintet.deploy.tools.kv_plan import disk_plan
+from quintet.deploy.supervisor.run_dirs import lock_stores
+from quintet.deploy.tools.plan_parts import disk_plan
 from quintet.process import own_files
 from quintet.wire.config import EngineConfig, KvDiskConfig
 from quintet.wire.errors import ConfigError

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from quintet.deploy.router.dns_servers import DnsServers
 from quintet.deploy.router.servers import Servers
-from quintet.deploy.router.watch import Pulse, Watch
+from quintet.deploy.router.watch import DnsServers, Pulse, Watch
 from quintet.wire.errors import ConfigError
 
 URL = "http://pods.example:8000/prefix"

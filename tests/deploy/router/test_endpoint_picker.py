@@ -12,12 +12,11 @@ import pytest
 from quintet.deploy.cli.route import _check, add_parser
 from quintet.deploy.router import request_summary
 from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy
-from quintet.deploy.router.dns_servers import DnsServers
 from quintet.deploy.router.limits import Limits
 from quintet.deploy.router.metrics import RouterMetrics
 from quintet.deploy.router.server_choice import Picker, RequestHead, by_address
 from quintet.deploy.router.servers import Servers
-from quintet.deploy.router.watch import Pulse, Watch
+from quintet.deploy.router.watch import DnsServers, Pulse, Watch
 from quintet.frontend.http.auth import Keys
 from quintet.frontend.http.bodies import BodyBuffers
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError

@@ -14,8 +14,15 @@ from tests.deploy.supervisor.supervised import Event, World, make_config, world
 
 from quintet.deploy.cli.admin import ask, find_server
 from quintet.deploy.supervisor import run_dirs
-from quintet.deploy.supervisor.admin_server import check_memory
-from quintet.deploy.supervisor.commands import CommandError, Restart, Scale, Status, duration, parse
+from quintet.deploy.supervisor.admin_server import (
+    CommandError,
+    Restart,
+    Scale,
+    Status,
+    check_memory,
+    duration,
+    parse,
+)
 from quintet.process.child import CONFIG_FILE
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from quintet.deploy.embedded import default_model_path
 from quintet.deploy.tools.quantize.loss import read
-from quintet.deploy.tools.quantize.target import WINDOW
+from quintet.deploy.tools.quantize.windows import WINDOW
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 
 HELD_OUT = "fnmatch.py"

@@ -433,7 +433,7 @@ def test_unknown_rotation_is_left_to_the_package(
     hf_config = json.loads((tmp_path / "config.json").read_bytes())
     hf_config |= {"architectures": ["OurForCausalLM"], "rope_parameters": rope}
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
-    assert read_facts(tmp_path).max_model_len == hf_config["max_position_embeddings"]
+    assert read_facts(tmp_path).spec.reach == hf_config["max_position_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(hf_config | {"architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(ConfigError, match="rope_parameters"):
         read_facts(tmp_path)

@@ -14,7 +14,7 @@ from tests.models.small_models import SMALL
 from tests.models.test_engine import changed
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from quintet.deploy.config.draft_head import read_head
+from quintet.deploy.config.draft import read_head
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.hf_config import read_facts
 from quintet.deploy.config.speculation import speculative_config

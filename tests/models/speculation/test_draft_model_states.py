@@ -21,7 +21,7 @@ from tests.models.test_engine import CoreAndWorker, changed, without_prefix_cach
 from tests.models.test_equal import ROWS
 
 from quintet.core import recurrent_state
-from quintet.deploy.tools.draft_plan import draft_plan
+from quintet.deploy.tools.plan_parts import draft_plan
 from quintet.executor.model_config import state_specs
 from quintet.executor.speculation.draft_model import DraftModel
 from quintet.wire.config import EngineConfig

@@ -1,4 +1,4 @@
-"""Draft heads, EAGLE, Medusa and multi-token prediction: their files, memory, and checks that they fit the served model."""
+"""Draft models and draft heads (EAGLE, Medusa, multi-token prediction): files, memory, and checks that they fit the model."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from quintet.deploy.config import rules
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.model.checkpoint_layout import has_stacked_experts, with_value
-from quintet.deploy.config.model.hf_config import ModelFacts
+from quintet.deploy.config.model.hf_config import ModelFacts, read_facts
 from quintet.deploy.config.model.source import locate_model
+from quintet.deploy.config.model.tokenizer_files import tokenizer_folder
 from quintet.deploy.config.model.weights import (
     WeightFacts,
     facts_of,
     loaded_quantization,
+    num_parameters_of,
+    read_served_facts,
     read_weight_facts,
     weight_bytes_of,
 )
-from quintet.deploy.config.speculation import FLAG, draft_quantization, speculative_config, speculative_method
+from quintet.deploy.config.speculation import FLAG, draft_quantization, speculation, speculative_config
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.model_config import draft_heads, mtp
 from quintet.executor.model_config.draft_heads import DRAFT_HEADS, EagleSpec, HeadSpec, MedusaSpec
@@ -34,7 +35,7 @@ from quintet.executor.model_config.shape import STACKED_EXPERTS
 from quintet.executor.model_config.spec import DecoderSpec, KvNeed
 from quintet.wire.config import DTYPE_BYTES, DraftModelConfig, Dtype, ModelConfig, Quantization
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_spec import KvSpec
+from quintet.wire.kv_spec import ALIGNMENT, KvGroup, KvSpec
 from quintet.wire.model_files import hf_config_path, parse_json, read_json
 
 _DECODER = "quintet.executor.models.decoder:Decoder"
@@ -43,15 +44,11 @@ _CONVERTERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "eagle3": draft_heads.eagle3_hf_config,
     "medusa": draft_heads.medusa_hf_config,
 }
-"""Functions that convert the configuration of a head, by method."""
-HEAD_METHODS = tuple(_CONVERTERS)
-"""Methods with a head of its own folder."""
+"""Method with a head of its own folder -> function that converts the configuration of the head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A head's files."""
-
     name: str
     path: Path
     architecture: str
@@ -63,64 +60,64 @@ class Head:
     stored: Format | None = None
     """Quantization format of the checkpoint."""
 
-    @property
-    def num_layers(self) -> int:
-        """Layers with keys and values."""
-        return len(self.spec.kv_needs)
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftFacts:
+    """A draft model or head before the served model's context length and vocabulary are known."""
 
-@dataclass(frozen=True, slots=True)
-class HeadFacts:
-    """A head that fits the served model."""
-
-    head: Head
+    name: str
+    path: Path
+    architecture: str
+    hf_config: str
     dtype: Dtype
+    vocab_size: int
+    embedding_width: int = 0
+    max_model_len: int | None = None
+    """Of a draft model, which has a tokenizer of its own; None for a head."""
+    quantization: Quantization
     weight_bytes: int
     kv: KvSpec
+    block_bytes: int
+    """Memory for each block of the served model's KV memory."""
     group: int
     """See `DraftModelConfig.group`."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Memory for each block of the served model's KV memory.
-
-        It has keys and values, features of all tokens, and those of later layers for the token after it.
-        """
-        if not self.kv.groups:
-            return 0
-        num_features = self.kv.block_size + self.head.num_layers - 1
-        return self.kv.bytes_per_block + num_features * self.head.spec.hidden_size * DTYPE_BYTES[self.dtype]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """`block_bytes`, the memory of the weights, and the number of hidden states of the served model that are read."""
-        return self.block_bytes, self.weight_bytes, len(self.head.spec.aux_layers)
+    states: KvSpec | None = None
+    """See `DraftModelConfig.states`."""
+    aux_layers: tuple[int, ...] = ()
+    """See `DraftModelConfig.aux_layers`."""
 
     def of(self, model: ModelConfig) -> DraftModelConfig:
-        """Return the configuration of the head of a served model."""
+        """Return the configuration for a served model. Raises `ConfigError` if the tokens of a draft model differ."""
+        tokenizer, max_model_len = model.tokenizer_path, model.max_model_len
+        if self.max_model_len is not None:
+            folder = tokenizer_folder(self.path, advice=f"{FLAG}: a draft model needs its tokenizer")
+            _check_tokens(self.name, _tokens_of(folder), _tokens_of(Path(tokenizer)))
+            tokenizer, max_model_len = str(folder), min(max_model_len, self.max_model_len)
         return DraftModelConfig(
             model=ModelConfig(
-                path=str(self.head.path),
-                tokenizer_path=model.tokenizer_path,
-                served_names=[self.head.name],
-                architecture=self.head.architecture,
-                hf_config=self.head.hf_config,
+                path=str(self.path),
+                tokenizer_path=tokenizer,
+                served_names=[self.name],
+                architecture=self.architecture,
+                hf_config=self.hf_config,
                 dtype=self.dtype,
-                vocab_size=self.head.spec.draft_vocab_size,
-                max_model_len=model.max_model_len,
+                vocab_size=self.vocab_size,
+                embedding_width=self.embedding_width,
+                max_model_len=max_model_len,
                 eos_token_ids=model.eos_token_ids,
                 kv=self.kv,
             ),
             group=self.group,
-            quantization=self.head.quantization,
+            quantization=self.quantization,
             weight_bytes=self.weight_bytes,
-            aux_layers=list(self.head.spec.aux_layers),
+            aux_layers=list(self.aux_layers),
+            states=self.states,
         )
 
 
 def read_head(
     name: str | None, options: Options, target: ModelFacts, dtype: Dtype, block_size: int, group: int
-) -> HeadFacts:
+) -> DraftFacts:
     """Return the head of this name, or without a name the multi-token prediction layer of the served model.
 
     dtype: of both. Raises `ConfigError`.
@@ -134,12 +131,28 @@ def read_head(
         quantization = "none" if head.stored else loaded_quantization(options.quantization)
         num_outputs = spec.vocab_size * spec.hidden_size
         weight_bytes += weight_bytes_of(num_outputs, item_bytes, quantization, None, None, 0)
-    kv = KvSpec([], 0, 0, block_size)
+    kv, block_bytes = KvSpec([], 0, 0, block_size), 0
     if spec.kv_needs:
         kv = draft_kv(options, target, spec.kv_needs, block_size, item_bytes)
+        # Keys and values, features of all tokens, and those of later layers for the token after the block.
+        num_features = block_size + len(spec.kv_needs) - 1
+        block_bytes = kv.bytes_per_block + num_features * spec.hidden_size * item_bytes
     else:
         weight_bytes += options.max_num_seqs * spec.hidden_size * item_bytes  # features of the newest tokens
-    return HeadFacts(head, dtype, weight_bytes, kv, group)
+    return DraftFacts(
+        name=head.name,
+        path=head.path,
+        architecture=head.architecture,
+        hf_config=head.hf_config,
+        dtype=dtype,
+        vocab_size=spec.draft_vocab_size,
+        quantization=head.quantization,
+        weight_bytes=weight_bytes,
+        kv=kv,
+        block_bytes=block_bytes,
+        group=group,
+        aux_layers=tuple(spec.aux_layers),
+    )
 
 
 def draft_kv(
@@ -150,12 +163,13 @@ def draft_kv(
     facts: of the draft model, or of the served one.
     """
     kept = tuple(need and dataclasses.replace(need, window=None, chunk=None) for need in needs)
-    alike = msgspec.structs.replace(options, kv_cache_dtype="model", block_size=block_size)
+    alike = dataclasses.replace(options, kv_cache_dtype="model", block_size=block_size)
     return rules.kv_spec(alike, "cpu", dataclasses.replace(facts, kv_needs=kept, state_needs=()), dtype_bytes)
 
 
 def _named_head(name: str, options: Options, target: ModelFacts) -> Head:
-    method = speculative_method(options) or ""
+    asked = speculation(options)
+    assert asked is not None, "a head is named"
     reads_weights = options.load_format == "auto"
     folder = locate_model(name, reads_weights, flag=f"{FLAG}: model")
     path = folder / "config.json"
@@ -166,9 +180,9 @@ def _named_head(name: str, options: Options, target: ModelFacts) -> Head:
         raise ConfigError(
             f"{FLAG}: head {name!r} has pickled weights: run `quintet convert {name}`, which adds safetensors"
         )
-    served = _served_spec(target, method)
+    served = _served_spec(target, asked.method)
     shapes = {} if weights is None else {key: entry.shape for key, entry in weights.contents.items()}
-    hf_config = _CONVERTERS[method](read_json(path), shapes, len(served.layers))
+    hf_config = _CONVERTERS[asked.method](read_json(path), shapes, len(served.layers))
     (architecture,) = hf_config["architectures"]
     spec = DRAFT_HEADS[architecture].read(HfConfig(hf_config, str(path)))
     assert isinstance(spec, HeadSpec), spec
@@ -214,11 +228,8 @@ def _read_tensors(spec: MtpSpec | MedusaSpec, weights: WeightFacts) -> WeightFac
 
 
 def _served_spec(target: ModelFacts, method: str) -> DecoderSpec:
-    family = FAMILIES.get(target.architecture)
-    spec = None
-    if target.implementation == "quintet" and family is not None and family.builder == _DECODER:
-        spec = family.read(HfConfig(parse_json(target.hf_config, target.path), str(target.path)))
-    if not isinstance(spec, DecoderSpec):
+    spec = target.decoder
+    if spec is None or FAMILIES[target.architecture].builder != _DECODER:
         raise ConfigError(
             f"{FLAG}: the method {method} is not supported for {target.architecture}: use ngram"
         )
@@ -240,3 +251,102 @@ def _check_fit(name: str, spec: HeadSpec, served: DecoderSpec, path: str) -> Non
                 f"{FLAG}: head {name!r} is for a model with {what} {needed}, but {path} has {found}: use a head that was trained"
                 " for the served model"
             )
+
+
+def read_draft(options: Options, target: ModelFacts, kv: KvSpec, dtype: Dtype) -> DraftFacts | None:
+    """Return the draft model or head that the flags name, or None. kv, dtype: of the served model ``target``.
+
+    Raises `ConfigError`.
+    """
+    asked = speculation(options)
+    if asked is None or not asked.has_draft_model:
+        return None
+    name, method = asked.model, asked.method
+    group = next((index for index, each in enumerate(kv.groups) if each.kind == "full"), None)
+    if method == "medusa":
+        group = 0  # unused: the heads have no keys and values
+    if name is None or method in _CONVERTERS:
+        return read_head(name, options, target, dtype, kv.block_size, _existing(group, target))
+    return _read_model(name, options, target, kv.block_size, group)
+
+
+def _existing(group: int | None, target: ModelFacts) -> int:
+    if group is None:
+        raise ConfigError(
+            f"{FLAG}: {target.path} has no layer with full attention; a draft model or head uses the blocks of such a layer: use"
+            " the method ngram"
+        )
+    return group
+
+
+def _read_model(
+    name: str, options: Options, target: ModelFacts, block_size: int, group: int | None
+) -> DraftFacts:
+    reads_weights = options.load_format == "auto"
+    facts = read_facts(
+        locate_model(name, reads_weights, flag=f"{FLAG}: model"),
+        generation_config="none",
+        with_weights=reads_weights,
+    )
+    if facts.implementation != "quintet":
+        raise ConfigError(
+            f"{FLAG}: draft model {name!r} has the architecture {facts.architecture}, which only transformers computes; use"
+            " one that docs/models.md lists"
+        )
+    weights = read_served_facts(facts) if reads_weights else None
+    dtype = facts.dtype if options.dtype == "auto" else options.dtype
+    quantization = draft_quantization(options) if facts.stored is None else facts.stored.name
+    num_parameters = num_parameters_of(facts, weights) or 0
+    weight_bytes = weight_bytes_of(num_parameters, DTYPE_BYTES[dtype], quantization, facts.stored, weights, 0)
+    layout, used_group = KvSpec([KvGroup("full", [])], 1, ALIGNMENT, block_size), 0  # without keys and values
+    if any(facts.kv_needs):
+        used_group = _existing(group, target)
+        layout = draft_kv(options, facts, facts.kv_needs, block_size, DTYPE_BYTES[dtype])
+    return DraftFacts(
+        name=name,
+        path=facts.path,
+        architecture=facts.architecture,
+        hf_config=facts.hf_config,
+        dtype=dtype,
+        vocab_size=facts.spec.vocab_size,
+        embedding_width=facts.embedding_width,
+        max_model_len=facts.spec.reach,
+        quantization=quantization,
+        weight_bytes=weight_bytes,
+        kv=layout,
+        block_bytes=layout.bytes_per_block,
+        group=used_group,
+        states=_state_layout(facts, block_size, DTYPE_BYTES[dtype]),
+    )
+
+
+def _state_layout(facts: ModelFacts, block_size: int, dtype_bytes: int) -> KvSpec | None:
+    """Return the layout of a model's recurrent states (`DraftModelConfig.states`), if it has some."""
+    sizes = {layer: need.num_bytes(dtype_bytes) for layer, need in enumerate(facts.state_needs) if need}
+    if not sizes:
+        return None
+    groups = [KvGroup("full", []), KvGroup("state", list(sizes))]
+    return KvSpec(groups, len(sizes), -(-max(sizes.values()) // ALIGNMENT) * ALIGNMENT, block_size)
+
+
+def _check_tokens(name: str, ours: Mapping[int, str], served: Mapping[int, str]) -> None:
+    """Compare the tokens of ids that both vocabularies have; one may have further tokens."""
+    different = next(
+        (each for each in sorted(ours.keys() & served.keys()) if ours[each] != served[each]), None
+    )
+    if different is not None:
+        raise ConfigError(
+            f"{FLAG}: draft model {name!r} has another vocabulary: token {different} is {ours[different]!r:.40} there and"
+            f" {served[different]!r:.40} in the served model; use a draft model with the same tokenizer"
+        )
+
+
+def _tokens_of(folder: Path) -> dict[int, str]:
+    """Return the tokens of ``tokenizer.json`` by id."""
+    document: dict[str, Any] = read_json(folder / "tokenizer.json")
+    vocabulary = document.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, dict):
+        tokens = {number: token for token, number in vocabulary.items()}
+    else:
+        tokens = {number: token for number, (token, _) in enumerate(vocabulary)}
+    return tokens | {added["id"]: added["content"] for added in document.get("added_tokens", [])}
