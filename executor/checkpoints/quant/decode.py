@@ -141,9 +141,10 @@ def decode(scheme: Scheme, tensors: Mapping[str, torch.Tensor], depth: int, begi
 
 def _check_zeros(scheme: Scheme, zeros: torch.Tensor) -> None:
     """Refuse zero points other than those of a symmetric format."""
-    if bool((zeros != scheme.all_zeros).any()):
+    wanted = scheme.all_zeros
+    if wanted is not None and bool((zeros != wanted).any()):
         raise ConfigError(
-            f"{scheme.stored[2].ending} has zero points other than {scheme.all_zeros}, but by quantization_config the"
+            f"{scheme.stored[2].ending} has zero points other than {wanted}, but by quantization_config the"
             " weights are symmetric: download config.json again"
         )
 

@@ -76,8 +76,11 @@ def _floats(section: HfConfig, kind: str, packing: str) -> Format:
         return Format(NAME, words, MARK, scheme, ("*.input_global_scale", "*.input_scale"))
     if kind.startswith("fp") and bits == 8:
         group = section.values.get("group_size")
-        is_block = isinstance(group, list) and len(group) == 2
-        if is_block and all(type(each) is int and each > 0 for each in group):
+        if (
+            isinstance(group, list)
+            and len(group) == 2
+            and all(type(size) is int and size > 0 for size in group)
+        ):
             return fp8.of(NAME, (group[0], group[1]))
         return fp8.of(NAME, None)
     raise ConfigError(
