@@ -9,9 +9,9 @@ Hooks are deterministic: no clock, no I/O, no iteration over sets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quintet.core.kv.groups import GroupBlocks
 from quintet.wire.config import CacheConfig, SchedulerConfig
@@ -73,8 +73,11 @@ LimitTokens = Callable[["SchedulerState", "Request", int, int], int]
 The result may exceed the budget (it is cut). 0 means none in this step.
 """
 
+Claim = Callable[["SchedulerState", "Request"], bool]
+"""Return True when a request needs the feature's plan columns. `SchedulerState.num_claims` counts these requests."""
+
 Attach = Callable[["SchedulerState", "StepBuilder"], None]
-"""Set the feature's plan columns (`StepBuilder.columns`). Called for each step."""
+"""Set the feature's plan columns (`StepBuilder.columns`). Called for each step with rows while a live request has a claim."""
 
 OnPreempt = Callable[["SchedulerState", "Request"], None]
 """Called before a running request loses its slot and blocks, so that the feature can save its KV."""
@@ -89,6 +92,7 @@ class Feature:
     match_prefix: MatchPrefix | None = None
     limit_tokens: LimitTokens | None = None
     on_preempt: OnPreempt | None = None
+    claim: Claim | None = None
     attach: Attach | None = None
 
 
@@ -100,7 +104,8 @@ class Hooks:
     match_prefix: tuple[MatchPrefix, ...] = ()
     limit_tokens: tuple[LimitTokens, ...] = ()
     on_preempt: tuple[OnPreempt, ...] = ()
-    attach: tuple[Attach, ...] = ()
+    columns: tuple[tuple[str, Claim, Attach], ...] = ()
+    """Features with plan columns: name, `Claim` and `Attach`."""
 
 
 FEATURES: dict[str, str] = {
@@ -124,10 +129,13 @@ def build_features(setup: Setup, registry: dict[str, str] = FEATURES) -> list[Fe
 
 def flatten(features: Iterable[Feature]) -> Hooks:
     """Group the hooks of these features by kind."""
-    built = list(features)
-
-    def hooks(kind: str) -> tuple[Any, ...]:
-        found = (getattr(feature, kind) for feature in built)
-        return tuple(hook for hook in found if hook is not None)
-
-    return Hooks(*(hooks(kind.name) for kind in fields(Hooks)))
+    features = list(features)
+    return Hooks(
+        can_schedule=tuple(f.can_schedule for f in features if f.can_schedule is not None),
+        match_prefix=tuple(f.match_prefix for f in features if f.match_prefix is not None),
+        limit_tokens=tuple(f.limit_tokens for f in features if f.limit_tokens is not None),
+        on_preempt=tuple(f.on_preempt for f in features if f.on_preempt is not None),
+        columns=tuple(
+            (f.name, f.claim, f.attach) for f in features if f.claim is not None and f.attach is not None
+        ),
+    )

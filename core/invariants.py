@@ -34,6 +34,9 @@ def _check_requests(state: SchedulerState) -> None:
     assert listed == Counter(state.live.keys()), (listed, state.live.keys())
     reserved = sum(state.limits.taken_by(request.limit) for request in state.live.values())
     assert state.num_reserved == reserved, (state.num_reserved, reserved)
+    for name, claim, _ in state.hooks.columns:
+        num_claims = sum(claim(state, request) for request in state.live.values())
+        assert state.num_claims[name] == num_claims, (name, state.num_claims[name], num_claims)
 
 
 def _check_slots(state: SchedulerState) -> None:

@@ -6,13 +6,13 @@ It holds no policy: `quintet.core.scheduler` and `quintet.core.commit` decide.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
 from quintet.core.counters import Counters
-from quintet.core.hooks import Hooks
+from quintet.core.hooks import Attach, Hooks
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import digest_after, key_of
@@ -130,6 +130,10 @@ class SchedulerState:
     """Requests that ended when they lost their slots and are not reported yet."""
     trial: frozenset[int] | None = None
     """Only these requests may run: a poison-isolation trial is active. None: all may."""
+    num_claims: Counter[str] = field(default_factory=Counter)
+    """Live requests that need a feature's plan columns, by feature."""
+    attaching: tuple[Attach, ...] = ()
+    """Hooks of the features with such requests."""
     num_deferred: int = 0
     """Waiting requests that others passed in the last step for another reason than missing blocks."""
 
@@ -158,7 +162,15 @@ class SchedulerState:
         """Add a request that was just admitted."""
         self.live[request.request_id] = request
         self.num_reserved += self.limits.taken_by(request.limit)
+        self.claim(request)
         self.enqueue(request)
+
+    def claim(self, request: Request, count: int = 1) -> None:
+        """Count a request at each feature that attaches plan columns for it; -1 to release it."""
+        claimed = [name for name, claim, _ in self.hooks.columns if claim(self, request)]
+        self.num_claims.update(dict.fromkeys(claimed, count))
+        if claimed:
+            self.attaching = tuple(hook for name, _, hook in self.hooks.columns if self.num_claims[name])
 
     def enqueue(self, request: Request) -> None:
         """Insert a request without slot and blocks into the queue, at its rank."""
@@ -218,6 +230,7 @@ class SchedulerState:
         request.status = Status.ENDED
         del self.live[request.request_id]
         self.num_reserved -= self.limits.taken_by(request.limit)
+        self.claim(request, -1)
         self.note_ended(request)
         if request.delivery.origin is not None:
             self.retained.append(request)

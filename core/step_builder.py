@@ -89,7 +89,7 @@ class StepBuilder:
             return None
         state.step += 1
         starts, counts = self.starts, self.counts
-        for attach in state.hooks.attach:
+        for attach in state.attaching:
             attach(state, self)
         samples = bytes(self.samples)
         drafts = self.columns.get("drafts", b"")

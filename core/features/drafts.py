@@ -30,7 +30,12 @@ def build(setup: Setup) -> Feature | None:
     config = setup.scheduler.speculative
     if config is None:
         return None
-    return Feature("drafts", attach=partial(attach, config.num_speculative_tokens))
+    return Feature("drafts", claim=claim, attach=partial(attach, config.num_speculative_tokens))
+
+
+def claim(state: SchedulerState, request: Request) -> bool:
+    """Return True: every request may have drafts."""
+    return True
 
 
 def attach(most: int, state: SchedulerState, step: StepBuilder) -> None:

@@ -16,7 +16,12 @@ from quintet.wire.step import StepResult
 
 
 def build(setup: Setup) -> Feature | None:
-    return Feature("pooling", attach=attach) if setup.pooling else None
+    return Feature("pooling", claim=claim, attach=attach) if setup.pooling else None
+
+
+def claim(state: SchedulerState, request: Request) -> bool:
+    """Return True for a pooling request."""
+    return request.spec.pooling is not None
 
 
 def attach(state: SchedulerState, step: StepBuilder) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from quintet.core.hooks import Feature, Setup
+from quintet.core.requests.request import Request
 from quintet.core.scheduler_state import SchedulerState
 from quintet.core.step_builder import StepBuilder
 from quintet.wire.embeds import RowEmbeds
 
 
 def build(setup: Setup) -> Feature | None:
-    return Feature("prompt_embeds", attach=attach) if setup.prompt_embeds else None
+    return Feature("prompt_embeds", claim=claim, attach=attach) if setup.prompt_embeds else None
+
+
+def claim(state: SchedulerState, request: Request) -> bool:
+    """Return True for a prompt with embeddings."""
+    return bool(request.embeds)
 
 
 def attach(state: SchedulerState, step: StepBuilder) -> None:

@@ -49,6 +49,7 @@ def apply_limits(state: SchedulerState, now_ns: int) -> StepMessages:
         request.limit = length_limit(request.num_prompt, request.spec, state.limits)
         request.plan_until = request.limit
         state.num_reserved += state.limits.taken_by(request.limit)
+        state.claim(request)
         try:
             check_fits(request.num_prompt, state.limits, request.spec)
             fits = len(request.tokens) < request.limit
