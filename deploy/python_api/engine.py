@@ -228,7 +228,7 @@ class LocalServer:
         mailbox: Mailbox | None,
         clamp_max_tokens: bool,
     ) -> Stream:
-        """Submit a request whose parameters have valid types. Call from the attached loop. Raises `RequestError`."""
+        """Submit a request with parameters of valid types. Call from the attached loop. Raises `RequestError`."""
         spec = RequestSpec(
             self.requests.checked(params),
             priority=priority,

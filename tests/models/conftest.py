@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -242,7 +241,7 @@ def in_groups(config: EngineConfig) -> EngineConfig:
     """Return the configuration with its layers in groups, as ``deploy`` has them."""
     model = config.model
     options = Options(model=model.path, block_size=model.kv.block_size)
-    facts = dataclasses.replace(read_facts(Path(model.path)), max_model_len=model.max_model_len)
+    facts = read_facts(Path(model.path))
     kv = rules.kv_spec(options, "cpu", facts, 4 if model.dtype == "float32" else 2)
     return msgspec.structs.replace(config, model=msgspec.structs.replace(model, kv=kv))
 

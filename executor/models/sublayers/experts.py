@@ -203,7 +203,7 @@ def _stacked(name: str, own: KeptRange, shape: tuple[int, ...], begin: int, rows
 
 
 def _transposed(name: str, own: KeptRange, shape: tuple[int, int], begin: int, rows: Index) -> StackPiece:
-    """Return a piece of one tensor of all experts, whose matrices are transposed."""
+    """Return a piece of one tensor of all experts, with transposed matrices."""
     piece = _stacked(name, own, shape, begin, rows)
     return replace(piece, take=lambda tensors, expert: tensors[0][own.begin + expert].t()[rows])
 

@@ -202,7 +202,7 @@ class ChunkFormat:
 
 
 class ChunkAnswer(Answer):
-    """Format of a response whose events are chunks."""
+    """Format of a response with chunks as events."""
 
     options: AnswerOptions
 
