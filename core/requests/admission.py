@@ -1,8 +1,13 @@
-"""Admission of a request: build and queue one `Request` per choice, unless it continues, is rejected or has ended."""
+"""Admission of a request: an ordered tuple of steps, which build one `Request` per choice.
+
+Each step answers the request, which ends its admission, or passes it on by returning None. The order matters: a
+message of a lost frontend must not end a live attempt, and only a request that is new may be rejected.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from quintet.core.kv.prefix import salt_digest
 from quintet.core.poison_isolation import Rejections
@@ -24,7 +29,7 @@ from quintet.wire.request import RequestSpec, check_length
 
 @dataclass(slots=True)
 class AdmissionContext:
-    """State of the engine that admission reads and changes."""
+    """State of the engine that the steps read and change."""
 
     eos_token_ids: list[int]
     scheduler: SchedulerConfig
@@ -35,91 +40,154 @@ class AdmissionContext:
     """Number of choices so far; numbers the next ones."""
 
 
-def admit(context: AdmissionContext, state: SchedulerState, message: Admit, now_ns: int) -> StepMessages:
-    """Queue a request, one entry per choice, or answer it at once.
+@dataclass(slots=True)
+class Arrival:
+    """An `Admit` message on its way through the steps."""
 
-    The order matters: a message of a lost frontend must not end a live attempt, and only a request that is new may be
-    rejected.
-    """
-    spec, outbox = message.spec, TokensBuilders()
-    ids = range(message.request_id, message.request_id + spec.params.n)
-    if any(state.has_seen(request_id, spec.attempt) for request_id in ids):
-        return StepMessages()  # a duplicate, or older than a known attempt
-    earlier = [state.live[request_id] for request_id in ids if spec.attempt and request_id in state.live]
-    if len(earlier) == len(ids) and all(can_resume(request, message) for request in earlier):
+    message: Admit
+    state: SchedulerState
+    now_ns: int
+    num_seen: int
+    """Outputs that the frontend has."""
+    is_known: bool = False
+    """An earlier attempt was alive or is retained: the request was admitted before and must not be rejected now."""
+    requests: list[Request] = field(default_factory=list)
+    """One request per choice, once built."""
+    outbox: TokensBuilders = field(default_factory=TokensBuilders)
+
+    @property
+    def ids(self) -> range:
+        first = self.message.request_id
+        return range(first, first + self.message.spec.params.n)
+
+    def messages(self) -> StepMessages:
+        return self.outbox.effects(self.state.step, self.now_ns)
+
+
+def drop_duplicate(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
+    """Drop an attempt that is already known, or older than a known one."""
+    attempt = arrival.message.spec.attempt
+    is_seen = any(arrival.state.has_seen(request_id, attempt) for request_id in arrival.ids)
+    return StepMessages() if is_seen else None
+
+
+def resume_live(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
+    """Continue live choices under a newer attempt where `can_resume` allows it; otherwise end the earlier attempt."""
+    spec, state, outbox = arrival.message.spec, arrival.state, arrival.outbox
+    if not spec.attempt:
+        return None
+    earlier = [state.live[request_id] for request_id in arrival.ids if request_id in state.live]
+    if len(earlier) == len(arrival.ids) and all(can_resume(request, arrival.message) for request in earlier):
         for request in earlier:
-            _continue(request, spec, outbox, now_ns)
-        return outbox.effects(state.step, now_ns)
+            delivery, was_opened = request.delivery, request.delivery.opened
+            delivery.attempt, delivery.num_seen = spec.attempt, arrival.num_seen
+            outbox.close(request)
+            request.detokenizer = spec.detokenizer
+            if was_opened:
+                outbox.builder_for(request, arrival.now_ns)
+        return arrival.messages()
     for request in earlier:
         outbox.close(request)
         request.delivery.origin = None  # only the newer attempt may be retained
         state.retire(request)
-    for request_id in ids if spec.attempt else ():
+    for request_id in arrival.ids:
         context.retained.take(request_id)
-    try:
-        _admit_new(context, state, message, outbox, now_ns, is_known=bool(earlier))
-    except RequestError as error:
-        outbox.failed.append(
-            Failed(message.request_id, error.code, error.message, error.param, error.retry_s)
-        )
-    return outbox.effects(state.step, now_ns)
+    arrival.is_known = bool(earlier)
+    return None
 
 
-def _continue(request: Request, spec: RequestSpec, outbox: TokensBuilders, now_ns: int) -> None:
-    """Continue a live choice under a newer attempt."""
-    delivery, was_opened = request.delivery, request.delivery.opened
-    delivery.attempt, delivery.num_seen = spec.attempt, spec.num_seen
-    outbox.close(request)
-    request.detokenizer = spec.detokenizer
-    if was_opened:
-        outbox.builder_for(request, now_ns)
+def reject_known_poison(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
+    """Reject a new request that has made the executor fail before."""
+    if arrival.is_known or not context.rejections.entries:
+        return None
+    rejection = context.rejections.answer_to(arrival.message, arrival.now_ns)
+    if rejection is None:
+        return None
+    arrival.state.counters.poison_rejections += 1
+    arrival.outbox.failed.append(rejection)
+    return arrival.messages()
 
 
-def _admit_new(
-    context: AdmissionContext,
-    state: SchedulerState,
-    message: Admit,
-    outbox: TokensBuilders,
-    now_ns: int,
-    *,
-    is_known: bool,
-) -> None:
-    """Queue each choice, or end it at once if its last output is already known.
-
-    is_known: an earlier attempt was alive, so the request must not be rejected as poison. Raises `RequestError`.
-    """
-    spec, num_seen = message.spec, message.spec.num_seen
-    if context.rejections.entries and not is_known:
-        rejection = context.rejections.answer_to(message, now_ns)
-        if rejection is not None:
-            state.counters.poison_rejections += 1
-            outbox.failed.append(rejection)
-            return
+def restore_outputs(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
+    """Continue a retained request from all its outputs, or with log-probabilities from those that the client has."""
+    spec = arrival.message.spec
     if spec.resumes:
-        # From all its outputs, or with log-probabilities from those that the client has.
-        kept = context.retained.take(message.request_id)
-        if spec.params.logprobs is None and kept.startswith(spec.output_ids):
+        kept, seen = context.retained.take(arrival.message.request_id), spec.output_ids
+        if spec.params.logprobs is None and kept.startswith(seen):
             spec.output_ids = kept
-    policy, num_unreserved = POLICIES[context.scheduler.policy], state.num_unreserved
-    requests = make_requests(
-        message, context.num_arrived, policy, context.eos_token_ids, state.limits, num_unreserved
+    return None
+
+
+def build_requests(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
+    """Build one request per choice. Raises `RequestError` when the server can never compute it."""
+    state = arrival.state
+    arrival.requests = make_requests(
+        arrival.message,
+        context.num_arrived,
+        POLICIES[context.scheduler.policy],
+        context.eos_token_ids,
+        state.limits,
+        state.num_unreserved,
     )
-    if spec.deadline_ns:
-        check_deadline(state, requests[0], now_ns)
-        if not spec.attempt and not spec.resumes:
-            check_feasible(state, context.scheduler, requests[0], now_ns)
-    context.num_arrived += len(requests)
-    for request in requests:
-        request.delivery.num_seen = num_seen
+    for request in arrival.requests:
+        request.delivery.num_seen = arrival.num_seen
+    return None
+
+
+def check_deadlines(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
+    """Raise `RequestError` when the request is late, or new and predicted to be late."""
+    spec, request = arrival.message.spec, arrival.requests[0]
+    if not spec.deadline_ns:
+        return None
+    check_deadline(arrival.state, request, arrival.now_ns)
+    if not spec.attempt and not spec.resumes:
+        check_feasible(arrival.state, context.scheduler, request, arrival.now_ns)
+    return None
+
+
+def queue(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
+    """Queue each choice, or end it at once if its last output is already known."""
+    state, now_ns = arrival.state, arrival.now_ns
+    context.num_arrived += len(arrival.requests)
+    for request in arrival.requests:
         ending = ending_of(request)
         if ending is None:
             state.add(request)
-            if spec.deadline_ns:
-                context.deadlines.watch(spec.deadline_ns, request)
+            if request.spec.deadline_ns:
+                context.deadlines.watch(request.spec.deadline_ns, request)
             continue
-        outbox.end_with_last(request, ending, now_ns)
+        arrival.outbox.end_with_last(request, ending, now_ns)
         state.note_ended(request)
         context.retained.add(request, now_ns)
+    return arrival.messages()
+
+
+AdmissionStep = Callable[[AdmissionContext, Arrival], StepMessages | None]
+
+ADMISSION_STEPS: tuple[AdmissionStep, ...] = (
+    drop_duplicate,
+    resume_live,
+    reject_known_poison,
+    restore_outputs,
+    build_requests,
+    check_deadlines,
+    queue,
+)
+
+
+def admit(context: AdmissionContext, state: SchedulerState, message: Admit, now_ns: int) -> StepMessages:
+    """Run the steps in order until one answers. A `RequestError` of a step is the answer."""
+    arrival = Arrival(message, state, now_ns, message.spec.num_seen)
+    try:
+        for step in ADMISSION_STEPS:
+            answer = step(context, arrival)
+            if answer is not None:
+                return answer
+    except RequestError as error:
+        arrival.outbox.failed.append(
+            Failed(message.request_id, error.code, error.message, error.param, error.retry_s)
+        )
+    return arrival.messages()
 
 
 def _stops_of(params: SamplingParams, eos_token_ids: list[int]) -> dict[int, bool]:
