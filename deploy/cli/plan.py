@@ -16,6 +16,7 @@ from quintet.deploy.tools.plan_parts import (
     DraftPlan,
     KvDiskPlan,
     disk_plan,
+    draft_index_bytes,
     draft_plan,
     draft_rows,
     draft_state_bytes,
@@ -120,6 +121,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Draft model; null without one."""
     draft_state_bytes: int
     """Maximum memory of recurrent states before drafts, in addition to KV memory; 0 without drafts or such states."""
+    draft_index_bytes: int
+    """Maximum memory of prompt lookup or suffix decoding; 0 without them."""
     notes: list[str]
 
 
@@ -206,6 +209,7 @@ def make_plan(resolution: Resolution) -> Plan:
         kv_peers=peers_plan(config),
         draft=draft_plan(config),
         draft_state_bytes=draft_state_bytes(config),
+        draft_index_bytes=draft_index_bytes(config),
         notes=resolution.notes,
     )
 
@@ -293,6 +297,7 @@ def _other_memory(plan: Plan) -> list[tuple[str, str]]:
     rows = (
         ("attention scratch", plan.attention_scratch_bytes, f"for all layers{divided}"),
         ("draft states", plan.draft_state_bytes, "for the recurrent states before drafts"),
+        ("draft indexes", plan.draft_index_bytes, "for drafts from earlier text"),
         ("draft model states", plan.draft.state_bytes if plan.draft else 0, "of its requests"),
         ("shared by ranks", plan.shared_bytes, "for messages between ranks"),
     )

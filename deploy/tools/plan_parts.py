@@ -13,6 +13,8 @@ from quintet.executor.model_config.state_specs import (
     num_draft_model_states,
     num_draft_states,
 )
+from quintet.executor.speculation.gram_index import grams_of, index_bytes
+from quintet.executor.speculation.output_cache import CACHED_TOKEN_BYTES
 from quintet.wire.config import EngineConfig, KvPeersConfig, KvStoreConfig
 
 Rows = list[tuple[str, str]]
@@ -126,6 +128,19 @@ def draft_state_bytes(config: EngineConfig) -> int:
     num_states = num_draft_states(config.scheduler, kv, kv.num_blocks(config.cache.memory_bytes))
     num_groups = sum(group.is_state for group in kv.groups)
     return num_states * num_groups * (kv.bytes_per_block - kv.draft_bytes)
+
+
+def draft_index_bytes(config: EngineConfig) -> int:
+    """Return the maximum memory of prompt lookup or suffix decoding: indexes of requests, and cached outputs."""
+    speculative = config.scheduler.speculative
+    if speculative is None or speculative.method not in ("ngram", "suffix"):
+        return 0
+    num_grams = len(grams_of(speculative))
+    size = config.scheduler.max_num_seqs * index_bytes(config.model.max_model_len, num_grams)
+    if speculative.method == "suffix":
+        num_tokens = speculative.suffix_decoding_corpus_tokens
+        size += index_bytes(num_tokens, num_grams) + num_tokens * CACHED_TOKEN_BYTES
+    return size
 
 
 def draft_rows(

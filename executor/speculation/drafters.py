@@ -14,14 +14,14 @@ from quintet.executor.ragged import Int
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import Rows, SlotTables
-from quintet.executor.speculation.gram_index import RequestIndexes, Tokens, compiled_functions, doubling
+from quintet.executor.speculation.gram_index import RequestIndexes, Tokens, compiled_functions, grams_of
 from quintet.executor.speculation.output_cache import OutputCache
 from quintet.executor.speculation.step_time import StepTime
 from quintet.wire.config import SpeculativeConfig
 from quintet.wire.step import StepPlan
 
-MAX_GRAM, CONTEXT_TOKENS = 8, 8
-"""Longest indexed gram of suffix decoding, and the prompt tokens that are cached before an output."""
+CONTEXT_TOKENS = 8
+"""Tokens of the prompt that are cached before an output."""
 
 MAX_DRAFTS = 255
 """Of a row; the limit of the compiled functions."""
@@ -85,14 +85,15 @@ class Drafter(ABC):
 class NgramDrafter(Drafter):
     """Prompt lookup: the tokens that followed the last earlier occurrence of the newest tokens.
 
-    The longest suffix of ``longest`` to ``shortest`` tokens that occurs earlier is used (see `GramIndex.find`).
+    The longest suffix of ``prompt_lookup_max`` to ``prompt_lookup_min`` tokens that occurs earlier is used (see
+    `GramIndex.find`).
     """
 
-    def __init__(self, tables: SlotTables, shortest: int, longest: int) -> None:
+    def __init__(self, config: SpeculativeConfig, tables: SlotTables) -> None:
         super().__init__()
         self._token_ids: Tokens = tables.token_ids.numpy()
-        self._longest = longest
-        self._indexes = RequestIndexes(self._token_ids, doubling(shortest, longest), longest)
+        self._longest = config.prompt_lookup_max
+        self._indexes = RequestIndexes(self._token_ids, grams_of(config), self._longest)
 
     def end(self, slot: int, num_tokens: int) -> None:
         self._indexes.drop(slot)
@@ -136,7 +137,7 @@ class SuffixDrafter(Drafter):
         super().__init__()
         self._token_ids: Tokens = tables.token_ids.numpy()
         depth, factor = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor
-        grams = doubling(1, min(MAX_GRAM, depth - 1))
+        grams = grams_of(config)
         self._indexes = RequestIndexes(self._token_ids, grams, depth - 1)
         self.output_cache = OutputCache(
             config.suffix_decoding_max_cached_requests,
@@ -190,7 +191,7 @@ MakeDrafter = Callable[[SlotTables, Sampler], Drafter]
 """Constructor of the drafter of a draft model, with the tables and the sampler of the served model."""
 
 DRAFTERS: dict[str, Callable[[SpeculativeConfig, SlotTables], Drafter]] = {
-    "ngram": lambda config, tables: NgramDrafter(tables, config.prompt_lookup_min, config.prompt_lookup_max),
+    "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
 }
 """Drafters without a model, by `SpeculativeConfig.method`."""

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.backends.cpu.ops.host_library import check_layout, declare, open_library
+from quintet.wire.config import SpeculativeConfig
 from quintet.wire.errors import ConfigError
 
 Tokens = NDArray[np.int32]
@@ -28,6 +29,12 @@ MAX_PLACES = 8
 
 MAX_GRAMS = 8
 """Maximum number of gram lengths."""
+
+MAX_GRAM = 8
+"""Length of the longest grams of suffix decoding."""
+
+ENTRY_BYTES = 8
+"""Memory of a head or a link of a chain."""
 
 _ADDRESS, _SIZE, _HASH = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 
@@ -86,6 +93,22 @@ def doubling(shortest: int, longest: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
+def grams_of(config: SpeculativeConfig) -> tuple[int, ...]:
+    """Return the gram lengths of prompt lookup or of suffix decoding."""
+    if config.method == "suffix":
+        return doubling(1, min(MAX_GRAM, config.suffix_decoding_max_tree_depth - 1))
+    return doubling(config.prompt_lookup_min, config.prompt_lookup_max)
+
+
+def index_bytes(capacity: int, num_grams: int) -> int:
+    """Return the memory of an index of so many tokens, without the tokens: heads of all chains, and a link of each place."""
+    return ENTRY_BYTES * num_grams * ((1 << _num_bits(capacity)) + capacity)
+
+
+def _num_bits(capacity: int) -> int:
+    return max(1, (capacity - 1).bit_length())
+
+
 @dataclass(frozen=True, slots=True)
 class Matches:
     """Places after the longest match of a context, newest first."""
@@ -108,11 +131,11 @@ class GramIndex:
         functions = compiled_functions()
         self._add, self._find = functions.add, functions.find
         self.grams, self.capacity = tuple(grams), len(tokens)
-        num_bits = max(1, (self.capacity - 1).bit_length())
+        num_bits = _num_bits(self.capacity)
         heads = np.zeros((len(grams), 1 << num_bits), np.int64)
         links = np.zeros((len(grams), self.capacity), np.uint64)
         self.tokens, self._arrays = tokens, (tokens, scopes, heads, links)
-        self.bytes_per_token = (heads.nbytes + links.nbytes) / self.capacity
+        self.bytes_per_token = index_bytes(self.capacity, len(grams)) / self.capacity
         """Memory of a full index over its number of tokens, without the tokens."""
         self._index = CGramIndex(
             *(None if array is None else array.ctypes.data for array in self._arrays),

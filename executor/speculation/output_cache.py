@@ -19,6 +19,9 @@ from quintet.wire.metrics import Metrics
 END = -1
 """Marks the end of each output; it equals no token. ``csrc/cpu/ops/suffix_drafts.cpp`` has it too."""
 
+CACHED_TOKEN_BYTES = 12
+"""A token and its scope, without the index."""
+
 
 class OutputCache:
     """The newest outputs. Lookups find those of the same scope only; see `GramIndex.find`."""
@@ -31,7 +34,7 @@ class OutputCache:
         self._scopes = np.zeros(capacity, np.uint64)
         self.index = GramIndex(self._tokens, grams, max_match, self._scopes)
         """Lookups in it take `oldest`."""
-        self._bytes_per_token = self.index.bytes_per_token + 12
+        self._bytes_per_token = self.index.bytes_per_token + CACHED_TOKEN_BYTES
         self._starts: deque[int] = deque()
         """Place of the first token of each output, oldest first. Places grow; see `GramIndex`."""
         self._next = 1

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.deploy.config.model_folder import write_model
 from tests.deploy.resolve.test_resolve_kv_disk import MAMBA
@@ -15,8 +16,10 @@ from quintet.deploy.cli.main import main
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
 from quintet.deploy.embedded import draft_model_path
-from quintet.deploy.tools.plan_parts import disk_plan
+from quintet.deploy.tools.plan_parts import disk_plan, draft_index_bytes
 from quintet.executor.distributed.hosts.member import check_memory as check_member_memory
+from quintet.executor.speculation.gram_index import GramIndex, grams_of
+from quintet.executor.speculation.output_cache import CACHED_TOKEN_BYTES, OutputCache
 from quintet.wire.config import EngineConfig, SpeculativeConfig
 from quintet.wire.errors import ConfigError
 
@@ -126,6 +129,22 @@ def test_quantization_applies_to_both_models_unless_a_key_changes_it(
     config = config_of(folder, speculative_config=flag(draft, quantization=key), quantization="int4")
     found = speculative_of(config).draft
     assert found is not None and (found.quantization, config.executor.quantization) == (expected, "int4")
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_plan_shows_the_memory_of_earlier_text(method: str, folder: Path) -> None:
+    """The plan's figure is that of the arrays that a drafter allocates, for the longest requests in all slots."""
+    text = json.dumps({"method": method, "num_speculative_tokens": 4})
+    config = config_of(folder, speculative_config=text, max_num_seqs=2, max_model_len=2048)
+    speculative = speculative_of(config)
+    index = GramIndex(np.zeros(2048, np.int32), grams_of(speculative), 8)
+    expected = 2 * round(index.bytes_per_token * 2048)
+    if method == "suffix":
+        num_tokens, grams = speculative.suffix_decoding_corpus_tokens, grams_of(speculative)
+        cache = OutputCache(10, num_tokens, grams, 8)
+        expected += round((cache.index.bytes_per_token + CACHED_TOKEN_BYTES) * cache.index.capacity)
+    assert draft_index_bytes(config) == pytest.approx(expected, rel=0.001)
+    assert draft_index_bytes(config_of(folder)) == 0
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
