@@ -21,7 +21,7 @@ from quintet.deploy.embedded import default_model_path
 from quintet.wire.params import SamplingParams
 from tests.models.equality import Loaded, load
 from tests.models.speculation.draft_heads import record_drafts
-from tests.models.speculation.test_bits import drafting
+from tests.models.speculation.longest_drafts import drafting
 from tests.models.test_engine import CoreAndWorker
 
 MODEL, LENGTH, NUM_FREQUENT = default_model_path(), 160, 2048

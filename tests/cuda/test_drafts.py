@@ -20,7 +20,8 @@ from tests.gpu.small import with_blocks, with_scheduler
 from tests.models import byte_vocabulary
 from tests.models.random_checkpoints import write_checkpoint
 from tests.models.small_models import prompts_of
-from tests.models.speculation.test_bits import Oracle, Recorder, drafting
+from tests.models.speculation.longest_drafts import drafting
+from tests.models.speculation.test_bits import Oracle, Recorder
 from tests.models.speculation.test_random_traces import check_any_schedule
 from tests.models.test_engine import changed
 

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 from bench.gpu.engine import InProcessEngine
 from tests.gpu.small import dummy_config, prompts, ready_worker, run_all, with_blocks, with_scheduler
-from tests.models.speculation.test_bits import Oracle, drafting
+from tests.models.speculation.longest_drafts import drafting
+from tests.models.speculation.test_bits import Oracle
 
 from quintet.wire.config import EngineConfig, SpeculativeConfig
 from quintet.wire.params import SamplingParams

@@ -13,16 +13,15 @@ import msgspec
 import numpy as np
 import pytest
 from tests.models.small_models import FAMILIES, prompts_of
+from tests.models.speculation.longest_drafts import drafting
 from tests.models.test_engine import CoreAndWorker, changed, small_kv
 
 from quintet.core.token_messages import StepMessages
 from quintet.executor.backends.registry import make_worker
 from quintet.executor.interface import StepWorker
 from quintet.executor.memory import Bits
-from quintet.executor.ragged import Int
 from quintet.executor.speculation.drafters import DraftRows
 from quintet.executor.speculation.gram_index import Tokens
-from quintet.executor.speculation.lengths import DraftCounts, DraftLengths
 from quintet.executor.worker import Worker
 from quintet.wire.codec import unpack_i64
 from quintet.wire.config import EngineConfig, SpeculativeConfig
@@ -102,35 +101,11 @@ class Oracle:
         return np.array(drafts, np.int32)
 
 
-def choice_of(slots: Int, counts: Int) -> DraftCounts:
-    """Return a choice of these numbers of drafts, all of which are expected to pay."""
-    return DraftCounts(
-        slots, counts, np.zeros(len(slots)), np.zeros(len(slots), np.bool_), 0.0, is_first=False
-    )
-
-
-class LongestDrafts(DraftLengths):
-    """Chooses as many drafts as allowed; otherwise their number depends on measured times."""
-
-    def is_due(self, *, has_forced: bool = False) -> bool:
-        return True
-
-    def choose(self, slots: Int, most: Int, *_: object) -> DraftCounts:
-        return choice_of(slots, most.copy())
-
-
 def drafting_worker(config: EngineConfig) -> Worker:
     """Return a worker that proposes as many drafts as allowed."""
     worker = make_worker(config)
     assert isinstance(worker, Worker)
     drafting(worker)
-    return worker
-
-
-def drafting(worker: Any) -> Any:
-    """Make a worker propose the maximum number of drafts."""
-    assert worker._speculation is not None
-    worker._speculation._lengths = LongestDrafts(len(worker.tables.token_ids))
     return worker
 
 

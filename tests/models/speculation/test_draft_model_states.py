@@ -14,7 +14,8 @@ from tests.models import byte_vocabulary
 from tests.models.equality import Loaded, few_blocks, load, with_blocks
 from tests.models.random_checkpoints import write_checkpoint
 from tests.models.small_models import prompts_of
-from tests.models.speculation.test_bits import PARAMS, Recorder, drafting, run
+from tests.models.speculation.longest_drafts import drafting
+from tests.models.speculation.test_bits import PARAMS, Recorder, run
 from tests.models.speculation.test_draft_model import drafter_of, num_computed
 from tests.models.speculation.test_random_traces import check_any_schedule
 from tests.models.test_engine import CoreAndWorker, changed, without_prefix_cache

@@ -26,8 +26,9 @@ from tests.models.speculation.draft_heads import (
     medusa_heads,
     record_drafts,
 )
+from tests.models.speculation.longest_drafts import drafting
 from tests.models.speculation.mtp_checkpoints import KINDS, write
-from tests.models.speculation.test_bits import PARAMS, Recorder, drafting, run
+from tests.models.speculation.test_bits import PARAMS, Recorder, run
 from tests.models.test_engine import changed
 from tests.models.test_equal import ROWS
 

@@ -12,7 +12,8 @@ from tests.models import byte_vocabulary
 from tests.models.distributed.ranks import config_of, in_ranks
 from tests.models.equality import few_blocks, with_blocks
 from tests.models.small_models import prompts_of
-from tests.models.speculation.test_bits import DRAFTS, PARAMS, Oracle, Recorder, drafting, run, send
+from tests.models.speculation.longest_drafts import drafting
+from tests.models.speculation.test_bits import DRAFTS, PARAMS, Oracle, Recorder, run, send
 from tests.models.speculation.test_draft_model import with_draft
 from tests.models.speculation.test_structured import prompt_of
 from tests.models.speculation.test_structured import run as run_requests

@@ -10,8 +10,9 @@ import pytest
 from tests.models.equality import few_blocks, load, with_blocks
 from tests.models.small_models import prompts_of
 from tests.models.speculation.draft_heads import record_drafts
+from tests.models.speculation.longest_drafts import drafting
 from tests.models.speculation.mtp_checkpoints import KINDS, write
-from tests.models.speculation.test_bits import PARAMS, drafting, run
+from tests.models.speculation.test_bits import PARAMS, run
 from tests.models.test_engine import CoreAndWorker, changed, without_prefix_cache
 
 from quintet.core import recurrent_state

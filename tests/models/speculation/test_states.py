@@ -13,7 +13,8 @@ from tests.models.equality import few_blocks, load, with_blocks
 from tests.models.random_checkpoints import write_checkpoint
 from tests.models.small_models import prompts_of
 from tests.models.speculation.draft_heads import record_drafts
-from tests.models.speculation.test_bits import PARAMS, drafting, run
+from tests.models.speculation.longest_drafts import drafting
+from tests.models.speculation.test_bits import PARAMS, run
 from tests.models.speculation.test_draft_model import saved
 from tests.models.speculation.test_layouts import PROMPTS, use_oracle_drafts
 from tests.models.test_engine import CoreAndWorker, changed
