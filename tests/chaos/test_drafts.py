@@ -1,4 +1,4 @@
-"""`kill -9` with drafts: the executor's texts, features and cached outputs are lost, and all responses stay the same."""
+"""`kill -9` with drafts of each role: texts, features and cached outputs are lost, and all responses stay the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"num_speculative_tokens": 4, "prompt_lookup_min": 1},
     "suffix": {"suffix_decoding_max_spec_factor": 4},
     "mtp": {"num_speculative_tokens": 3},
+    "draft_model": {"num_speculative_tokens": 3},
 }
+DRAFTING = "tests.chaos.longest_drafts"
 FLAGS = (*COMMON, "--kv-cache-memory", "12MiB")
 """KV memory of at least one request of maximum length."""
 FIRST, LAYER, NUM_LAYERS = "model.layers.0.", "model.mtp_layers.0", 16
@@ -76,6 +78,14 @@ def write_first_layer(folder: Path) -> str:
     return str(folder)
 
 
+def draft_flags(method: str, folder: Path) -> tuple[str, str]:
+    """Return the flag of a method for the model of `write_mimo`. folder: for a draft model."""
+    keys = {"method": method} | METHODS[method]
+    if method == "draft_model":
+        keys["model"] = write_first_layer(folder)
+    return "--speculative-config", json.dumps(keys)
+
+
 @pytest.fixture(scope="module")
 def requests() -> list[StreamRequest]:
     return random_requests(4, 12, (60, 120))
@@ -91,11 +101,10 @@ def reference(model: str, requests: list[StreamRequest]) -> Run:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_kills_with_drafts_keep_all_bytes(
-    method: str, model: str, requests: list[StreamRequest], reference: Run
+    method: str, model: str, requests: list[StreamRequest], reference: Run, tmp_path: Path
 ) -> None:
-    drafts = ("--speculative-config", json.dumps({"method": method} | METHODS[method]))
-    with serve(model, *FLAGS, *drafts) as server:
-        for role in (None, "executor", "core", "executor"):
+    with serve(model, *FLAGS, *draft_flags(method, tmp_path / "draft"), program=DRAFTING) as server:
+        for role in (None, "executor", "frontend", "core", "tokenizer", "executor", "detokenizer"):
 
             async def disturb(role: str | None = role) -> None:
                 if role is not None:

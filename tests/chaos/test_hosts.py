@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import psutil
 import pytest
 from bench.chaos.streams import random_requests, run_requests
 
-from tests.chaos.test_drafts import write_first_layer, write_mimo
+from tests.chaos.test_drafts import draft_flags, write_mimo
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.processes.server import Server, serve, wait_until
 from tests.processes.test_disaggregation import free_port
@@ -141,14 +140,12 @@ def test_kill_of_each_process_keeps_all_bytes(stages: int, size: int, tmp_path: 
 def test_kills_with_drafts_keep_all_bytes(method: str, tmp_path: Path) -> None:
     requests = random_requests(4, 6, (40, 80))
     (tmp_path / "model").mkdir()
-    model, keys = write_mimo(tmp_path / "model"), {"method": method, "num_speculative_tokens": 3}
-    if method == "draft_model":
-        keys["model"] = write_first_layer(tmp_path / "draft")
+    model = write_mimo(tmp_path / "model")
     memory = ("--kv-cache-memory", "24MiB")
     with serve(model, *COMMON, *memory) as plain:
         reference = asyncio.run(run_requests(plain.url, requests))
     assert all(result.status == 200 and result.is_done and not result.error for result in reference.results)
-    of_first = (*memory, "--speculative-config", json.dumps(keys))
+    of_first = (*memory, *draft_flags(method, tmp_path / "draft"))
     with group([model, *flags_of(tmp_path, "127.0.0.2")], of_first=of_first) as both:
 
         async def nothing() -> None:

@@ -140,11 +140,11 @@ def run_executor() -> None:
     child_main(Role.EXECUTOR, main.run)
 
 
-def run_server() -> int:
+def run_server(executor: str) -> int:
     """Run ``quintet`` with this module as the executor."""
     root = str(Path(__file__).parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
-    supervisor.MODULES = {**supervisor.MODULES, Role.EXECUTOR: __spec__.name}
+    supervisor.MODULES = {**supervisor.MODULES, Role.EXECUTOR: executor}
     return cli.main()
 
 
@@ -152,4 +152,4 @@ if __name__ == "__main__":
     if "--parent" in sys.argv:
         run_executor()
     else:
-        sys.exit(run_server())
+        sys.exit(run_server(__spec__.name))
