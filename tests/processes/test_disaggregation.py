@@ -12,6 +12,7 @@ import pytest
 from .server import Server, serve, wait_until
 
 FLAGS = ("--max-model-len", "1024", "--kv-cache-memory", "4MiB", "--threads", "1", "--audit")
+DRAFTS = ("--speculative-config", '{"method": "suffix"}')
 PROMPT = "The river runs under the bridge, " * 40
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 NO_REMOTE = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
@@ -52,14 +53,15 @@ def num_blocks(server: Server, event: str) -> int:
 
 
 @pytest.mark.whole
-def test_kv_of_a_remote_prefill_is_fetched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafts", [(), DRAFTS], ids=["without drafts", "with drafts"])
+def test_kv_of_a_remote_prefill_is_fetched(drafts: tuple[str, ...], tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_bytes(b"k" * 32)
     listen = f"127.0.0.1:{free_port()}"
     prefill_flags = ("--role", "prefill", "--kv-peer-listen", listen, "--kv-peer-key", str(key))
     with (
-        serve(*FLAGS, *prefill_flags) as prefill,
-        serve(*FLAGS, "--role", "decode", "--kv-peer-key", str(key)) as decode,
+        serve(*FLAGS, *prefill_flags, *drafts) as prefill,
+        serve(*FLAGS, "--role", "decode", "--kv-peer-key", str(key), *drafts) as decode,
     ):
         alone = prefill.post("/v1/completions", BODY)[1]
         answer = complete_disaggregated(prefill, decode)
