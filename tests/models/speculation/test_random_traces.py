@@ -168,7 +168,7 @@ class Trace(Recorder):
 
     def end_early(self, rng: random.Random) -> None:
         """Cancel all choices of a live request, or end them as the detokenizer does after a stop string."""
-        live_ids = list(self.engine.live_ids())
+        live_ids = list(self.engine.live)
         first = rng.choice(live_ids) // 10 * 10
         choices = [request_id for request_id in live_ids if request_id // 10 * 10 == first]
         self.ended_early.update(range(first, first + 10))
