@@ -108,7 +108,7 @@ def reject_known_poison(context: AdmissionContext, arrival: Arrival) -> StepMess
     return arrival.messages()
 
 
-def restore_outputs(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
+def resume_retained(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
     """Continue a retained request from all its outputs, or with log-probabilities from those that the client has."""
     spec = arrival.message.spec
     if spec.resumes:
@@ -168,7 +168,7 @@ ADMISSION_STEPS: tuple[AdmissionStep, ...] = (
     drop_duplicate,
     resume_live,
     reject_known_poison,
-    restore_outputs,
+    resume_retained,
     build_requests,
     check_deadlines,
     queue,
