@@ -342,7 +342,7 @@ def test_library_sums_large_messages_unless_batch_invariant() -> None:
         def __init__(self, rank: int) -> None:
             self.rank, self.calls = rank, 0
 
-        def add(self, x: torch.Tensor) -> None:
+        def __call__(self, x: torch.Tensor) -> None:
             self.calls += 1
             added[self.rank] = x.clone()
             barrier.wait()
