@@ -135,10 +135,10 @@ def test_quantization_applies_to_both_models_unless_a_key_changes_it(
 def test_plan_shows_the_memory_of_earlier_text(method: str, folder: Path) -> None:
     """The plan's figure is that of the arrays that a drafter allocates, for the longest requests in all slots."""
     text = json.dumps({"method": method, "num_speculative_tokens": 4})
-    config = config_of(folder, speculative_config=text, max_num_seqs=2, max_model_len=2048)
+    config = config_of(folder, speculative_config=text, max_num_seqs=2, max_model_len=512)
     speculative = speculative_of(config)
-    index = GramIndex(np.zeros(2048, np.int32), grams_of(speculative), 8)
-    expected = 2 * round(index.bytes_per_token * 2048)
+    index = GramIndex(np.zeros(512, np.int32), grams_of(speculative), 8)
+    expected = 2 * round(index.bytes_per_token * 512)
     if method == "suffix":
         num_tokens, grams = speculative.suffix_decoding_corpus_tokens, grams_of(speculative)
         cache = OutputCache(10, num_tokens, grams, 8)

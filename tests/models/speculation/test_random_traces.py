@@ -342,7 +342,7 @@ def test_any_request_in_any_schedule_with_a_prediction_layer(kind: str, seed: in
 
 
 def check_folder(folder: Path, method: str, seed: int) -> None:
-    """Check a checkpoint whose configuration is resolved as the server does."""
+    """Check a checkpoint with the configuration that the server resolves."""
     flag = json.dumps({"method": method, "num_speculative_tokens": 6})
     with mock.patch.object(recurrent_state, "CHECKPOINT_EVERY", 32):
         configs = load(folder).config, load(folder, speculative_config=flag).config
