@@ -90,7 +90,7 @@ def make_worker(
         except Unsupported as why:
             if config.scheduler.speculative is not None:
                 raise ConfigError(
-                    f"--speculative-config: drafts would change outputs, as only torch can compute this model: {why}"
+                    f"--speculative-config is not supported where only torch can compute the model: drop it. The cause: {why}"
                 ) from why
             log.warning("computing with torch's operators: %s", why)
     return _open(last, context)

@@ -158,7 +158,9 @@ def test_outputs_are_those_without_drafts(family: str, name: str, serve: Callabl
 @pytest.mark.parametrize("serve", [4], indirect=True)
 def test_models_that_only_torch_can_compute_are_refused(serve: Callable[..., Any]) -> None:
     config = serve(FAMILIES["qwen3"](), max_model_len=96).config
-    with pytest.raises(ConfigError, match=r"--speculative-config: .* only torch can compute .* 4"):
+    with pytest.raises(
+        ConfigError, match=r"--speculative-config .* only torch can compute .* drop it.* block size 4"
+    ):
         make_worker(changed(config, speculative=DRAFTS))
 
 
