@@ -208,7 +208,7 @@ using qt::StateRow;
 
 // Each operation has two forms: a call over `num_rows` rows with state addresses (rows), and an operation of a program for a
 // layer with states at `place`. `offset`: byte offset of this operation's state in the layer's state. See states.hpp for shapes
-// and formats, `quintet.executor.backends.cpu.program.states` for the caller of programs.
+// and formats, `quintet.executor.backends.cpu.program.graph_builder` for the caller of programs.
 
 QT_EXPORT void qt_op_causal_conv(const StateRow* rows, index_t num_rows, index_t offset, const void* x, index_t x_stride,
                                  index_t channels, index_t taps, const float* weight, const float* bias, int silu, void* y,

@@ -76,7 +76,7 @@ class Op {
   virtual Work prepare(const Step& step, index_t threads) = 0;
 };
 
-// Load of one operation in a step, in the field order of `quintet.executor.backends.cpu.program.runner.OpBalance`.
+// Load of one operation in a step, in the field order of `bench.kernels.op_balance.OpBalance`.
 struct OpBalance {
   index_t pieces, takes;       // number of pieces; number of takes by threads
   index_t cost, busiest;       // of all pieces; of the busiest thread's pieces
