@@ -260,6 +260,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements of each row")
     parser.add_argument("--kinds", nargs="+", choices=list(TEXTS), default=list(TEXTS), help="kinds of text")
     parser.add_argument("--max-model-len", type=int, default=4096, help="context length")
+    parser.add_argument("--activation-dtype", default="auto", help="of the served model, such as int8")
     parser.add_argument("--llama-cpp", type=Path, metavar="PYTHON", help="measure llama.cpp too")
     options = parser.parse_args()
     settings: dict[str, object] = {"method": options.method, "num_speculative_tokens": options.drafts}
@@ -270,6 +271,7 @@ def main() -> None:
     config = json.dumps(settings)
     length = options.max_model_len
     flags = ["--kv-cache-memory", "1GB", "--max-model-len", str(length)]
+    flags += ["--activation-dtype", options.activation_dtype]
     python = options.llama_cpp
     with (
         serve(options.model, flags) as plain,
@@ -289,6 +291,7 @@ def main() -> None:
         "machine": msgspec.structs.asdict(machine()),
         "commit": commit_of(Path(__file__).parent),
         "model": Path(options.model).name,
+        "activation_dtype": options.activation_dtype,
         "method": options.method,
         "draft_model": options.draft_model and Path(options.draft_model).name,
         "draft_quantization": options.draft_quantization,
