@@ -46,7 +46,7 @@ def messages(stream: list[list[int]], stop: list[str], *, with_logprobs: bool = 
     rows = len(stream[0])
     first = RequestIds(0, 1).take(rows)
     ids = range(first, first + rows)
-    opens = [Open(i, 0, 0, b"", stop, False, True, True, True, Echo.NONE, False, 0, 0, 0) for i in ids]
+    opens = [Open(i, 0, 0, b"", stop, False, True, True, Echo.NONE, False, 0, 0, 0) for i in ids]
     return [
         Tokens(
             step,

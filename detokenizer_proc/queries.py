@@ -54,7 +54,7 @@ def failed_query(query_id: int, error: RequestError) -> Detokenized:
 
 def _open_without_request(query_id: int) -> Open:
     """Return the `Open` of a text without a request: empty prompt, special tokens shown."""
-    return Open(query_id, 0, 0, b"", [], False, False, True, True, Echo.NONE, False, 0, 0, 0)
+    return Open(query_id, 0, 0, b"", [], False, False, True, Echo.NONE, False, 0, 0, 0)
 
 
 class Queries:

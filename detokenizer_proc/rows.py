@@ -244,8 +244,10 @@ class Steps:
         assert replayed >= 0, f"request {opened.request_id}: token {first} arrived after {request.num_tokens}"
         token_ids = token_ids[replayed:]
         applied, offset = request.num_tokens, request.num_sent
-        # The stop token is the last of its row; like a stop string, it is shown only with include_stop.
-        num_silent = 1 if finish is FinishReason.STOP and token_ids and not opened.include_stop else 0
+        # The stop token is the last of its row; like a stop string, it is shown only with include_stop_str_in_output.
+        num_silent = (
+            1 if finish is FinishReason.STOP and token_ids and not opened.include_stop_str_in_output else 0
+        )
         offsets: list[int] | None = [] if entries is not None else None
         delta = request.add(token_ids[: len(token_ids) - num_silent], offsets)
         if finish and request.hit is None:

@@ -60,7 +60,9 @@ class TextState:
             decoder = (echo_table or table).decoder()
             self.prompt_text = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.seal()
         self._decoder = table.decoder(prompt_ids, whole=len(prompt_ids) == opened.num_prompt_tokens)
-        self._search = None if stops is None else StopSearch(stops, self._decoder, opened.include_stop)
+        self._search = (
+            None if stops is None else StopSearch(stops, self._decoder, opened.include_stop_str_in_output)
+        )
         self.pieces = table.pending
         """Table for the row loop's fast path; all entries are None while `add` must be called."""
         if opened.num_seen:

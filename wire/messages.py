@@ -201,9 +201,8 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     prompt_ids: bytes
     """Whole prompt with ``echo`` or ``return_prompt_ids``; else its tail (`PROMPT_TAIL`), as context of the output."""
     stop: list[StopString]
-    include_stop: bool
+    include_stop_str_in_output: bool
     skip_special_tokens: bool
-    spaces_between_special_tokens: bool
     detokenize: bool
     echo: Echo
     return_prompt_ids: bool

@@ -168,6 +168,11 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     """The same for the executor. Set by the tokenizer process."""
 
     @property
+    def of_text(self) -> dict[str, Any]:
+        """Parameters that the detokenizer needs: fields of `quintet.wire.messages.Open` with the same names."""
+        return {name: getattr(self, name) for name in TEXT_PARAMS}
+
+    @property
     def reads_prefix_cache(self) -> bool:
         """The request may reuse cached prefixes. False with prompt log-probabilities, which need every position."""
         return not self.skip_reading_prefix_cache and self.prompt_logprobs is None
@@ -212,6 +217,15 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         if self.structured_outputs is not None:
             changes["structured_outputs"] = self.structured_outputs.checked()
         return msgspec.structs.replace(self, **changes) if changes else self
+
+
+TEXT_PARAMS = "stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "min_tokens"
+PARAMS_WITHOUT_PROCESSOR = {
+    *("n", "seed", "max_tokens", "ignore_eos", "stop_token_ids", "output_kind", "skip_reading_prefix_cache"),
+    *("truncate_prompt_tokens", "truncation_side", "spaces_between_special_tokens", *GREEDY_VALUES),
+    *TEXT_PARAMS,
+} - {"min_tokens"}
+"""Parameters that no logits processor reads. A request that sets only these is admitted without a call of each."""
 
 
 def _ranges() -> Iterator[tuple[str, Meta]]:

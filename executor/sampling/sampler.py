@@ -25,10 +25,10 @@ from quintet.executor.sampling.logprobs import Logprobs
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
-from quintet.executor.sampling.settings import PARAMS_WITHOUT_PROCESSOR, settings_of, settings_table
+from quintet.executor.sampling.settings import settings_of, settings_table
 from quintet.executor.sampling.thinking import ThinkingBudgets
 from quintet.executor.slots import Rows, SlotTables
-from quintet.wire.params import SamplingParams
+from quintet.wire.params import PARAMS_WITHOUT_PROCESSOR, SamplingParams
 from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
 
 SHAPING: tuple[Callable[[int, int], LogitsProcessor], ...] = (

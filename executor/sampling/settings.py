@@ -39,16 +39,6 @@ RECORD = np.dtype(
 
 SEED_MASK = (1 << 64) - 1
 
-PARAMS_WITHOUT_PROCESSOR = frozenset(
-    {
-        *("n", "seed", "temperature", "top_p", "top_k", "min_p"),
-        *("max_tokens", "ignore_eos", "stop", "stop_token_ids", "include_stop_str_in_output"),
-        *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"),
-        *("truncate_prompt_tokens", "truncation_side", "skip_reading_prefix_cache"),
-    }
-)
-"""Parameters that concern no feature of a slot. A request that sets only these is admitted without a call of each feature."""
-
 
 def settings_table(num_slots: int) -> Settings:
     """Return records of ``num_slots`` slots, all greedy."""

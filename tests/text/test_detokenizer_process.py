@@ -47,9 +47,7 @@ def row(
 ) -> m.Tokens:
     opens = []
     if first == 0:
-        opens = [
-            m.Open(request_id, 0, 0, b"", stop or [], False, True, True, True, Echo.NONE, False, 0, 0, 0)
-        ]
+        opens = [m.Open(request_id, 0, 0, b"", stop or [], False, True, True, Echo.NONE, False, 0, 0, 0)]
     return m.Tokens(
         1,
         2,
@@ -309,7 +307,7 @@ def test_a_query_parses_its_output_like_a_request(
     ids = tokenizer.encode("so it is</think>the quick brown fox<|im_end|> jumps").ids
     for skips in (True, False):
         opened = m.Open(
-            9, 0, 0, b"", [" jum"], False, skips, True, True, Echo.NONE, False, 0, 0, 0,
+            9, 0, 0, b"", [" jum"], False, skips, True, Echo.NONE, False, 0, 0, 0,
             parsing=OutputParsing("deepseek_r1"),
         )  # fmt: skip
         harness.send(m.DetokenizeQuery(9, 0, pack_i32(ids), opened))

@@ -40,9 +40,8 @@ def opening(request_id: int = ONE, prompt: Sequence[int] = (), **changes: Any) -
         "num_cached_tokens": 3,
         "prompt_ids": pack_i32(prompt),
         "stop": [],
-        "include_stop": False,
+        "include_stop_str_in_output": False,
         "skip_special_tokens": True,
-        "spaces_between_special_tokens": True,
         "detokenize": True,
         "echo": Echo.NONE,
         "return_prompt_ids": False,
@@ -106,7 +105,9 @@ def test_an_incomplete_character_is_flushed_at_the_end(steps: Steps, tokenizer: 
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_token_is_shown_only_if_included(steps: Steps, tokenizer: Tokenizer, include: bool) -> None:
     ids = tokenizer.encode("user hello").ids
-    message = tokens((ONE, 0, ids, STOP), opens=[opening(include_stop=include)], named_stops=[0])
+    message = tokens(
+        (ONE, 0, ids, STOP), opens=[opening(include_stop_str_in_output=include)], named_stops=[0]
+    )
     text = only(steps, message)
     assert text.deltas == [tokenizer.decode(ids if include else ids[:-1])]
     assert unpack_i32(text.token_ids).tolist() == ids  # type: ignore[attr-defined]

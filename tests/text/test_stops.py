@@ -37,7 +37,6 @@ def opened(
         include,
         True,
         True,
-        True,
         Echo.NONE,
         False,
         min_tokens,

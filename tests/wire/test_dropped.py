@@ -26,7 +26,7 @@ from tests.wire.test_validate import admit, plan, result, submit, text, tokens
 from .test_record import config_of
 
 CORE = WorkerId(Role.CORE, 0, 1)
-OPEN = m.Open(7, 1, 0, b"", [], False, True, True, True, Echo.NONE, False, 0, 0, 0)
+OPEN = m.Open(7, 1, 0, b"", [], False, True, True, Echo.NONE, False, 0, 0, 0)
 
 CARRIED: list[tuple[msgspec.Struct, Dropped]] = [
     (submit(request_id=5), Dropped("submit", [5])),

@@ -71,7 +71,7 @@ def test_logprobs_of_a_full_step_reach_core_and_detokenizer(config: EngineConfig
 
 def test_openings_of_all_frontends_reach_a_new_detokenizer(config: EngineConfig) -> None:
     opened = m.Open(
-        1 << 62, 9, 0, bytes(64), [], False, True, True, True, Echo.NONE, False, 0, 0, 0, bytes(4 * 500)
+        1 << 62, 9, 0, bytes(64), [], False, True, True, Echo.NONE, False, 0, 0, 0, bytes(4 * 500)
     )
     tokens = m.Tokens(1, 0, [opened] * config.frontend.max_queued_requests, b"", b"", b"", b"", b"", b"")
     assert len(encode(tokens)) <= largest_frame(Role.DETOKENIZER, config)

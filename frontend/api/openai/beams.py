@@ -29,15 +29,13 @@ from quintet.wire.config import ModelConfig
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import invalid
 from quintet.wire.messages import PositionLogprobs, TokenPrompt
-from quintet.wire.params import GREEDY_VALUES, SamplingParams
+from quintet.wire.params import GREEDY_VALUES, TEXT_PARAMS, SamplingParams
 from quintet.wire.request import RequestSpec, adapter_digest
 
-WITH_BEAMS = frozenset(
-    {
-        "n", "seed", "max_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "detokenize",
-        "skip_special_tokens", "spaces_between_special_tokens", "truncation_side", *GREEDY_VALUES,
-    }
-)  # fmt: skip
+WITH_BEAMS = {
+    *("n", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "spaces_between_special_tokens"),
+    *("truncation_side", *GREEDY_VALUES, *TEXT_PARAMS),
+} - {"stop", "min_tokens"}
 """Sampling parameters allowed with beam search: those with an effect, and random draws, which it replaces."""
 NEUTRAL_VALUES: Mapping[str, object] = {
     name: default
