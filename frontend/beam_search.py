@@ -186,6 +186,5 @@ def replay_params(beam: Beam, params: SamplingParams) -> SamplingParams:
         seed=0,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
-        skip_special_tokens=params.skip_special_tokens,
-        spaces_between_special_tokens=params.spaces_between_special_tokens,
+        **params.of_text,
     )

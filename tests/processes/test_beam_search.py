@@ -94,6 +94,16 @@ def test_best_of_limits_choices_in_a_batch_of_prompts(server: Server) -> None:
     assert together[0]["text"].startswith("Once")
 
 
+def test_a_beam_shows_the_stop_token_on_request(server: Server) -> None:
+    """As a sampled output does."""
+    body = BEAMS | {"n": 1, "max_tokens": 4}
+    body["stop_token_ids"] = answer(server, C, body)["choices"][0]["token_ids"][-1:]
+    (hidden,) = answer(server, C, body)["choices"]
+    (shown,) = answer(server, C, body | {"include_stop_str_in_output": True})["choices"]
+    assert hidden["finish_reason"] == shown["finish_reason"] == "stop"
+    assert shown["text"].startswith(hidden["text"]) and len(shown["text"]) > len(hidden["text"])
+
+
 @pytest.mark.parametrize("path", [C, H])
 def test_streamed_beams_equal_the_whole_response(server: Server, path: str) -> None:
     """Each beam is sent at the end with its log-probabilities; the usage is last."""
