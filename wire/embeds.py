@@ -82,12 +82,15 @@ class RowEmbeds(msgspec.Struct, array_like=True, gc=False):
     span: EmbedsSpan
 
 
-def are_ordered(spans: Sequence[EmbedsSpan], width: int, num_tokens: int) -> bool:
-    """Return True when a model of this width can compute the spans of a prompt: in order, disjoint, with digests."""
+def are_ordered(spans: Sequence[EmbedsSpan], width: int, num_tokens: int, *, is_penalized: bool) -> bool:
+    """Return True when a model of this width can compute the spans of a prompt: in order, disjoint, with digests.
+
+    is_penalized: the request has a repetition penalty, which knows the placeholder ids of `num_leading` only.
+    """
     end = 0
     for span in spans:
         is_known = span.is_whole and span.width == width and len(span.digest) == DIGEST_BYTES
-        if not is_known or not end <= span.start < span.end <= num_tokens:
+        if not is_known or not end <= span.start < span.end <= num_tokens or (is_penalized and span.start):
             return False
         end = span.end
     return True

@@ -147,7 +147,12 @@ class Validator:
             and all(word and self._in_vocabulary(word) for word in msg.bad_word_ids)
             and (
                 not msg.embeds
-                or are_ordered(msg.embeds, self._embedding_width, len(msg.prompt_ids) // ID_BYTES)
+                or are_ordered(
+                    msg.embeds,
+                    self._embedding_width,
+                    len(msg.prompt_ids) // ID_BYTES,
+                    is_penalized=msg.spec.params.repetition_penalty != 1.0,
+                )
             )
         )
 

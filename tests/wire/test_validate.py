@@ -92,6 +92,17 @@ def test_spans_of_embeddings_are_ordered_and_inside_the_prompt(
     assert validator.accepts(msgspec.structs.replace(admit(), embeds=spans)) == accepted
 
 
+def test_a_repetition_penalty_needs_leading_embeddings(tmp_path: Path) -> None:
+    """It would count the placeholder ids of later spans as prompt tokens."""
+    config = config_of(tmp_path)
+    model = msgspec.structs.replace(config.model, embedding_width=4)
+    validator = Validator(msgspec.structs.replace(config, model=model))
+    spec = RequestSpec(msgspec.structs.replace(PARAMS, repetition_penalty=1.1), 0, 0)
+    for start in (0, 1):
+        spans = [EmbedsSpan(start, "F32", 4, bytes(16), bytes(32))]
+        assert validator.accepts(msgspec.structs.replace(admit(), spec=spec, embeds=spans)) == (start == 0)
+
+
 def submit(**change: Any) -> m.Submit:
     return changed(m.Submit(1, m.TokenPrompt(pack_i32([1])), RequestSpec(PARAMS, 0, 0), 0, 0), **change)
 
