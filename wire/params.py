@@ -10,7 +10,7 @@ The tokenizer process derives `ThinkingBound`, the reasoning budget in token ids
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from operator import attrgetter
 from typing import Annotated, Any, get_args, get_type_hints
@@ -166,6 +166,11 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     """Maximum reasoning tokens; None or -1 for no limit."""
     thinking_bound: ThinkingBound | None = None
     """The same for the executor. Set by the tokenizer process."""
+
+    def ends(self, eos_token_ids: Iterable[int]) -> dict[int, bool]:
+        """Return the tokens that end the output: True for those that the request names."""
+        ends = {} if self.ignore_eos else dict.fromkeys(eos_token_ids, False)
+        return dict.fromkeys([*ends, *self.stop_token_ids], True) | ends
 
     @property
     def of_text(self) -> dict[str, Any]:

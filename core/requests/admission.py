@@ -23,7 +23,7 @@ from quintet.wire.codec import unpack_i32
 from quintet.wire.config import SchedulerConfig
 from quintet.wire.errors import RequestError, invalid
 from quintet.wire.messages import Admit, Failed
-from quintet.wire.params import SamplingParams, seed_of_choice
+from quintet.wire.params import seed_of_choice
 from quintet.wire.request import RequestSpec, check_length
 
 
@@ -190,13 +190,6 @@ def admit(context: AdmissionContext, state: SchedulerState, message: Admit, now_
     return arrival.messages()
 
 
-def _stops_of(params: SamplingParams, eos_token_ids: list[int]) -> dict[int, bool]:
-    stops = {} if params.ignore_eos else dict.fromkeys(eos_token_ids, False)
-    for token in params.stop_token_ids:
-        stops.setdefault(token, True)
-    return stops
-
-
 def make_requests(
     admit: Admit,
     first_arrival: int,
@@ -216,7 +209,7 @@ def make_requests(
     outputs = list(unpack_i32(spec.output_ids))
     tokens = prompt + outputs
     check_fits(len(prompt), limits, spec)
-    stops, start = _stops_of(params, eos_token_ids), salt_digest(spec.cache_salt, spec.adapter)
+    stops, start = params.ends(eos_token_ids), salt_digest(spec.cache_salt, spec.adapter)
     seed = admit.request_id if params.seed is None else params.seed
     limit = length_limit(len(prompt), spec, limits)
     taken, watched = limits.taken_by(limit), params.repetition_detection

@@ -32,7 +32,7 @@ async def redetokenize(
 
     The stop token is dropped unless include_stop_str_in_output.
     """
-    stops = {*params.stop_token_ids, *service.config.model.eos_token_ids}
+    stops = params.ends(service.config.model.eos_token_ids)
     if ends_with_stop and ids and ids[-1] in stops and not params.include_stop_str_in_output:
         ids = ids[:-1]
     opened = Open(
