@@ -81,6 +81,8 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (C, {"prompt": "x", "use_beam_search": True, "n": 3, "best_of": 2}, 400, "best_of", ["at least n"]),
     (C, {"prompt": "x", "use_beam_search": True, "stop": ["a"]}, 400, "stop", ["has no effect"]),
     (C, {"prompt": "x", "use_beam_search": True, "logit_bias": {"1": 1}}, 400, "logit_bias", ["has no effect"]),
+    (C, {"prompt": "x", "use_beam_search": True, "repetition_detection": {"max_pattern_size": 2, "min_count": 2}}, 400,
+     "repetition_detection", ["has no effect"]),
     (C, {"prompt": "x", "use_beam_search": True, "guided_regex": "a"}, 400, "guided_regex", ["has no effect"]),
     (C, {"prompt": "x", "use_beam_search": True, "early_stopping": 3}, 400, "early_stopping", ["'never'"]),
     (C, {"prompt": "x", "use_beam_search": True, "length_penalty": 99}, 400, "length_penalty", ["between -10 and 10"]),

@@ -18,7 +18,7 @@ from quintet.frontend.api.openai.best_of import num_returned
 from quintet.frontend.api.openai.generation import GenerationRequest
 from quintet.frontend.api.openai.prompts import token_ids_of
 from quintet.frontend.api.openai.structured import form_field
-from quintet.frontend.api.openai.types import SHARED_SAMPLING_FIELDS, ChatBody, GenerationBody
+from quintet.frontend.api.openai.types import ChatBody, GenerationBody
 from quintet.frontend.api.outputs import collect_outputs
 from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping, output_limit, replay_params, search
 from quintet.frontend.http.http_request import HttpRequest
@@ -40,9 +40,9 @@ WITH_BEAMS = {
 NEUTRAL_VALUES: Mapping[str, object] = {
     name: default
     for name, default in msgspec.structs.asdict(SamplingParams()).items()
-    if name in SHARED_SAMPLING_FIELDS and name not in WITH_BEAMS
-} | {"thinking_token_budget": -1}
-"""Fields without effect in beam search, and their neutral values."""
+    if name in GenerationBody.__struct_fields__ and name not in WITH_BEAMS | {"structured_outputs"}
+}
+"""Fields without effect in beam search, and the neutral values of their parameters."""
 
 _early_stopping: msgspec.json.Decoder[EarlyStopping] = msgspec.json.Decoder(bool | Literal["never"])
 
@@ -86,7 +86,7 @@ async def _search_beams(
 ) -> tuple[Submissions, list[Beam]]:
     """Search, and return the submissions that replay the found beams, and the beams of each prompt, best first."""
     body, params = request.body, request.params
-    _check_beams(body)
+    _check_beams(body, params)
     n = num_returned(body)
     prompts = []
     for prompt in request.prompts:
@@ -169,11 +169,10 @@ def _early_stopping_of(body: GenerationBody) -> EarlyStopping:
         ) from None
 
 
-def _check_beams(body: GenerationBody) -> None:
+def _check_beams(body: GenerationBody, params: SamplingParams) -> None:
     """Reject fields that have no effect in beam search."""
     for name, nothing in NEUTRAL_VALUES.items():
-        value = getattr(body, name)
-        if value is not None and value not in (nothing, {}):
+        if getattr(body, name) is not None and getattr(params, name) not in (nothing, {}):
             raise _no_effect_with_beams(name)
     if isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto"):
         raise _no_effect_with_beams("tool_choice")
