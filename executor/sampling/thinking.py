@@ -1,4 +1,4 @@
-"""``thinking_token_budget``: force the end of reasoning after a number of tokens.
+"""Reasoning budgets: force the end of reasoning after a number of tokens.
 
     output    <think> r0 r1 ...                    </think> answer
                       ^ begin          begin + budget ^  ^ the forced tokens, one per step
