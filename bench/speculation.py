@@ -2,12 +2,16 @@
 
     python -m bench.speculation [--model smollm2] [--method ngram] [--drafts 8] [--streams 1 8] [--rounds 5]
     python -m bench.speculation --method eagle3 --draft-model build/eagle3 --drafts 5 --kinds chat prose
+    python -m bench.speculation --forced-only --kinds "extracted JSON" "invented JSON"
     python -m bench.speculation --model model.gguf --streams 1 --llama-cpp ~/.cache/quintet-peers/llamacpp/bin/python
 
 Two servers, with and without drafts, run at once and get requests in alternating order. Requests are greedy, with a fixed length
 unless they are chats or have a JSON schema. A request for one token caches the prompt first, so that only decoding is measured.
 Each request has its own ``cache_salt``, so that suffix decoding does not find earlier outputs. Only "similar requests" share one:
 they have the same instruction with different data.
+
+--forced-only: the gain of a grammar's forced tokens alone. The method is ``ngram``, with the longest lookup, which finds almost
+nothing.
 
 --llama-cpp: the Python of an environment with llama-cpp-python, such as that of `bench.peers`. Rows of one stream then have
 llama.cpp's tokens per second on the same GGUF file and prompt, without drafts and with its prompt lookup, or with the same
@@ -38,6 +42,7 @@ from bench.arguments import command_parser
 from bench.overhead.pairs import commit_of
 from bench.overhead.run import machine
 from bench.overhead.server import Server, serve
+from quintet.deploy.config.speculation import MAX_LOOKUP
 from quintet.deploy.http_client.pool import ConnectionPool, ask
 from quintet.deploy.tools.load_client.report import acceptance, read_counters
 
@@ -255,6 +260,7 @@ def main() -> None:
     parser.add_argument("--method", default="ngram", choices=methods, help="source of drafts")
     parser.add_argument("--draft-model", help="draft model or head")
     parser.add_argument("--draft-quantization", help="format of its weights, such as w8a8")
+    parser.add_argument("--forced-only", action="store_true", help="no drafts but a grammar's forced tokens")
     parser.add_argument("--drafts", type=int, default=8, help="maximum drafts of a request in a step")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="concurrent requests")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements of each row")
@@ -264,6 +270,8 @@ def main() -> None:
     parser.add_argument("--llama-cpp", type=Path, metavar="PYTHON", help="measure llama.cpp too")
     options = parser.parse_args()
     settings: dict[str, object] = {"method": options.method, "num_speculative_tokens": options.drafts}
+    if options.forced_only:
+        settings |= dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), MAX_LOOKUP)
     if options.draft_model:
         settings["model"] = options.draft_model
     if options.draft_quantization:
@@ -292,7 +300,7 @@ def main() -> None:
         "commit": commit_of(Path(__file__).parent),
         "model": Path(options.model).name,
         "activation_dtype": options.activation_dtype,
-        "method": options.method,
+        "method": "forced tokens" if options.forced_only else options.method,
         "draft_model": options.draft_model and Path(options.draft_model).name,
         "draft_quantization": options.draft_quantization,
         "drafts": options.drafts,
