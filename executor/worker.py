@@ -152,7 +152,7 @@ class Worker(HostWorker):
         self.runner = runner
         self._pooler = Pooler()
         self._oom_split = OomSplit(
-            torch.cuda.empty_cache if context.platform.device.type == "cuda" else lambda: None,
+            torch.cuda.empty_cache,  # does nothing without CUDA
             self.tables.continue_states if context.config.model.kv.has_states else None,
         )
 
