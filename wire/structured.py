@@ -68,11 +68,6 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, omi
         given = [name for name in KINDS if getattr(self, name) is not None]
         return [name for name in given if name == "json" or getattr(self, name) is not False]
 
-    @property
-    def is_one_form(self) -> bool:
-        """True when exactly one form is set, as sent by the client or compiled."""
-        return len(self.kinds) + bool(self.compiled) == 1
-
     def checked(self) -> StructuredOutputsParams:
         """Return the normal form: JSON as text. Raises `RequestError` for invalid combinations."""
         try:

@@ -1,7 +1,7 @@
 """Validation of received messages: consistent lengths, numbers in range. Every inbox validates each message once.
 
-A valid message cannot make a process read beyond a table or fail on a number. Meaning is checked by the receiver: it
-drops, for example, an answer to an unknown query.
+A valid message cannot make a process read beyond a table or fail on a number. Meaning is checked elsewhere: parameters by
+the frontend (`SamplingParams.checked`), identity by the receiver, which drops, for example, an answer to an unknown query.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from quintet.wire.kv_validate import (
 )
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import MAX_COUNT, SamplingParams, first_unknown
-from quintet.wire.pooling import ITEM_BYTES, Pooled, PoolingType, are_pooled, are_vectors
-from quintet.wire.request import RequestSpec
+from quintet.wire.pooling import ITEM_BYTES, Pooled, are_pooled, are_vectors
 
 LAST_FINISH = max(m.FinishReason)
 
@@ -65,7 +64,7 @@ class Validator:
         self._blocks_per_row = max(STATE_BLOCKS, -(-model.max_model_len // model.kv.block_size))
         self._run_dir = config.run_dir
         self._checks: dict[type[msgspec.Struct], Check] = {
-            m.Submit: self._submit,
+            m.Submit: _submit,
             m.Admit: self._admit,
             m.Resumed: self._resumed,
             m.Live: lambda msg: not len(msg.request_ids) % REQUEST_BYTES,
@@ -107,42 +106,27 @@ class Validator:
         return ids is None or first_unknown(ids, self._vocab_size) is None
 
     def _params(self, p: SamplingParams) -> bool:
-        """Return True when lists and structs are in this server's limits. Decoding has checked the ranges of numbers."""
+        """Return True when the executor's tables have room for every id and number. The frontend has checked the rest."""
         bound = p.thinking_bound
         return (
             (p.logprobs is None or 0 <= p.logprobs <= self._vocab_size)
             and (p.prompt_logprobs is None or 0 <= p.prompt_logprobs <= self._vocab_size)
-            and (p.structured_outputs is None or p.structured_outputs.is_one_form)
-            and (p.repetition_detection is None or p.repetition_detection.is_valid)
             and (bound is None or (bound.is_valid and self._in_vocabulary([*bound.ids()])))
-            and all(map(self._in_vocabulary, (p.stop_token_ids, p.allowed_token_ids, p.logprob_token_ids)))
-            and self._in_vocabulary(p.logit_bias)
-            and not (p.logit_bias and not all(-100.0 <= bias <= 100.0 for bias in p.logit_bias.values()))
-        )
-
-    def _request(self, request_id: int, spec: RequestSpec) -> bool:
-        return (
-            self._params(spec.params)
-            and request_id < MAX_ID - spec.params.n
-            and self._are_tokens(spec.output_ids)
-            and len(spec.output_ids) <= ID_BYTES * self._max_len
-            and (spec.kv_transfer is None or is_kv_transfer(spec.kv_transfer))
-            and not (spec.pooling is PoolingType.MEAN and spec.params.reads_prefix_cache)
-            and (spec.pooling is None or self._vector_bytes > 0)
-            and (not spec.adapter or spec.adapter in self._adapters)
-        )
-
-    def _submit(self, msg: m.Submit) -> bool:
-        prompt = msg.prompt
-        return (
-            self._request(msg.request_id, msg.spec)
-            and not (isinstance(prompt, m.TokenPrompt) and len(prompt.token_ids) % ID_BYTES)
-            and not (isinstance(prompt, EmbedsPrompt) and not prompt.span.is_whole)
+            and all(map(self._in_vocabulary, (p.stop_token_ids, p.allowed_token_ids)))
+            and all(map(self._in_vocabulary, (p.logprob_token_ids, p.logit_bias)))
         )
 
     def _admit(self, msg: m.Admit) -> bool:
+        spec, repetition = msg.spec, msg.spec.params.repetition_detection
         return (
-            self._request(msg.request_id, msg.spec)
+            self._params(spec.params)
+            and (repetition is None or repetition.is_valid)
+            and msg.request_id < MAX_ID - spec.params.n
+            and self._are_tokens(spec.output_ids)
+            and len(spec.output_ids) <= ID_BYTES * self._max_len
+            and (spec.kv_transfer is None or is_kv_transfer(spec.kv_transfer))
+            and (spec.pooling is None or self._vector_bytes > 0)
+            and (not spec.adapter or spec.adapter in self._adapters)
             and self._are_tokens(msg.prompt_ids)
             and all(word and self._in_vocabulary(word) for word in msg.bad_word_ids)
             and (
@@ -324,6 +308,16 @@ def _are_spans_of(row: RowSpans, delta: str) -> bool:
     return sum(size for _, _, size in row.spans) == len(delta) and all(
         0 <= channel < NUM_CHANNELS and 0 <= call <= MAX_COUNT and size > 0
         for channel, call, size in row.spans
+    )
+
+
+def _submit(msg: m.Submit) -> bool:
+    """Return True when the tokenizer can read the prompt and number the choices. The core checks the rest in `m.Admit`."""
+    prompt = msg.prompt
+    return (
+        msg.request_id < MAX_ID - msg.spec.params.n
+        and not (isinstance(prompt, m.TokenPrompt) and len(prompt.token_ids) % ID_BYTES)
+        and not (isinstance(prompt, EmbedsPrompt) and not prompt.span.is_whole)
     )
 
 

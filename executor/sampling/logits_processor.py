@@ -43,22 +43,16 @@ class LogitsProcessor(Protocol):
         """Change the rows ``which`` of ``logits [S, vocab]`` fp32 in place. ``which`` is not empty."""
 
 
-def valid_ids(ids: list[int], vocab_size: int) -> list[int]:
-    """Return the ids within the vocabulary."""
-    return [token for token in ids if 0 <= token < vocab_size]
-
-
 class AllowedIds:
     """``allowed_token_ids``: sets every other logit to -inf."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, max_num_seqs: int) -> None:
         self._ids = RaggedTable(max_num_seqs, np.int64)
 
     def admit(self, row: NewRow) -> bool:
         if row.params.allowed_token_ids is None:
             return False
-        self._ids.put(row.slot, valid_ids(row.params.allowed_token_ids, self._vocab_size))
+        self._ids.put(row.slot, row.params.allowed_token_ids)
         return True
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
@@ -76,21 +70,17 @@ class BadWords:
     all prefixes of all rows' words with the newest tokens.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, max_num_seqs: int) -> None:
         self._tokens = RaggedTable(max_num_seqs, np.int64)
         """The words of a slot, concatenated."""
         self._sizes = RaggedTable(max_num_seqs, np.int64)
         """Tokens of each word."""
 
     def admit(self, row: NewRow) -> bool:
-        words = [
-            word for word in row.bad_word_ids if word and len(valid_ids(word, self._vocab_size)) == len(word)
-        ]
-        if not words:
+        if not row.bad_word_ids:
             return False
-        self._tokens.put(row.slot, [token for word in words for token in word])
-        self._sizes.put(row.slot, [len(word) for word in words])
+        self._tokens.put(row.slot, [token for word in row.bad_word_ids for token in word])
+        self._sizes.put(row.slot, [len(word) for word in row.bad_word_ids])
         return True
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
@@ -124,14 +114,12 @@ class BadWords:
 class LogitBias:
     """``logit_bias``: adds each bias to its token's logit."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, max_num_seqs: int) -> None:
         self._ids = RaggedTable(max_num_seqs, np.int64)
         self._biases = RaggedTable(max_num_seqs, np.float32)
 
     def admit(self, row: NewRow) -> bool:
-        given = row.params.logit_bias or {}
-        biases = {token: bias for token, bias in given.items() if 0 <= token < self._vocab_size}
+        biases = row.params.logit_bias
         if not biases:
             return False
         self._ids.put(row.slot, list(biases))
@@ -148,8 +136,7 @@ class LogitBias:
 class MinTokens:
     """``min_tokens``: sets the logits of a request's stop ids to -inf until it has this many outputs."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, max_num_seqs: int) -> None:
         self._least = np.zeros(max_num_seqs, np.int64)
         self._stop_ids = RaggedTable(max_num_seqs, np.int64)
 
@@ -157,7 +144,7 @@ class MinTokens:
         if row.params.min_tokens == 0 or not row.stop_ids:
             return False
         self._least[row.slot] = row.params.min_tokens
-        self._stop_ids.put(row.slot, valid_ids(row.stop_ids, self._vocab_size))
+        self._stop_ids.put(row.slot, row.stop_ids)
         return True
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:

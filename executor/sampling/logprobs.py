@@ -17,9 +17,8 @@ from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
 class Logprobs:
     """Log-probability parameters per slot. Entries hold the token itself first, then the most likely ones."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, ops: SamplingOps) -> None:
+    def __init__(self, max_num_seqs: int, ops: SamplingOps) -> None:
         self._ops = ops
-        self._vocab_size = vocab_size
         self._num_top = np.zeros(max_num_seqs, np.int64)
         self._num_prompt_top = np.zeros(max_num_seqs, np.int64)
         self._chosen_ids: dict[int, Int] = {}
@@ -29,14 +28,13 @@ class Logprobs:
         params = row.params
         self._chosen_ids.pop(row.slot, None)
         if params.logprob_token_ids:
-            ids = [token for token in params.logprob_token_ids if 0 <= token < self._vocab_size]
-            self._chosen_ids[row.slot] = np.array(ids, np.int64)
-        self._num_top[row.slot] = self._number(params.logprobs)
+            self._chosen_ids[row.slot] = np.array(params.logprob_token_ids, np.int64)
+        self._num_top[row.slot] = params.logprobs or 0
         return params.logprobs is not None or bool(params.logprob_token_ids)
 
     def admit_prompt(self, row: NewRow) -> bool:
         """Store the request's parameters for prompt tokens; return whether it has any."""
-        self._num_prompt_top[row.slot] = self._number(row.params.prompt_logprobs)
+        self._num_prompt_top[row.slot] = row.params.prompt_logprobs or 0
         return row.params.prompt_logprobs is not None
 
     def of_drawn(
@@ -113,7 +111,3 @@ class Logprobs:
                 )
             )
         return reports
-
-    def _number(self, requested: int | None) -> int:
-        """Return the number of most likely tokens in an entry."""
-        return min(requested or 0, self._vocab_size)

@@ -30,7 +30,7 @@ def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
 class Penalties:
     """One `LogitsProcessor` for all three penalties, because they read the same tokens."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(self, max_num_seqs: int) -> None:
         self._repetition = np.ones(max_num_seqs, np.float32)
         self._presence = np.zeros(max_num_seqs, np.float32)
         self._frequency = np.zeros(max_num_seqs, np.float32)

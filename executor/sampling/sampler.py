@@ -31,14 +31,14 @@ from quintet.executor.slots import Rows, SlotTables
 from quintet.wire.params import PARAMS_WITHOUT_PROCESSOR, SamplingParams
 from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
 
-SHAPING: tuple[Callable[[int, int], LogitsProcessor], ...] = (
+SHAPING: tuple[Callable[[int], LogitsProcessor], ...] = (
     AllowedIds,
     BadWords,
     MinTokens,
     LogitBias,
     Penalties,
 )
-"""Logits processors in order. Each is constructed with ``(max_num_seqs, vocab_size)``."""
+"""Logits processors in order. Each is constructed with ``max_num_seqs``."""
 
 _featured_of = attrgetter(
     *(name for name in SamplingParams.__struct_fields__ if name not in PARAMS_WITHOUT_PROCESSOR)
@@ -59,7 +59,7 @@ class Sampler:
         vocab_size: int,
         tables: SlotTables,
         ops: SamplingOps,
-        shaping: Sequence[Callable[[int, int], LogitsProcessor]] = SHAPING,
+        shaping: Sequence[Callable[[int], LogitsProcessor]] = SHAPING,
         grammars: Grammars | None = None,
         drafts: NDArray[np.int32] | None = None,
     ) -> None:
@@ -75,8 +75,8 @@ class Sampler:
         self._vocab_size = vocab_size
         self.settings = settings_table(max_num_seqs)
         """Sampling settings of every slot."""
-        self._logprobs = Logprobs(max_num_seqs, vocab_size, ops)
-        self._shaping = [(1 << i, make(max_num_seqs, vocab_size)) for i, make in enumerate(shaping)]
+        self._logprobs = Logprobs(max_num_seqs, ops)
+        self._shaping = [(1 << i, make(max_num_seqs)) for i, make in enumerate(shaping)]
         self._processors = (1 << len(self._shaping)) - 1
         self._reports = 1 << len(self._shaping)
         self._reports_prompt = self._reports << 1

@@ -43,7 +43,7 @@ def forms_of(
 def grammar_of(forms: Forms, **form: Any) -> str:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**form)).checked()
     compiled = forms.compiled(params).structured_outputs
-    assert compiled is not None and compiled.is_one_form
+    assert compiled is not None and compiled.compiled and not compiled.kinds
     return compiled.compiled
 
 

@@ -15,7 +15,7 @@ from quintet.wire.codec import all_below, are_spans, encode, pack_f32, pack_i32,
 from quintet.wire.embeds import EmbedsSpan, digest_of
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import KvGroup, KvSpec
-from quintet.wire.params import SamplingParams
+from quintet.wire.params import RepetitionDetectionParams, SamplingParams, Thinking, ThinkingBound
 from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, OutputParsing, RequestSpec
 from quintet.wire.validate import Validator
 
@@ -156,15 +156,21 @@ def test_messages_of_the_processes_are_valid(
         submit(core=1 << 40),
         submit(detokenizer=-1),
         submit(prompt=m.TokenPrompt(b"abc")),
-        submit(output_ids=pack_i32([8])),
+        admit(output_ids=pack_i32([8])),
         submit(params=SamplingParams(n=0)),
         submit(params=SamplingParams(temperature=NAN)),
         submit(params=SamplingParams(top_p=NAN)),
         submit(params=SamplingParams(min_tokens=1 << 40)),
         submit(params=SamplingParams(seed=1 << 63)),
-        submit(params=SamplingParams(logprobs=-1)),
-        submit(params=SamplingParams(logit_bias={8: 1.0})),
-        submit(params=SamplingParams(logit_bias={1: NAN})),
+        admit(params=SamplingParams(logprobs=-1)),
+        admit(params=SamplingParams(logit_bias={8: 1.0})),
+        admit(params=SamplingParams(stop_token_ids=[8])),
+        admit(params=SamplingParams(allowed_token_ids=[-1])),
+        admit(params=SamplingParams(logprob_token_ids=[8])),
+        admit(params=SamplingParams(thinking_bound=ThinkingBound(1, [Thinking([1], [8])], [[1]]))),
+        admit(
+            params=SamplingParams(repetition_detection=RepetitionDetectionParams(max_pattern_size=1 << 40))
+        ),
         submit(params=SamplingParams(stop=[""])),
         admit(prompt_ids=pack_i32([-1])),
         admit(prompt_ids=pack_i32([8])),
@@ -191,6 +197,8 @@ def test_messages_of_the_processes_are_valid(
         plan(new_rows=[s.NewRow(4, 1, 1, pack_i32([1]), 1, PARAMS, 1)]),
         plan(new_rows=[s.NewRow(0, 1, 1, pack_i32([1]), 2, PARAMS, 1)]),
         plan(new_rows=[s.NewRow(0, 1, 1, pack_i32([1]), 1, PARAMS, -1)]),
+        plan(new_rows=[s.NewRow(0, 1, 1, pack_i32([1]), 1, SamplingParams(prompt_logprobs=9), 1)]),
+        plan(new_rows=[s.NewRow(0, 1, 1, pack_i32([1]), 1, SamplingParams(allowed_token_ids=[8]), 1)]),
         tokens(request_ids=b""),
         tokens(num_tokens=b"\1"),
         tokens(token_ids=pack_i32([1, 8])),

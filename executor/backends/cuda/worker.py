@@ -61,10 +61,10 @@ def sampling_ops(device: Device) -> SamplingOps:
     return SamplingOps(partial(draw_on_device, device), partial(entries_on_device, device))
 
 
-def shaping_on(device: Device) -> tuple[Callable[[int, int], LogitsProcessor], ...]:
+def shaping_on(device: Device) -> tuple[Callable[[int], LogitsProcessor], ...]:
     """Return `SHAPING` in order, with the device's penalties kernel."""
 
-    def penalties(max_num_seqs: int, _vocab_size: int) -> LogitsProcessor:
+    def penalties(max_num_seqs: int) -> LogitsProcessor:
         return DevicePenalties(device, max_num_seqs)
 
     return tuple(penalties if make is Penalties else make for make in SHAPING)

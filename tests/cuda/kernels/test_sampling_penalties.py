@@ -49,7 +49,7 @@ def test_penalties(device: Device) -> None:
     tables, rows, params = world(device)
     before = torch.randn(10, VOCAB, generator=torch.Generator().manual_seed(1)) * 4
     before[:, 331] = torch.tensor([torch.inf, -torch.inf] * 5)
-    reference, kernel = Penalties(16, VOCAB), DevicePenalties(device, 16)
+    reference, kernel = Penalties(16), DevicePenalties(device, 16)
     wants = np.zeros(10, np.bool_)
     for i, slot in enumerate(rows.slots.tolist()):
         new = new_row(slot, Drawer(params[i]))
