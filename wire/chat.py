@@ -52,14 +52,12 @@ def encode_messages(messages: Sequence[Any]) -> bytes:
 
 
 def decode_messages(encoded: bytes) -> list[Message]:
-    """Decode messages and check their fields. Raises one of `codec.UNREADABLE`."""
-    messages = _decoder.decode(encoded)
-    check_messages(messages)
-    return messages
+    """Decode messages; the sender has checked their fields. Raises one of `codec.UNREADABLE`."""
+    return _decoder.decode(encoded)
 
 
 def checked_fields(encoded: bytes) -> list[ChatMessage]:
-    """Decode only the checked fields of messages."""
+    """Decode and check the fields of `ChatMessage`. Raises `msgspec.ValidationError`."""
     return _fields_decoder.decode(encoded)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import msgspec
 import numpy as np
 
-from quintet.wire.chat import encode_messages
+from quintet.wire.chat import checked_fields, encode_messages
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.embeds import EmbedsPrompt
@@ -207,16 +207,15 @@ class ChatOptions:
         """Convert a conversation to a prompt. Raises `RequestError`."""
         if not messages:
             raise invalid("The conversation is empty; pass at least one message.", "messages")
-        for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise invalid(
-                    f"The conversation contains {message!r}; a message has the form "
-                    "{'role': 'user', 'content': 'Hello'}.",
-                    "messages",
-                )
+        encoded = _encoded(messages, "messages", encode_messages)
+        try:
+            checked_fields(encoded)
+        except msgspec.ValidationError as error:
+            form = "a message has the form {'role': 'user', 'content': 'Hello'}"
+            raise invalid(f"messages is invalid: {error}; {form}.", "messages") from None
         return ReadPrompt(
             ChatPrompt(
-                messages=_encoded(messages, "messages", encode_messages),
+                messages=encoded,
                 tools=_encoded(self.tools, "tools") if self.tools else b"",
                 template_kwargs=_encoded(self.template_kwargs, "chat_template_kwargs")
                 if self.template_kwargs

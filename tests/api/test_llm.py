@@ -149,8 +149,9 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     assert len(single) == 1 and len(several) == 2
     assert single[0].prompt_token_ids == several[0].prompt_token_ids == lazily[0].prompt_token_ids
     assert "hello" in llm.decode(single[0].prompt_token_ids)
-    with pytest.raises(RequestError, match="'role': 'user'"):
-        llm.chat([{"text": "hello"}], GREEDY, use_tqdm=False)
+    for message in ({"text": "hello"}, {"role": "user", "content": 5}, {"role": "user", "tool_calls": {}}):
+        with pytest.raises(RequestError, match="'role': 'user'"):
+            llm.chat([message], GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize(
