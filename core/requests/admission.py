@@ -218,6 +218,7 @@ def make_requests(
         requests.append(
             Request(
                 request_id=admit.request_id + choice,
+                first_id=admit.request_id - spec.choice,
                 spec=spec,
                 seed=seed_of_choice(seed, spec.choice + choice),
                 num_prompt=len(prompt),
@@ -239,7 +240,6 @@ def make_requests(
                 bad_word_ids=admit.bad_word_ids,
                 embeds=admit.embeds,
                 parent=requests[0] if choice else None,
-                choice=spec.choice + choice,
                 repetition=None if watched is None else Repetition(watched),
             )
         )

@@ -1,6 +1,6 @@
 """Request state of the core, in parts of equal lifetime.
 
-`Request`: what was asked, which is immutable, and progress. `RequestKv`: blocks and checkpoints. `Delivery`: the
+`Request`: identity and specification, which are `Final`, and progress. `RequestKv`: blocks and checkpoints. `Delivery`: the
 newest attempt, its detokenizer, and what they were sent. `RequestStats`: figures for metrics.
 
 Lengths of a request, and their writers:
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Final
 
 from quintet.core.kv.groups import GroupBlocks
 from quintet.core.kv.prefix import extend_chain
@@ -93,20 +94,22 @@ class RequestStats:
 class Request:
     """A live request (one choice). Compared by identity."""
 
-    request_id: int
-    spec: RequestSpec
+    request_id: Final[int]
+    first_id: Final[int]
+    """Id of the first choice of the original request."""
+    spec: Final[RequestSpec]
     """The client's request; its ``params.n`` choices share it."""
-    seed: int
-    num_prompt: int
-    stops: dict[int, bool]
+    seed: Final[int]
+    num_prompt: Final[int]
+    stops: Final[dict[int, bool]]
     """Stop token -> True if the request named it, so that the client gets it as the stop reason."""
-    rank: tuple[int, int]
+    rank: Final[tuple[int, int]]
     """Scheduling order among all requests, smaller first; unique."""
-    salt_digest: bytes
+    salt_digest: Final[bytes]
     """Start of its hash chain in the prefix cache."""
     detokenizer: int
     """Index of the detokenizer of the newest attempt."""
-    delivery: Delivery
+    delivery: Final[Delivery]
     tokens: list[int]
     """Prompt and known outputs. Shared among choices until each is first scheduled."""
     limit: int
@@ -114,14 +117,12 @@ class Request:
     plan_until: int
     """Length from which on no step is planned: ``limit`` less `num_unverified_drafts`."""
     length: int
-    bad_word_ids: list[list[int]] = field(default_factory=list)
-    embeds: list[EmbedsSpan] = field(default_factory=list)
+    bad_word_ids: Final[list[list[int]]] = field(default_factory=list)
+    embeds: Final[list[EmbedsSpan]] = field(default_factory=list)
     """Prompt tokens given as embeddings; their entries in ``tokens`` are placeholders."""
-    parent: Request | None = None
+    parent: Final[Request | None] = None
     """First choice, which shares its prompt; None for the first choice itself."""
-    choice: int = 0
-    """Index among the choices of the original request."""
-    repetition: Repetition | None = None
+    repetition: Final[Repetition | None] = None
     """Repetition detector; None when disabled."""
 
     status: Status = Status.WAITING
@@ -143,13 +144,8 @@ class Request:
     """Preemption is deferred until the step in flight has drawn its token (`SchedulerState.defer_preempt`)."""
     is_draining: bool = False
     """The client is gone (`SchedulerState.drain`): only tokens in flight are awaited."""
-    kv: RequestKv = field(default_factory=RequestKv)
-    stats: RequestStats = field(default_factory=RequestStats)
-
-    @property
-    def first_id(self) -> int:
-        """Id of the first choice of the original request."""
-        return self.request_id - self.choice
+    kv: Final[RequestKv] = field(default_factory=RequestKv)
+    stats: Final[RequestStats] = field(default_factory=RequestStats)
 
     @property
     def num_outputs(self) -> int:
