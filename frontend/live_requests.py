@@ -98,8 +98,7 @@ class LiveRequests:
         spec: RequestSpec,
         *,
         mailbox: Mailbox | None = None,
-        final_only: bool = False,
-        interval: int = 1,
+        interval: int | None = 1,
         clamp_max_tokens: bool = False,
         session: str = "",
         received: Sequence[Received] = (),
@@ -107,9 +106,9 @@ class LiveRequests:
         """Submit a request and return its output stream; park it while a required worker is missing.
 
         The parameters of ``spec`` are `checked`; a missing seed is drawn, and a missing arrival is now. ``mailbox``: shared by
-        streams of one reader. ``final_only``: wake the reader only at the end; else at each choice's first token, every
-        ``interval`` tokens, and end. ``clamp_max_tokens``, ``session``: see `Submit`. ``received``: output of each choice that
-        the client has from another server, to resume after it.
+        streams of one reader, which is woken at each choice's first token, every ``interval`` tokens and end; only at the end
+        if ``interval`` is None. ``clamp_max_tokens``, ``session``: see `Submit`. ``received``: output of each choice that the
+        client has from another server, to resume after it.
         """
         if not -(1 << 63) <= spec.priority < 1 << 63:
             message = f"priority is {shown(spec.priority)}; it must be a 64-bit integer."
@@ -122,7 +121,7 @@ class LiveRequests:
         submit = Submit(
             self._ids.take(params.n), prompt, spec, 0, 0, clamp_max_tokens=clamp_max_tokens, session=session
         )
-        stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
+        stream = Stream(submit, mailbox or Mailbox(), self.cancel, interval)
         if received:
             stream.resume(received)
         if stream.num_open:  # else another server delivered all of it

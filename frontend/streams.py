@@ -187,16 +187,14 @@ class Stream:
         submit: Submit,
         mailbox: Mailbox,
         on_cancel: Callable[[Stream], None],
-        *,
-        final_only: bool = False,
-        interval: int = 1,
+        interval: int | None = 1,
     ) -> None:
+        """interval: see `LiveRequests.submit`."""
         self._on_cancel = on_cancel
         self.submit = submit
         self.mailbox = mailbox
-        self._final_only = final_only
         self.wakes_on_start = False
-        """True if a ``final_only`` reader is also woken at the start."""
+        """True if a reader of the end alone is also woken at the start."""
         self._interval = interval
         self.choices = [StreamChoice(self, i, submit.request_id + i) for i in range(submit.spec.params.n)]
         self.num_open = submit.spec.params.n
@@ -235,9 +233,10 @@ class Stream:
         """True if the new output is worth waking the reader."""
         if self.num_open == 0:
             return True
-        if self._final_only:
+        interval = self._interval
+        if interval is None:
             return self.wakes_on_start and self._new_start
-        return self._interval == 1 or any(choice.is_due(self._interval) for choice in self._dirty)
+        return interval == 1 or any(choice.is_due(interval) for choice in self._dirty)
 
     @property
     def request_id(self) -> int:

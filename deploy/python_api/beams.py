@@ -97,7 +97,7 @@ async def _next_tokens(
     spec = RequestSpec(params, cache_salt=read.cache_salt, adapter=read.adapter)
     try:
         for prompt in prompts:
-            streams.append(server.requests.submit(prompt, spec, mailbox=mailbox, final_only=True))
+            streams.append(server.requests.submit(prompt, spec, mailbox=mailbox, interval=None))
         while len(found) < len(streams):
             for stream in await mailbox.wait():
                 batch = stream.take()

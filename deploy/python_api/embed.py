@@ -45,7 +45,7 @@ async def embed(
             spec = RequestSpec(
                 params, cache_salt=given.cache_salt, pooling=pooling.kind, adapter=given.adapter
             )
-            stream = server.requests.submit(given.prompt, spec, final_only=True)
+            stream = server.requests.submit(given.prompt, spec, interval=None)
             try:
                 async for _ in stream:
                     pass

@@ -236,9 +236,9 @@ class LocalServer:
             adapter=read.adapter,
             return_prompt_ids=True,
         )
-        final_only = params.output_kind is OutputKind.FINAL_ONLY
+        interval = None if params.output_kind is OutputKind.FINAL_ONLY else 1
         return self.requests.submit(
-            read.prompt, spec, mailbox=mailbox, final_only=final_only, clamp_max_tokens=clamp_max_tokens
+            read.prompt, spec, mailbox=mailbox, interval=interval, clamp_max_tokens=clamp_max_tokens
         )
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -136,19 +136,20 @@ def submit_all(
     *,
     clamp_max_tokens: bool,
     answer: Answer | None = None,
-    echo: bool = False,
     session: str = "",
 ) -> Submissions:
-    """Pass admission and submit one request per prompt; priority and cache salt are the body's.
+    """Pass admission and submit one request per prompt; priority and cache salt are the body's, an echo fits each prompt.
 
     Raises `RequestError`, and then cancels those already submitted. For the parameters see `LiveRequests.submit`.
     ``answer``: event format of a response that can be resumed. Output that its client has from another server
     (`HttpRequest.partial_response`) is not generated again.
     """
     submissions = Submissions()
+    interval: int | None = 1 if body.stream else None
     seeds: Sequence[int] = ()
     received: Sequence[Sequence[Received]] = ()
     if answer is not None:
+        interval = answer.interval if body.stream else None
         if body.stream and http_request.reads_event_ids:
             spec.resume_token = resume_token_for(answer, service.config)
         if http_request.partial_response is not None:
@@ -164,10 +165,9 @@ def submit_all(
             submissions.add(
                 service.requests.submit(
                     prompt,
-                    msgspec.structs.replace(spec, params=params, echo=echo_of(prompt, echo)),
+                    msgspec.structs.replace(spec, params=params, echo=echo_of(prompt, bool(spec.echo))),
                     mailbox=submissions.mailbox,
-                    final_only=not body.stream,
-                    interval=1 if answer is None else answer.interval,
+                    interval=interval,
                     clamp_max_tokens=clamp_max_tokens,
                     session=session,
                     received=received[index] if received else (),

@@ -47,7 +47,7 @@ def resume_retained(
     )
     # The limit was accepted when the request arrived.
     submit = Submit(first_id, prompt, spec, sent_ns=0, core=0, clamp_max_tokens=True)
-    stream = Stream(submit, mailbox, requests.cancel, interval=interval)
+    stream = Stream(submit, mailbox, requests.cancel, interval)
     stream.pinned_core = resumed.core
     stream.resume(received)
     if has_started:

@@ -159,7 +159,7 @@ def test_a_slow_reader_gets_one_batch_for_many_steps() -> None:
 def test_final_only_wakes_once() -> None:
     async def scenario() -> None:
         world = World().follow()
-        stream = world.requests.submit(PROMPT, spec_of(), final_only=True)
+        stream = world.requests.submit(PROMPT, spec_of(), interval=None)
         reader = asyncio.ensure_future(rest(stream))
         for i in range(3):
             world.text([(stream.request_id, "x", i, i, [i])])

@@ -151,7 +151,7 @@ def _submit(
                         replays=bool(replayed_ids),
                     ),
                     mailbox=submissions.mailbox,
-                    final_only=True,
+                    interval=None,
                     session=request.session,
                 )
             )

@@ -16,7 +16,7 @@ from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.messages import Prompt
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import KvTransfer, OutputParsing, RequestSpec
+from quintet.wire.request import Echo, KvTransfer, OutputParsing, RequestSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ async def answer_generation(service: Service, http_request: HttpRequest, request
             http_request.arrival_ns,
             deadline_ns=request.deadline_ns,
             parsing=request.parsing,
+            echo=Echo(request.echoes_prompt),
             return_prompt_ids=bool(body.return_token_ids),
             kv_transfer=request.kv_transfer,
         ),
         answer=answer,
         clamp_max_tokens=request.clamp_max_tokens,
-        echo=request.echoes_prompt,
         session=request.session,
     )
     if http_request.partial_response is not None and answer.options.include_usage:
