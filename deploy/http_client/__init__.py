@@ -1,1 +1,1 @@
-"""HTTP/1.1 client of router, load client, FastChat worker and admin commands: asyncio, keep-alive, streamed bodies."""
+"""HTTP/1.1 client of router, load client, FastChat worker, terminal and admin commands: asyncio, keep-alive, streamed bodies."""

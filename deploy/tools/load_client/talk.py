@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
+import asyncio
+import contextlib
 import ssl
 import time
 from collections.abc import Generator, Mapping
@@ -10,12 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+import uvloop
 
 from quintet.deploy.http_client.connection import BadUrl, Target
+from quintet.deploy.http_client.pool import ConnectionPool, Unreachable, json_request
 from quintet.deploy.tools.load_client.load import error_message
 from quintet.deploy.tools.load_client.tally import Chunk, ChunkChoice
-
-_CONNECT_S = 10.0
 
 
 class ServerError(Exception):
@@ -84,18 +85,17 @@ class Client:
 
     def listed_model(self, name: str | None) -> ListedModel:
         """Return the server's entry of a model, or the first entry; an unlisted name is kept. Raises `ServerError`."""
-        with self._ask("GET", "/v1/models") as answer:
-            try:
-                listed = msgspec.json.decode(answer.read(), type=_Models).data
-                return (
-                    listed[0]
-                    if name is None
-                    else next((each for each in listed if each.id == name), ListedModel(name))
-                )
-            except (msgspec.MsgspecError, IndexError):
-                if name is not None:
-                    return ListedModel(name)
-                raise ServerError(f"{self.url} lists no models; set --model.") from None
+        try:
+            listed = msgspec.json.decode(b"".join(self._ask("GET", "/v1/models")), type=_Models).data
+            return (
+                listed[0]
+                if name is None
+                else next((each for each in listed if each.id == name), ListedModel(name))
+            )
+        except (msgspec.MsgspecError, IndexError):
+            if name is not None:
+                return ListedModel(name)
+            raise ServerError(f"{self.url} lists no models; set --model.") from None
 
     def stream(
         self, path: str, body: Mapping[str, object], speed: Speed | None = None
@@ -106,49 +106,46 @@ class Client:
         """
         speed = Speed() if speed is None else speed
         speed.sent_s = speed.ended_s = time.perf_counter()
-        try:
-            with self._ask("POST", path, msgspec.json.encode({**body, "stream": True})) as answer:
-                for line in answer:
-                    if not line.startswith(b"data:"):
-                        continue
-                    content = line[5:].strip()
+        rest = b""
+        with contextlib.closing(self._ask("POST", path, {**body, "stream": True})) as chunks:
+            for chunk in chunks:
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    content = line[5:].strip() if line.startswith(b"data:") else b""
                     if content == b"[DONE]":
                         return
-                    yield from _deltas(content, speed)
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"The connection to {self.url} broke: {error}") from None
+                    if content:
+                        yield from _deltas(content, speed)
         raise ServerError(f"{self.url} closed the stream before its end.")
 
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> http.client.HTTPResponse:
-        target = self.target
-        kind = http.client.HTTPSConnection if target.tls else http.client.HTTPConnection
-        connection = kind(target.host, target.port, timeout=_CONNECT_S)
-        headers = {**dict(target.headers), "Content-Type": "application/json", "Connection": "close"}
-        try:
-            connection.connect()
-            connection.sock.settimeout(None)
-            connection.request(method, target.prefix + path, body, headers)
-            answer = connection.getresponse()
-            if connection.sock is not None:
-                connection.sock.close()  # the answer's file keeps the connection open until it is closed
-        except ssl.SSLCertVerificationError as error:
-            connection.close()
-            raise ServerError(
-                f"The TLS certificate of {self.url} was not accepted: {error.verify_message}.\n"
-                "Use the host name of the certificate, or set SSL_CERT_FILE to the certificate of its issuer."
-            ) from None
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise ServerError(
-                f"No server responds at {self.url} ({str(error) or type(error).__name__}).\n"
-                "Start one with `quintet serve`, or set --url."
-            ) from None
-        if answer.status != 200:
-            message = error_message(answer.read())
-            answer.close()
-            hint = " Set --api-key." if answer.status == 401 else ""
-            raise ServerError(f"{message} (HTTP {answer.status}){hint}")
-        return answer
+    def _ask(self, method: str, path: str, body: object = None) -> Generator[bytes, None, None]:
+        """Send a request and yield the body of the answer as it arrives. Raises `ServerError`."""
+        pool = ConnectionPool(self.target)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, contextlib.ExitStack() as opened:
+            opened.callback(lambda: runner.run(pool.close()))
+            try:
+                flow = runner.run(pool.open(json_request(self.target, method, path, body)))
+                opened.callback(pool.give_back, flow)
+                if flow.is_stream:
+                    while chunk := runner.run(flow.take()):
+                        yield chunk
+                    return
+                answer = flow.whole.result()
+                if answer.status != 200:
+                    hint = " Set --api-key." if answer.status == 401 else ""
+                    raise ServerError(f"{error_message(answer.body)} (HTTP {answer.status}){hint}")
+                yield answer.body
+            except Unreachable as error:
+                if isinstance(cause := error.__cause__, ssl.SSLCertVerificationError):
+                    raise ServerError(
+                        f"The TLS certificate of {self.url} was not accepted: {cause.verify_message}.\n"
+                        "Use the host name of the certificate, or set SSL_CERT_FILE to the certificate of its issuer."
+                    ) from None
+                raise ServerError(
+                    f"No server responds at {self.url} ({error}).\nStart one with `quintet serve`, or set --url."
+                ) from None
+            except ConnectionError as error:
+                raise ServerError(f"The connection to {self.url} broke: {error}") from None
 
 
 def _deltas(content: bytes, speed: Speed) -> Generator[TextDelta, None, None]:
