@@ -50,7 +50,7 @@ class InboxHandlers:
             Text: self.requests.apply_text,
             Failed: self.requests.apply_failed,
             Pooled: self.requests.apply_pooled,
-            Unknown: self.requests.resend,
+            Unknown: self.requests.resume_unknown,
             Topology: self.follow,
             Dropped: self._fail_dropped,
             Tokenized: answer,

@@ -20,7 +20,7 @@ from quintet.frontend.load_balancing.load_ledger import LoadLedger
 from quintet.frontend.load_balancing.loss_recovery import LossRecovery
 from quintet.frontend.load_balancing.workers import Workers
 from quintet.frontend.reconcile import (
-    MAX_RESENDS,
+    MAX_TIMES_UNKNOWN,
     Report,
     missing_output_error,
     poison_error,
@@ -321,18 +321,18 @@ class LiveRequests:
         """Return reports of the live requests, for reconciliation in other processes."""
         return reports_of(self.me, self.workers.cores(), self._live.values())
 
-    def resend(self, unknown: Unknown) -> None:
-        """Start a new attempt of choices that the engine does not know; cancelled ones end."""
+    def resume_unknown(self, unknown: Unknown) -> None:
+        """Resume requests that the engine does not know with a new attempt; cancelled ones end."""
         request_ids = unpack_i64(unknown.request_ids)
         choices = [self._live[request_id] for request_id in request_ids if request_id in self._live]
         for stream in dict.fromkeys(choice.stream for choice in choices):
-            stream.num_resends += 1
+            stream.num_times_unknown += 1
             if stream.is_cancelled:
                 self._abort_locally(stream)
-            elif stream.num_resends > MAX_RESENDS:
+            elif stream.num_times_unknown > MAX_TIMES_UNKNOWN:
                 self._give_up(stream, unknown_request_error())
             else:
-                self._recovery.restart(stream, Role.CORE)
+                self._recovery.resume(stream, Role.CORE)
         self._place_parked()
 
     def give_up(self, request_ids: Sequence[int], error: RequestError) -> None:

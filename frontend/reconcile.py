@@ -18,8 +18,8 @@ from quintet.wire.messages import InFlightReport, Live
 Report = tuple[Role, int, msgspec.Struct]
 """Destination role, index, and message."""
 
-MAX_RESENDS = 3
-"""Maximum resends of a request that the engine does not know."""
+MAX_TIMES_UNKNOWN = 3
+"""Maximum times that a request is resumed because the engine does not know it."""
 
 MAX_TOKENIZER_DEATHS = 3
 """Deaths of tokenizers in a row, each while it encoded the same request, after which the request is rejected."""
@@ -49,10 +49,10 @@ def reports_of(me: WorkerId, cores: Sequence[int], choices: Iterable[StreamChoic
 
 
 def unknown_request_error() -> RequestError:
-    """Build the error for a request that the engine still does not know after `MAX_RESENDS` resends."""
+    """Build the error for a request that the engine still does not know after it was resumed `MAX_TIMES_UNKNOWN` times."""
     return RequestError(
         ErrorCode.INTERNAL,
-        f"The request was lost inside the server {MAX_RESENDS + 1} times and is aborted. This is a server fault: "
+        f"The request was lost inside the server {MAX_TIMES_UNKNOWN + 1} times and is aborted. This is a server fault: "
         "report it with the server's log.",
     )
 

@@ -205,9 +205,9 @@ class Stream:
         self.tokenizer: int | None = None
         """Index of the tokenizer that holds the request; None while parked."""
         self.attempt = 0
-        """Restarts so far: its core or detokenizer was lost, or the engine lost the request."""
-        self.num_resends = 0
-        """Times that the engine did not know the request."""
+        """Attempts before this one: its core or detokenizer was lost, or the engine lost the request."""
+        self.num_times_unknown = 0
+        """Times resumed because the engine did not know it."""
         self.num_tokenizer_deaths = 0
         """Deaths of tokenizers in a row, each while it encoded the request."""
         self.choice: EngineChoice | None = None

@@ -82,12 +82,12 @@ class LossRecovery:
                 case Role.EXECUTOR if worker.index == submit.core and self._move(stream):
                     return False
                 case Role.DETOKENIZER if worker.index == submit.spec.detokenizer:
-                    return self.restart(stream, Role.DETOKENIZER)
+                    return self.resume(stream, Role.DETOKENIZER)
         for worker in lost:
             if worker.role is Role.TOKENIZER and worker.index == stream.tokenizer:
                 return self._lose_tokenizer(stream)
         if submit.spec.detokenizer in retiring and not stream.is_cancelled:
-            return self.restart(stream, Role.DETOKENIZER)
+            return self.resume(stream, Role.DETOKENIZER)
         return False
 
     def _move(self, stream: Stream) -> bool:
@@ -106,8 +106,8 @@ class LossRecovery:
             if stream.pinned_core == engine:
                 stream.pinned_core = None
 
-    def restart(self, stream: Stream, role: Role) -> bool:
-        """Park a request for a new attempt at its engine; a cancelled one is dropped."""
+    def resume(self, stream: Stream, role: Role) -> bool:
+        """Park a request to resume it at its engine; a cancelled one is dropped."""
         stream.pinned_core = stream.submit.core
         return self._park(stream, role)
 
@@ -117,12 +117,12 @@ class LossRecovery:
             return True
         self._resumed[role].inc()
         self._dispatcher.release(stream)
-        stream.attempt += 1
+        stream.attempt += role is not Role.TOKENIZER  # of an equal attempt, the core drops the duplicate
         self._dispatcher.parked.append(stream)
         return False
 
     def _lose_tokenizer(self, stream: Stream) -> bool:
-        """Resend to another tokenizer a request that the lost one may not have forwarded. The core drops a duplicate attempt.
+        """Resume at another tokenizer a request that the lost one may not have forwarded.
 
         Returns whether the request ends here.
         """
@@ -137,11 +137,7 @@ class LossRecovery:
             )
             return True
         if not was_passed_on and not stream.is_cancelled:
-            self._resumed[Role.TOKENIZER].inc()
-            stream.pinned_core = stream.submit.core  # the core may have it already
-            self._dispatcher.release(stream)
-            self._dispatcher.parked.append(stream)
-            return False
+            return self.resume(stream, Role.TOKENIZER)
         replacement = self._ledger.pick(Role.TOKENIZER)
         if replacement is not None:
             self._ledger.end_encoding(stream)

@@ -191,7 +191,7 @@ def test_lost_detokenizer_keeps_the_engine_of_a_request() -> None:
         world.slots[Role.DETOKENIZER, 0] = (2, SlotState.READY)
         world.follow()
         assert {submit.request_id: submit.core for submit in world.of(Submit)} == before
-        world.requests.resend(Unknown(pack_i64(list(before))))
+        world.requests.resume_unknown(Unknown(pack_i64(list(before))))
         assert {submit.request_id: submit.core for submit in world.of(Submit)} == before
 
     run(scenario())

@@ -277,7 +277,7 @@ def test_cancelled_request_ends_as_aborted_for_any_answer(answer: str) -> None:
         if answer == "failed":
             world.requests.apply_failed(Failed(first, ErrorCode.TOO_LONG, "too long", "prompt"))
         else:
-            world.requests.resend(Unknown(pack_i64([first, first + 1])))
+            world.requests.resume_unknown(Unknown(pack_i64([first, first + 1])))
         (batch,) = await rest(stream)
         assert [d.finish.reason for d in batch.deltas if d.finish is not None] == [FinishReason.ABORT] * 2
         assert world.requests.num_live == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.frontend.reconcile import MAX_RESENDS
+from quintet.frontend.reconcile import MAX_TIMES_UNKNOWN
 from quintet.wire.codec import pack_i64, unpack_i32, unpack_i64
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role
@@ -18,7 +18,7 @@ def test_unknown_request_is_resent() -> None:
     async def scenario() -> None:
         world = World().follow()
         stream = world.requests.submit(PROMPT, spec_of(n=2))
-        world.requests.resend(Unknown(pack_i64([stream.request_id, stream.request_id + 1, 77])))
+        world.requests.resume_unknown(Unknown(pack_i64([stream.request_id, stream.request_id + 1, 77])))
         first, second = world.of(Submit)
         assert (second.request_id, second.spec.attempt, second.spec.params.n) == (first.request_id, 1, 2)
 
@@ -29,14 +29,14 @@ def test_repeatedly_lost_request_ends_with_an_error() -> None:
     async def scenario() -> None:
         world = World().follow()
         stream = world.requests.submit(PROMPT, spec_of())
-        for _ in range(MAX_RESENDS):
-            world.requests.resend(Unknown(pack_i64([stream.request_id])))
-        assert len(world.of(Submit)) == 1 + MAX_RESENDS
-        world.requests.resend(Unknown(pack_i64([stream.request_id])))
+        for _ in range(MAX_TIMES_UNKNOWN):
+            world.requests.resume_unknown(Unknown(pack_i64([stream.request_id])))
+        assert len(world.of(Submit)) == 1 + MAX_TIMES_UNKNOWN
+        world.requests.resume_unknown(Unknown(pack_i64([stream.request_id])))
         with pytest.raises(RequestError, match="was lost inside the server 4 times") as caught:
             await stream.next_batch()
         assert caught.value.code is ErrorCode.INTERNAL
-        assert len(world.of(Submit)) == 1 + MAX_RESENDS and len(world.of(Cancel)) == 1
+        assert len(world.of(Submit)) == 1 + MAX_TIMES_UNKNOWN and len(world.of(Cancel)) == 1
         assert world.requests.num_live == 0
 
     run(scenario())
@@ -48,8 +48,8 @@ def test_repeatedly_lost_choice_ends_the_request() -> None:
         stream = world.requests.submit(PROMPT, spec_of(n=2))
         first, second = stream.request_id, stream.request_id + 1
         world.text([], started=[first], finished=[(first, FinishReason.STOP)])
-        for _ in range(MAX_RESENDS + 1):
-            world.requests.resend(Unknown(pack_i64([second])))
+        for _ in range(MAX_TIMES_UNKNOWN + 1):
+            world.requests.resume_unknown(Unknown(pack_i64([second])))
         assert stream.ended and world.requests.num_live == 0
         with pytest.raises(RequestError, match="was lost inside the server"):
             [batch async for batch in stream]
@@ -66,7 +66,7 @@ def test_reports_name_live_requests_and_their_route() -> None:
         started = first.request_id
         world.text([(started, "a", 0, 0, [1])], started=[started])
         world.text([], finished=[(started + 1, FinishReason.STOP)])
-        world.requests.resend(Unknown(pack_i64([second.request_id])))
+        world.requests.resume_unknown(Unknown(pack_i64([second.request_id])))
         world.unreachable = True
         world.requests.submit(PROMPT, spec_of())  # no worker has it yet
         accounts = {(role, index): account for role, index, account in world.requests.in_flight_reports()}
