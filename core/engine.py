@@ -346,7 +346,8 @@ class Engine:
 
     def expire(self, now_ns: int) -> StepMessages:
         """End requests past their deadline and drop retained requests past their TTL."""
-        self.retained.expire(now_ns)
+        if self.retained.kept:
+            self.retained.expire(now_ns)
         due = self.deadlines.due(now_ns) if self.deadlines.entries else []
         state = self.state
         if state is None:

@@ -79,19 +79,16 @@ class RetainedRequests:
         self._grace_ns = grace_ns
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._kept: OrderedDict[int, RetainedRequest] = OrderedDict()
+        self.kept: OrderedDict[int, RetainedRequest] = OrderedDict()
         """By the request's first id; earliest expiry first."""
         self._first_of: dict[int, int] = {}
         self._moved: OrderedDict[int, int] = OrderedDict()
         """Former first id -> newer first id of renamed requests."""
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     @property
     def is_awaited(self) -> bool:
         """True while a client disconnected before the end may reconnect."""
-        return any(kept.was_disconnected for kept in self._kept.values())
+        return any(kept.was_disconnected for kept in self.kept.values())
 
     def add(self, request: Request, now_ns: int) -> None:
         """Retain an ended request, if it is resumable."""
@@ -99,9 +96,9 @@ class RetainedRequests:
         if origin is None or self._grace_ns <= 0:
             return
         first = request.first_id
-        kept = self._kept.get(first)
+        kept = self.kept.get(first)
         if kept is None:
-            kept = self._kept[first] = RetainedRequest(origin, FIXED_BYTES + len(_encode(origin)))
+            kept = self.kept[first] = RetainedRequest(origin, FIXED_BYTES + len(_encode(origin)))
             self._num_bytes += kept.num_bytes
         kept.until_ns = now_ns + self._grace_ns
         kept.was_disconnected |= request.is_draining
@@ -109,13 +106,13 @@ class RetainedRequests:
         outputs = kept.outputs[request.request_id] = pack_i32(request.tokens[request.num_prompt :])
         self._num_bytes += len(outputs)
         self._first_of[request.request_id] = first
-        self._kept.move_to_end(first)
+        self.kept.move_to_end(first)
         while self._num_bytes > self._max_bytes:
-            self._drop(next(iter(self._kept)))
+            self._drop(next(iter(self.kept)))
 
     def find(self, first: int, key: bytes) -> RetainedRequest | None:
         """Return the request of this first id, after renames, if ``key`` matches its resume token."""
-        kept = self._kept.get(self.newest(first))
+        kept = self.kept.get(self.newest(first))
         return kept if kept is not None and _has_key(kept.admit, key) else None
 
     def is_claimed(self, request: Request, message: Resume) -> bool:
@@ -135,13 +132,13 @@ class RetainedRequests:
         former = self.newest(former)
         if former == first:
             return
-        kept = self._kept.pop(former)
+        kept = self.kept.pop(former)
         for request_id in kept.outputs:
             del self._first_of[request_id]
         kept.outputs = {request_id - former + first: outputs for request_id, outputs in kept.outputs.items()}
         spec = msgspec.structs.replace(kept.admit.spec, choice=0)
         kept.admit = msgspec.structs.replace(kept.admit, request_id=first, spec=spec)
-        self._kept[first] = kept
+        self.kept[first] = kept
         for request_id in kept.outputs:
             self._first_of[request_id] = first
         self._moved[former] = first
@@ -153,26 +150,23 @@ class RetainedRequests:
         first = self._first_of.pop(request_id, None)
         if first is None:
             return b""
-        kept = self._kept[first]
+        kept = self.kept[first]
         outputs = kept.outputs.pop(request_id)
         self._num_bytes -= len(outputs)
         if not kept.outputs:
             self._drop(first)
         return outputs
 
-    def expire(self, now_ns: int) -> int:
-        """Drop expired requests; return their number."""
-        num_dropped = 0
-        while self._kept:
-            first, kept = next(iter(self._kept.items()))
+    def expire(self, now_ns: int) -> None:
+        """Drop expired requests."""
+        while self.kept:
+            first, kept = next(iter(self.kept.items()))
             if kept.until_ns > now_ns:
-                break
+                return
             self._drop(first)
-            num_dropped += 1
-        return num_dropped
 
     def _drop(self, first: int) -> None:
-        kept = self._kept.pop(first)
+        kept = self.kept.pop(first)
         self._num_bytes -= kept.num_bytes
         for request_id in kept.outputs:
             del self._first_of[request_id]

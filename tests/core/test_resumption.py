@@ -182,7 +182,7 @@ def test_unclaimed_request_is_dropped_after_grace_period() -> None:
     assert resume(world, 1).admit is not None
     world.engine.expire(world.now + 6 * S)
     assert resume(world, 1).admit is None
-    assert len(world.engine.retained) == 0
+    assert len(world.engine.retained.kept) == 0
 
 
 def test_engine_is_needed_while_requests_are_retained() -> None:
@@ -190,7 +190,7 @@ def test_engine_is_needed_while_requests_are_retained() -> None:
     world.admit(1, PROMPT, ignore_eos=True, resume_token=CLAIM)
     assert world.engine.is_needed
     world.run()
-    assert len(world.engine.retained) == 1 and not world.engine.is_needed, (
+    assert len(world.engine.retained.kept) == 1 and not world.engine.is_needed, (
         "its client has received the ending"
     )
     world.admit(2, PROMPT, ignore_eos=True, resume_token=CLAIM)
@@ -230,7 +230,7 @@ def test_retention_is_bounded() -> None:
         world.admit(request_id, PROMPT, ignore_eos=True, resume_token=CLAIM)
     world.run()
     known = [request_id for request_id in range(1, 9) if resume(world, request_id).admit is not None]
-    assert 1 <= len(known) < 8 and len(known) == len(world.engine.retained)
+    assert 1 <= len(known) < 8 and len(known) == len(world.engine.retained.kept)
 
 
 def test_all_data_of_a_retained_request_counts() -> None:
