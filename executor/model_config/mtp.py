@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 from quintet.executor.model_config.hf_config import HfConfig
 from quintet.executor.model_config.registry import FAMILIES
-from quintet.executor.model_config.shape import MAX_LAYERS, PREDICTORS
+from quintet.executor.model_config.shape import FULL, MAX_LAYERS, PREDICTORS
 from quintet.executor.model_config.spec import DecoderSpec
 
 ARCHITECTURE = "MultiTokenPredictor"
@@ -43,8 +43,8 @@ class MtpNames:
     has_output_norm: bool = True
     hidden_first: bool = False
     """The hidden state is before the embedding in the projection's input."""
-    first_kind: bool = False
-    """The layer is as the model's first one; otherwise as its last one with attention."""
+    is_dense: bool = False
+    """The layer has the feed-forward of the model's first one; otherwise that of the last one with attention."""
 
     def of(self, index: int, num_layers: int) -> MtpNames:
         """Return complete names of a prediction layer. num_layers: of the model."""
@@ -90,8 +90,9 @@ MTP_NAMES: dict[str, MtpNames] = {
         *("model.mtp_block.{index}", "model.mtp_emb_norm.{index}", "model.mtp_hidden_norm.{index}"),
         *("model.mtp_linear_proj.{index}",),
         output_norm=None,
-        first_kind=True,
+        is_dense=True,
     ),
+    "ExaoneMoeForCausalLM": replace(_QWEN, is_dense=True),
     "Qwen3NextForCausalLM": _QWEN,
     "Qwen3_5ForCausalLM": _QWEN,
     "Qwen3_5MoeForCausalLM": _QWEN,
@@ -148,10 +149,13 @@ def read_mtp(hf_config: HfConfig) -> MtpSpec:
     known = MTP_NAMES[architecture]
     count = hf_config.whole((NUM_LAYERS, *PREDICTORS), 0, MAX_LAYERS, 1) or 1
     parts = tuple(known.of(index, len(spec.layers)) for index in range(count))
-    like = (
-        spec.layers[:1] if known.first_kind else [each for each in spec.layers if each.attention is not None]
-    )
+    kinds = hf_config.values.get("mtp_layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(each != FULL for each in kinds)):
+        raise hf_config.wrong("mtp_layer_types", f"a list of {FULL}")
+    layer = [each for each in spec.layers if each.attention is not None][-1]
+    if known.is_dense:
+        layer = replace(layer, mlp=spec.layers[0].mlp)
     values = {field.name: getattr(spec, field.name) for field in fields(DecoderSpec)}
     names = replace(spec.names, layer=parts[0].layer)
-    changed = {"layers": count * (like[-1],), "names": names}
+    changed = {"layers": count * (layer,), "names": names}
     return MtpSpec(**(values | changed), parts=parts, aux_layers=(len(spec.layers),))

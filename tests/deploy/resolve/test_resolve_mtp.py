@@ -100,6 +100,10 @@ def test_experts_of_the_layer_have_a_layout_of_their_own(tmp_path: Path) -> None
     ("changes", "message"),
     [
         ({}, "mtp is not supported for LlamaForCausalLM, only for DeepseekV3ForCausalLM"),
+        (
+            {"architectures": ["ExaoneMoeForCausalLM"], "mtp_layer_types": ["sliding_attention"]},
+            r"mtp_layer_types is \['sliding_attention'\]; it must be a list of full_attention",
+        ),
         (MIMO, r"has no tensors model\.mtp_layers\.0\.input_proj\.\* of a multi-token prediction layer"),
     ],
 )

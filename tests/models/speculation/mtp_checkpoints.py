@@ -105,6 +105,13 @@ KINDS = {
         ),
         hf_config={"num_nextn_predict_layers": 1},
     ),
+    "k-exaone": Kind(
+        "ExaoneMoeConfig",
+        {"num_experts": 12, "moe_intermediate_size": 40, "sliding_window": 11, "sliding_window_pattern": 3},
+        replace(QWEN, norm_offset=0.0),
+        alone={"layer_types": ["full_attention"], "mlp_layer_types": ["dense"]},
+        hf_config={"mtp_layer_types": ["full_attention"], "num_nextn_predict_layers": 1},
+    ),
     "qwen3 next": Kind(
         "Qwen3NextConfig",
         {**QWEN_NEXT, "num_hidden_layers": 4},

@@ -335,7 +335,7 @@ def test_any_request_in_any_schedule_with_states_or_windows(
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("kind", ["mimo", "deepseek v3", "qwen3 next"])
+@pytest.mark.parametrize("kind", ["mimo", "deepseek v3", "k-exaone", "qwen3 next"])
 def test_any_request_in_any_schedule_with_a_prediction_layer(kind: str, seed: int, tmp_path: Path) -> None:
     write(kind, tmp_path)
     check_folder(tmp_path, "mtp", seed)
