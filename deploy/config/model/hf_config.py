@@ -287,10 +287,11 @@ def _architecture(config: Json, path: Path) -> str:
 
 
 def _is_wrapper(name: object, architecture: str) -> bool:
-    """Return whether a class is a known architecture in a training wrapper, as ``FSDPLlamaForCausalLM``, or without its output
-    layer, as ``MistralModel``."""
+    """Return whether a class is a known architecture in a training wrapper, as ``FSDPLlamaForCausalLM``, without its output
+    layer, as ``MistralModel``, or in other letters, as ``ExaoneMoEForCausalLM``."""
     base = f"{architecture.removesuffix('ForCausalLM')}Model"
-    return isinstance(name, str) and (name.endswith(architecture) or name == base) and is_known(architecture)
+    is_like = isinstance(name, str) and (name.lower().endswith(architecture.lower()) or name == base)
+    return is_like and is_known(architecture)
 
 
 _DTYPE_NAMES: dict[Dtype, tuple[str, ...]] = {

@@ -387,6 +387,7 @@ def test_config_without_architectures_is_completed(tmp_path: Path, listed: list[
         (["LlamaModel", "LlamaForCausalLM"], "LlamaForCausalLM"),
         (["FSDPLlamaForCausalLM"], "LlamaForCausalLM"),
         (["UnseenForCausalLM"], "UnseenForCausalLM"),
+        (["LlaMaForCausalLM"], "LlamaForCausalLM"),
     ],
 )
 def test_a_known_architecture_is_preferred(tmp_path: Path, listed: list[str], name: str) -> None:
