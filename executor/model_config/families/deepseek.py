@@ -266,6 +266,11 @@ def dots1(hf_config: HfConfig) -> DecoderSpec:
 
 def exaone(hf_config: HfConfig) -> DecoderSpec:
     """K-EXAONE: EXAONE 4's attention, norms before blocks, experts in all but the first layer."""
+    limits = hf_config.values.get("swiglu_limits")
+    if limits is not None and (not isinstance(limits, list) or any(limits)):
+        raise hf_config.wrong(
+            "swiglu_limits", "zeros: limits of gates, as in K-EXAONE 2.0, are not supported"
+        )
     norm = rms(hf_config, 1e-5)
     experts = sigmoid_experts(hf_config, experts=64, chosen=8, width=1024, scale=2.5)
     mlps = dense_then(hf_config, experts, 1)

@@ -481,6 +481,10 @@ def test_missing_dimensions_are_derived(tmp_path: Path) -> None:
             },
             "layer_types is ['full_attention']; it must be a list of 2 words",
         ),
+        (
+            {"architectures": ["ExaoneMoeForCausalLM"], "swiglu_limits": [0.0, 7.0]},
+            "swiglu_limits is [0.0, 7.0]; it must be zeros",
+        ),
         ({"architectures": ["OurForCausalLM"], "num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"dtype": "complex64"}, "dtype is 'complex64'"),
     ],
