@@ -2,12 +2,12 @@
 
 EAGLE draft heads: one layer over the hidden states of the served model (Li et al., "EAGLE", 2024, and "EAGLE-3", 2025).
 
-Two formats of the ``config.json`` of EAGLE-3 exist: that of the authors, and that of the library ``speculators``, with the
-layer's values in ``transformer_layer_config``. `eagle3_hf_config` converts both into one config.
+Two formats of the ``config.json`` exist: that of the authors, and that of the library ``speculators``, with the layer's values in
+``transformer_layer_config``. `eagle3_hf_config` and `eagle_hf_config` convert both into one config.
 
 A head of EAGLE or EAGLE-2 is a decoder layer like one for multi-token prediction, without norms around it. Its
-embedding and output layer are the served model's; copies of them in a checkpoint are not read. `eagle_hf_config` converts the
-authors' format, and that of vLLM with the layer's values in ``model``.
+embedding and output layer are the served model's; copies of them in a checkpoint are not read. `eagle_hf_config` also converts
+the format of vLLM with the layer's values in ``model``.
 
 Medusa heads (Cai et al., "Medusa: simple LLM inference acceleration framework with multiple decoding heads", 2024).
 
@@ -48,10 +48,16 @@ EAGLE, EAGLE_3, MEDUSA = "EagleSpeculator", "Eagle3Speculator", "MedusaHeads"
 """Architectures."""
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _LAYER_KEYS = "transformer_layer_config"
+_LAYER_CLASSES = ("LlamaDecoderLayer", "Qwen2DecoderLayer")
+"""Classes of a head's layer in configs of the library."""
 _OWN_EMBEDDING, _TOKEN_MAP, _LAYER_NAME = "own_embedding", "token_map", "layer_name"
 _FC_BIAS, _QKV_BIAS = "fc_bias", "qkv_bias"
 """Keys of the converted config: whether the checkpoint has these tensors, and its name of the layer."""
-_EAGLE_NAMES = MtpNames("model.layers.0", None, None, "model.fc", output_norm=None, has_output_norm=False)
+_EAGLE_NAMES = {
+    layer: MtpNames(f"model.{layer}", None, None, f"model.{fc}", output_norm=None, has_output_norm=False)
+    for layer, fc in (("layers.0", "fc"), ("transformer", "fusion_fc"))
+}
+"""By name of the layer: of the authors, and of the library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +87,28 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 def eagle_hf_config(config: Mapping[str, Any], tensors: Collection[str], num_layers: int) -> dict[str, Any]:
     """Return the config of a head of EAGLE or EAGLE-2. tensors: names in its checkpoint. num_layers: of the served model."""
     names = {name.removeprefix("model.") for name in tensors}
-    nested = config.get("model")
+    is_of_library = _LAYER_KEYS in config
+    nested = config.get(_LAYER_KEYS if is_of_library else "model")
+    layer, fc = ("transformer", "fusion_fc") if is_of_library else ("layers.0", "fc")
     return {
         **(nested if isinstance(nested, dict) else {}),
         **{key: value for key, value in config.items() if value is not None},
+        **({LAYERS[0]: 1} if is_of_library else {}),  # may be that of the served model
         "architectures": [EAGLE],
         AUX_LAYERS: [num_layers],
-        _FC_BIAS: "fc.bias" in names,
-        _QKV_BIAS: "layers.0.self_attn.q_proj.bias" in names,
+        _LAYER_NAME: layer,
+        _FC_BIAS: f"{fc}.bias" in names,
+        _QKV_BIAS: f"{layer}.self_attn.q_proj.bias" in names,
     }
 
 
 def read_eagle(hf_config: HfConfig) -> MtpSpec:
     """Return the spec of a config that `eagle_hf_config` converted. Raises `ConfigError`."""
-    if _LAYER_KEYS in hf_config.values:
-        raise hf_config.wrong(_LAYER_KEYS, "absent: only the format of EAGLE's authors is supported")
     _check_layers(hf_config)
-    if hf_config.flag("add_para_norm", False):
-        raise hf_config.wrong("add_para_norm", "false: this variant of EAGLE is not supported")
+    for key in ("add_para_norm", "layernorms"):
+        if hf_config.flag(key, False):
+            raise hf_config.wrong(key, "false: this variant of EAGLE is not supported")
+    hf_config.word("transformer_layer_architecture", _LAYER_CLASSES, _LAYER_CLASSES[0])
     if hf_config.values.get("truncated_vocab_size") not in (None, hf_config.values.get("vocab_size")):
         raise hf_config.wrong("truncated_vocab_size", "equal to vocab_size")
     layer = LayerSpec(
@@ -106,10 +116,11 @@ def read_eagle(hf_config: HfConfig) -> MtpSpec:
         mlp=gated(hf_config),
         mlp_norms=Norms(before=rms(hf_config)),
     )
-    spec = decoder(hf_config, (layer,), None, names=Names(layer=_EAGLE_NAMES.layer))
+    parts = _EAGLE_NAMES[hf_config.word(_LAYER_NAME, tuple(_EAGLE_NAMES), "layers.0")]
+    spec = decoder(hf_config, (layer,), None, names=Names(layer=parts.layer))
     return MtpSpec(
         **{field.name: getattr(spec, field.name) for field in fields(spec)},
-        parts=(_EAGLE_NAMES,),
+        parts=(parts,),
         projection_bias=hf_config.flag(_FC_BIAS, False),
         aux_layers=_aux_layers(hf_config),
     )

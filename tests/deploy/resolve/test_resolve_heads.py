@@ -82,7 +82,8 @@ def test_pickled_head_is_read_after_its_conversion(folder: Path) -> None:
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2; it must be 1"),
         ({"add_para_norm": True}, "add_para_norm is True"),
         ({"truncated_vocab_size": 50}, "truncated_vocab_size is 50; it must be equal to vocab_size"),
-        ({"transformer_layer_config": {}}, "only the format of EAGLE's authors is supported"),
+        ({"layernorms": True}, "layernorms is True"),
+        ({"transformer_layer_architecture": "Qwen3DecoderLayer"}, "transformer_layer_architecture is 'Qwen3"),
     ],
 )
 def test_eagle_head_of_another_model_is_refused_by_name(

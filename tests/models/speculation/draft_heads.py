@@ -167,16 +167,24 @@ def eagle3_drafts(head: Head, target: Any, tokens: list[int], count: int) -> lis
     return drafts
 
 
-def eagle_head(*, biased: bool = False, of_vllm: bool = False) -> Head:
-    """Return a head of EAGLE, in the format of its authors or of vLLM. The copy of the embedding is not read."""
+def eagle_head(*, biased: bool = False, of_vllm: bool = False, speculators: bool = False) -> Head:
+    """Return a head of EAGLE, in the format of its authors, of vLLM or of the library.
+
+    The copy of the embedding is not read. The library's config of the layer may have the layers of the served model.
+    """
     torch.manual_seed(4)
-    shapes = layer_shapes("layers.0", HIDDEN) | {"fc": (HIDDEN, 2 * HIDDEN)}
-    tensors = random_tensors(shapes, **{"layers.0.post_attention_layernorm": HIDDEN})
+    layer, fc = ("transformer", "fusion_fc") if speculators else ("layers.0", "fc")
+    shapes = layer_shapes(layer, HIDDEN) | {fc: (HIDDEN, 2 * HIDDEN)}
+    tensors = random_tensors(shapes, **{f"{layer}.post_attention_layernorm": HIDDEN})
     tensors["embed_tokens.weight"] = torch.zeros(VOCAB, HIDDEN)
     if biased:
-        for name in ("fc", *(f"layers.0.self_attn.{each}_proj" for each in "qkv")):
+        for name in (fc, *(f"{layer}.self_attn.{each}_proj" for each in "qkv")):
             tensors[f"{name}.bias"] = 0.1 * torch.randn(len(tensors[f"{name}.weight"]))
     config = {"architectures": ["LlamaForCausalLM"], **LAYER}
+    if speculators:
+        flags = {"layernorms": False, "fusion_bias": biased}
+        config = {"speculators_model_type": "eagle", "architectures": ["EagleSpeculator"], **flags}
+        config["transformer_layer_config"] = LAYER | {"num_hidden_layers": 3}
     if of_vllm:
         config = {"architectures": ["EAGLEModel"], "model_type": "eagle", "model": LAYER}
     return Head("eagle", config, tensors, eagle_drafts)
@@ -184,13 +192,15 @@ def eagle_head(*, biased: bool = False, of_vllm: bool = False) -> Head:
 
 def eagle_drafts(head: Head, target: Any, tokens: list[int], count: int) -> list[int]:
     """Return drafts of a head of EAGLE."""
-    w, layer = head.tensors, part_of(head.tensors, "layers.0.")
+    w = head.tensors
+    layer, fc = part_of(w, "layers.0."), part_of(w, "fc.") or part_of(w, "fusion_fc.")
+    layer = layer or part_of(w, "transformer.")
     known = target.model(torch.tensor([tokens])).last_hidden_state[0]
     features = torch.cat((torch.zeros(1, HIDDEN), known[:-1]))
     drafts: list[int] = []
     for _ in range(count):
         token = target.get_input_embeddings()(torch.tensor(tokens + drafts))
-        x = linear(torch.cat((token, features), dim=1), w["fc.weight"], w.get("fc.bias"))
+        x = linear(torch.cat((token, features), dim=1), fc["weight"], fc.get("bias"))
         hidden = fed_forward(layer, x + attended(layer, x))
         drafts.append(int(target.lm_head(hidden[-1]).argmax()))
         features = torch.cat((features, hidden[-1:]))

@@ -30,6 +30,8 @@ EAGLE3: dict[str, dict[str, Any]] = {
 HEADS: dict[str, Callable[[], Head]] = {
     "eagle": eagle_head,
     "eagle of vllm, biases": lambda: eagle_head(biased=True, of_vllm=True),
+    "eagle of speculators": lambda: eagle_head(speculators=True),
+    "eagle of speculators, biases": lambda: eagle_head(biased=True, speculators=True),
     "medusa": medusa_heads,
     "medusa of vllm": lambda: medusa_heads(of_vllm=True),
     **{f"eagle3, {name}": lambda flags=flags: eagle3_head(**flags) for name, flags in EAGLE3.items()},
