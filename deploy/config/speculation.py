@@ -53,27 +53,10 @@ NGRAM_MODELS = ("ngram", "[ngram]")
 """Values of ``model`` with which older vLLM versions meant the method ``ngram``."""
 
 NO_EFFECT = {
-    *(
-        "attention_backend",
-        "disable_by_batch_size",
-        "disable_log_stats",
-        "disable_logprobs",
-        "disable_mqa_scorer",
-    ),
-    *(
-        "disable_padded_drafter_batch",
-        "draft_load_config",
-        "draft_sample_method",
-        "draft_tensor_parallel_size",
-    ),
-    *(
-        "enforce_eager",
-        "kv_cache_dtype",
-        "max_model_len",
-        "moe_backend",
-        "num_speculative_tokens_per_batch_size",
-    ),
-    *("tensor_parallel_size", "use_local_argmax_reduction"),
+    *("attention_backend", "disable_by_batch_size", "disable_log_stats", "disable_logprobs"),
+    *("disable_mqa_scorer", "disable_padded_drafter_batch", "draft_load_config", "draft_sample_method"),
+    *("draft_tensor_parallel_size", "enforce_eager", "kv_cache_dtype", "max_model_len", "moe_backend"),
+    *("num_speculative_tokens_per_batch_size", "tensor_parallel_size", "use_local_argmax_reduction"),
 }
 """Keys of vLLM that change its speed or memory, not outputs. They have no effect here."""
 

@@ -44,22 +44,10 @@ _ROWS_OF = 1 << 20
 ALIGNMENT = gguf.GGUF_DEFAULT_ALIGNMENT
 _FLOATS = ("BF16", "F16", "F32")
 _REALS = (
-    *(
-        "attn_factor",
-        "attn_logit_softcapping",
-        "clamp_kqv",
-        "embedding_scale",
-        "expert_weights_scale",
-        "factor",
-    ),
-    *(
-        "final_logit_softcapping",
-        "freq_base",
-        "freq_base_swa",
-        "layer_norm_epsilon",
-        "layer_norm_rms_epsilon",
-    ),
-    *("logit_scale", "max_alibi_bias", "residual_scale", "scale", "yarn_log_multiplier"),
+    *("attn_factor", "attn_logit_softcapping", "clamp_kqv", "embedding_scale", "expert_weights_scale"),
+    *("factor", "final_logit_softcapping", "freq_base", "freq_base_swa", "layer_norm_epsilon"),
+    *("layer_norm_rms_epsilon", "logit_scale", "max_alibi_bias", "residual_scale", "scale"),
+    *("yarn_log_multiplier",),
 )
 """Suffixes of float keys; readers refuse an integer type, though configs may have 12 for 12.0."""
 
