@@ -207,7 +207,7 @@ def _mtp_head(options: Options, target: ModelFacts) -> Head:
     if options.load_format == "auto":
         if has_stacked_experts(target.path, spec):
             hf_config = with_value(hf_config, STACKED_EXPERTS, True)
-        weights = read_weight_facts(target.path)
+        weights = read_weight_facts(target.path, [each.layer for each in spec.parts])
         num_layers = spec.num_found(weights.contents, num_layers)
         if not num_layers:
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,19 +31,22 @@ class WeightFacts:
     """Tensor name -> header entry; empty for pickled files."""
 
 
-def read_weight_facts(folder: Path) -> WeightFacts:
+def read_weight_facts(folder: Path, predictors: Sequence[str] = ()) -> WeightFacts:
     """Sum the tensor sizes of a folder, or of a GGUF file, from headers.
 
+    predictors: names of multi-token prediction layers, of which a GGUF file's tensors are read instead of the model's.
     Raises `ConfigError` with the name of a missing shard, or of a file with an invalid header.
     """
     if is_gguf(folder):  # imported only here: numpy starts threads, after which the supervisor must not fork
-        from quintet.executor.checkpoints.gguf.hf_config import loaded_tensors
+        from quintet.executor.checkpoints.gguf.hf_config import loaded_tensors, predictor_tensors
         from quintet.executor.checkpoints.gguf.parts import read_parts
 
+        parts = read_parts(folder)
+        tensors = predictor_tensors(parts, predictors) if predictors else loaded_tensors(parts)
         return facts_of(
             {
                 name: Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
-                for name, tensor in loaded_tensors(read_parts(folder))
+                for name, tensor in tensors
             }
         )
     paths = checkpoint_files(folder)

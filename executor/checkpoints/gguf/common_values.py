@@ -53,6 +53,7 @@ KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "num_hidden_layers": "block_count",
     "num_key_value_heads": "attention.head_count_kv",
+    "num_nextn_predict_layers": "nextn_predict_layers",
     "num_local_experts": "expert_count",
     "partial_rotary_factor": "rope.dimension_count",
     "q_lora_rank": "attention.q_lora_rank",
@@ -79,6 +80,7 @@ def common(metadata: GgufMetadata) -> Values:
         "hidden_size": hidden,
         "intermediate_size": metadata.get("feed_forward_length"),
         "num_hidden_layers": num_layers(metadata),
+        "num_nextn_predict_layers": metadata.get("nextn_predict_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
         "head_dim": dim,
@@ -105,7 +107,7 @@ def num_layers(metadata: GgufMetadata) -> int:
 
 
 def is_in_later_layer(name: str, num_layers: int) -> bool:
-    """Return True for a tensor of a layer after these, which are for next-token prediction and are not read."""
+    """Return True for a tensor of a layer after these, which are for next-token prediction."""
     layer = name.removeprefix("blk.").partition(".")[0] if name.startswith("blk.") else ""
     return layer.isdecimal() and int(layer) >= num_layers
 

@@ -11,6 +11,7 @@ convolutions, the gated delta rule.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,12 +32,14 @@ from quintet.executor.checkpoints.gguf.tensor_recipes import (
     unpaired,
 )
 from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.mtp import MtpNames, MtpSpec
 from quintet.executor.model_config.spec import (
     AttentionSpec,
     DecoderSpec,
     LatentSpec,
     LayerSpec,
     MlpSpec,
+    NormSpec,
     ParallelMixerSpec,
     QkNormOver,
     StateSpec,
@@ -72,8 +75,15 @@ def _add_latent(found: TensorMap, spec: LatentSpec) -> None:
 def recipes_of(
     spec: DecoderSpec, tensors: Mapping[str, Tensor], architecture: Architecture
 ) -> dict[str, Recipe]:
-    """Return the recipe of each tensor that the file has."""
+    """Return the recipe of each tensor that the file has. spec: of a model, or of its multi-token prediction layers."""
     found, names = TensorMap(tensors, spec.names), spec.names
+    if isinstance(spec, MtpSpec):
+        (first,) = spec.aux_layers
+        for number, (parts, layer) in enumerate(zip(spec.parts, spec.layers, strict=True), first):
+            _add_predictor(found, parts, spec.final_norm, number)
+            inside = replace(found, names=replace(names, layer=parts.layer), layer=number)
+            _add_layer(inside, layer, architecture)
+        return {name: scaled(recipe, tensors) for name, recipe in found.recipes.items()}
     found.module(names.embedding, "token_embd")
     found.module(names.positions, "position_embd")
     found.norm(names.embedding_norm, "token_embd_norm", spec.embedding_norm)
@@ -83,6 +93,17 @@ def recipes_of(
     for index, layer in enumerate(spec.layers):
         _add_layer(found.in_layer(index), layer, architecture)
     return {name: scaled(recipe, tensors) for name, recipe in found.recipes.items()}
+
+
+def _add_predictor(found: TensorMap, parts: MtpNames, norm: NormSpec | None, number: int) -> None:
+    """Add the recipes around a multi-token prediction layer, which is layer ``number`` of the file."""
+    nextn = f"blk.{number}.nextn"
+    last = f"blk.{number}.layer_output_norm"  # in files of Ling 2
+    theirs = f"{nextn}.enorm", f"{nextn}.hnorm", last if found.has(last) else f"{nextn}.shared_head_norm"
+    for ours, each in zip((parts.token_norm, parts.hidden_norm, parts.output_norm), theirs, strict=True):
+        if ours is not None:
+            found.norm(ours, each, norm)
+    found.module(parts.projection, f"{nextn}.eh_proj")
 
 
 def _add_layer(found: TensorMap, layer: LayerSpec, architecture: Architecture) -> None:

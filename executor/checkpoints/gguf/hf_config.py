@@ -8,7 +8,7 @@ The readers of `quintet.executor.model_config` check the values as for any other
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from quintet.executor.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
 from quintet.executor.checkpoints.gguf.common_values import KEYS, is_in_later_layer, num_layers
@@ -64,6 +64,16 @@ def loaded_tensors(parts: GgufParts) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the served model: without layers for next-token prediction."""
     count = num_layers(GgufMetadata.of(parts))
     return ((name, tensor) for name, tensor in parts.tensors() if not is_in_later_layer(name, count))
+
+
+def predictor_tensors(parts: GgufParts, layers: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of layers for next-token prediction. Their names begin with those of ``layers``, in order."""
+    first = num_layers(GgufMetadata.of(parts))
+    for name, tensor in parts.tensors():
+        if is_in_later_layer(name, first):
+            _, number, rest = name.split(".", 2)
+            rest = rest.removeprefix("nextn.").replace("shared_head_", "shared_head.")
+            yield from ((f"{each}.{rest}", tensor) for each in layers[int(number) - first :][:1])
 
 
 def architecture_of(metadata: GgufMetadata) -> Architecture:

@@ -20,7 +20,9 @@ from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, TensorRows,
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.mapped import read_only_tensor
+from quintet.executor.model_config.draft_heads import DRAFT_HEADS
 from quintet.executor.model_config.hf_config import hf_config_of
+from quintet.executor.model_config.mtp import MtpSpec
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.spec import DecoderSpec
 from quintet.wire.config import ModelConfig
@@ -44,12 +46,14 @@ ReadBlocks = Callable[[torch.Tensor, GgmlType, torch.Tensor], None]
 def open_gguf(path: Path, model: ModelConfig, dtype: torch.dtype, read: ReadBlocks) -> list[GgufFile]:
     """Open the files of a model. ``read`` dequantizes to ``dtype``; other tensors keep their format."""
     parts = read_parts(path)
-    metadata, spec = GgufMetadata.of(parts), FAMILIES[model.architecture].read(hf_config_of(model))
+    family = FAMILIES.get(model.architecture) or DRAFT_HEADS[model.architecture]
+    metadata, spec = GgufMetadata.of(parts), family.read(hf_config_of(model))
     assert isinstance(spec, DecoderSpec), spec
     recipes = recipes_of(spec, metadata.tensors, architecture_of(metadata))
     maps = {header.path: _Mapped(header) for header in parts.headers}
     owners = {name: maps[header.path] for header in parts.headers for name in header.tensors}
-    return [GgufFile(header, recipes, owners, len(spec.layers), dtype, read) for header in parts.headers]
+    num_layers = 0 if isinstance(spec, MtpSpec) else len(spec.layers)
+    return [GgufFile(header, recipes, owners, num_layers, dtype, read) for header in parts.headers]
 
 
 class _Mapped:
@@ -196,6 +200,6 @@ def _of_blocks(blocks: torch.Tensor, tensor: Tensor, dtype: torch.dtype, read: R
 
 
 def _is_unneeded(name: str, num_layers: int) -> bool:
-    """Return True if a tensor belongs to the config, or to a next-token-prediction layer after the last layer."""
+    """Return True if a tensor belongs to the config, or to a layer after these, as those for next-token prediction."""
     is_read_by_config = any(fnmatchcase(name, pattern) for pattern in _READ_BY_HF_CONFIG)
     return is_read_by_config or is_in_later_layer(name, num_layers)

@@ -11,7 +11,7 @@ from tests.models.equality import few_blocks, load, with_blocks
 from tests.models.small_models import prompts_of
 from tests.models.speculation.draft_heads import record_drafts
 from tests.models.speculation.longest_drafts import drafting
-from tests.models.speculation.mtp_checkpoints import KINDS, write
+from tests.models.speculation.mtp_checkpoints import KINDS, Reference, write
 from tests.models.speculation.test_bits import PARAMS, run
 from tests.models.test_engine import CoreAndWorker, changed, without_prefix_cache
 
@@ -24,8 +24,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=30, seed=0, ignore_eos=True)
 
 @pytest.mark.parametrize("name", KINDS)
 def test_drafts_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
-    reference = write(name, tmp_path)
-    loaded = load(tmp_path, speculative_config=FLAG)
+    check_drafts(write(name, tmp_path), tmp_path)
+
+
+def check_drafts(reference: Reference, path: Path) -> None:
+    """Compare drafts of a folder or GGUF file."""
+    loaded = load(path, speculative_config=FLAG)
     worker = drafting(loaded.worker)
     found = record_drafts(worker)
     driver = CoreAndWorker(changed(loaded.config, max_num_batched_tokens=40), worker)

@@ -47,7 +47,7 @@ def _spec(hf_config: dict[str, object], path: Path) -> object:
 
 
 def _comparable(spec: DecoderSpec) -> DecoderSpec:
-    """Remove settings that a file has in another form.
+    """Remove settings that a file has in another form, and the names of unread tensors.
 
     Factors of Falcon-H1 are folded into matrices. Curves of Apertus' activations are tensors in a folder. Files may name
     a window of at least the context length, which no layer uses.
@@ -67,7 +67,7 @@ def _comparable(spec: DecoderSpec) -> DecoderSpec:
             mlp = replace(mlp, curve=None)
             mlp = replace(mlp, gate_multiplier=1.0, down_multiplier=1.0) if folds else mlp
         layers.append(replace(layer, mixer=mixer, mlp=mlp))
-    spec = replace(spec, layers=tuple(layers))
+    spec = replace(spec, layers=tuple(layers), names=replace(spec.names, ignored=()))
     return replace(spec, embedding_scale=1.0, logit_scale=1.0) if folds else spec
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gguf
@@ -18,6 +18,9 @@ import torch
 from quintet.executor.checkpoints.gguf.writing.conversions import Arrange, converted
 from quintet.executor.checkpoints.gguf.writing.hf_config import Config, head_dim, rope_of
 from quintet.executor.model_config import registry
+from quintet.executor.model_config.hf_config import HfConfig
+from quintet.executor.model_config.mtp import MTP_NAMES, SERVED, MtpNames, read_mtp
+from quintet.executor.model_config.spec import DecoderSpec
 
 Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -120,22 +123,55 @@ def model_type_of(architecture: str) -> str | None:
     )
 
 
-def laid_out(config: Config, arch: str, sources: Sequence[str]) -> Iterator[FileTensor]:
-    """Yield the file's tensors, in the folder's order. Raises `HasNoPlace`."""
-    names = gguf.get_tensor_name_map(_arch_of(arch), config["num_hidden_layers"])
+def read_tensors(
+    config: HfConfig, arch: str, sources: Collection[str]
+) -> tuple[list[str], tuple[MtpNames, ...]]:
+    """Return the tensors of a folder that a model reads, and the names of its multi-token prediction layers.
+
+    Those layers are included if the architecture has tensors for them.
+    """
+    name = config.values["architectures"][0]
+    spec = registry.FAMILIES[name].read(config)
+    assert isinstance(spec, DecoderSpec), spec
+    read, predictors = set(spec.names.without_ignored(sources)), tuple[MtpNames, ...]()
+    if name in MTP_NAMES and gguf.MODEL_TENSOR.NEXTN_EH_PROJ in gguf.MODEL_TENSORS[_arch_of(arch)]:
+        mtp = read_mtp(replace(config, values={**config.values, SERVED: name}))
+        predictors = mtp.parts[: mtp.num_found(sources, len(mtp.parts))]
+        read.update(each for each in sources if _in_predictor(each, predictors, len(spec.layers)))
+    return [each for each in sources if each in read], predictors
+
+
+def _in_predictor(name: str, predictors: Sequence[MtpNames], num_layers: int) -> str | None:
+    """Return DeepSeek's name of a tensor of a multi-token prediction layer; None for other tensors."""
+    for number, each in enumerate(predictors, num_layers):
+        usual = MtpNames().of(number - num_layers, num_layers)
+        for part in ("layer", "token_norm", "hidden_norm", "projection", "output_norm"):
+            own = getattr(each, part)
+            if own is not None and name.startswith(f"{own}."):
+                return f"{getattr(usual, part)}{name.removeprefix(own)}"
+    return None
+
+
+def laid_out(
+    config: Config, arch: str, sources: Sequence[str], predictors: Sequence[MtpNames]
+) -> Iterator[FileTensor]:
+    """Yield the file's tensors, in the folder's order. Raises `HasNoPlace`. sources, predictors: see `read_tensors`."""
+    num_layers = config["num_hidden_layers"]
+    names = gguf.get_tensor_name_map(_arch_of(arch), num_layers + len(predictors))
     yield from _of_rope(config)
     stacks: dict[str, dict[int, str]] = {}
-    for name in sources:
+    for source in sources:
+        name = _in_predictor(source, predictors, num_layers) or source
         expert, head = _EXPERT.fullmatch(name), _HEAD_NORM.fullmatch(name)
         if expert is not None:
-            stacks.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = name
+            stacks.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = source
         elif head is not None:
-            stacks.setdefault(f"{head[1]}.weight", {})[int(head[2])] = name
+            stacks.setdefault(f"{head[1]}.weight", {})[int(head[2])] = source
         elif not name.endswith((*_BUFFERS, *CURVES)) and not (
             name == "lm_head.weight" and config.get("tie_word_embeddings")
         ):
             for spelled, arrange in converted(name, config, arch):
-                yield FileTensor(renamed(names, spelled), (name,), _alone(arrange))
+                yield FileTensor(renamed(names, spelled), (source,), _alone(arrange))
     for name, parts in stacks.items():
         sources_of = tuple(parts[each] for each in sorted(parts))
         yield FileTensor(_of_experts(name) or renamed(names, name), sources_of, _stacked)

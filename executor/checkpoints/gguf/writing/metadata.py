@@ -10,6 +10,7 @@ from typing import Any
 from quintet.executor.checkpoints.gguf.writing.attention_metadata import ATTENTION, LATENT, dimensions
 from quintet.executor.checkpoints.gguf.writing.hf_config import Config, either, head_dim, kv_heads_of, rope_of
 from quintet.executor.checkpoints.gguf.writing.state_metadata import STATES
+from quintet.executor.model_config.mtp import NUM_LAYERS
 
 
 def metadata_of(config: Config, arch: str) -> Config:
@@ -17,7 +18,8 @@ def metadata_of(config: Config, arch: str) -> Config:
     hidden = config["hidden_size"]
     rope, theta = rope_of(config), config.get("rope_theta")
     found = {
-        "block_count": config["num_hidden_layers"],
+        "block_count": config["num_hidden_layers"] + config.get(NUM_LAYERS, 0),
+        "nextn_predict_layers": config.get(NUM_LAYERS) or None,
         "context_length": config.get("max_position_embeddings", 2048),
         "embedding_length": hidden,
         "feed_forward_length": config.get("intermediate_size") or 4 * hidden,

@@ -29,11 +29,14 @@ from quintet.executor.checkpoints.gguf.writing.layout import (
     HasNoPlace,
     architecture_of,
     laid_out,
+    read_tensors,
 )
 from quintet.executor.checkpoints.gguf.writing.metadata import metadata_of
 from quintet.executor.checkpoints.gguf.writing.type_mixes import Mix, Model, type_of
 from quintet.executor.checkpoints.weights.load import open_files
 from quintet.executor.checkpoints.weights.mapped import DTYPES, WeightFile
+from quintet.executor.model_config.hf_config import HfConfig
+from quintet.executor.model_config.mtp import NUM_LAYERS
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import read_json
 
@@ -100,7 +103,8 @@ def plan_of(folder: Path, mix: Mix, hf_config: Config | None = None) -> GgufPlan
 
     Raises `ConfigError` for a model that GGUF or this writer cannot express.
     """
-    config = usual(read_json(folder / "config.json") if hf_config is None else hf_config)
+    given = read_json(folder / "config.json") if hf_config is None else hf_config
+    config = usual(given)
     arch = architecture_of(config)
     if arch is None:
         raise ConfigError(
@@ -115,7 +119,9 @@ def plan_of(folder: Path, mix: Mix, hf_config: Config | None = None) -> GgufPlan
                 " required: use the unquantized checkpoint"
             )
     try:
-        laid = list(laid_out(config, arch, list(files)))
+        sources, predictors = read_tensors(HfConfig(given, str(folder / "config.json")), arch, files)
+        config[NUM_LAYERS] = len(predictors)
+        laid = list(laid_out(config, arch, sources, predictors))
         metadata = metadata_of(config, arch)
     except HasNoPlace as error:
         raise ConfigError(
