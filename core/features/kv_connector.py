@@ -20,7 +20,6 @@ from dataclasses import replace
 from quintet.core.block_keys import digests_of, keys_after, match_after
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.groups import GroupBlocks
-from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefix import AnyOf, reach, run_of
 from quintet.core.kv.tier import Tier, Wanted
 from quintet.core.recurrent_state import last_checkpoint
@@ -100,14 +99,16 @@ def _ask(state: SchedulerState, tier: Tier, request: Request) -> bool:
 
 def offer(state: SchedulerState, request: Request) -> None:
     """Offer the full prompt blocks of a request that has just ended to other servers, while the device still has them."""
-    peers, kv_transfer = state.pool.tiers.find(PeerPool), request.spec.kv_transfer
-    if peers is None or kv_transfer is None or not kv_transfer.offers:
+    remote, kv_transfer = state.pool.tiers.remote, request.spec.kv_transfer
+    if not remote or kv_transfer is None or not kv_transfer.offers:
         return
     groups, size = state.limits.groups, state.limits.block_size
     most = request.num_prompt // size
     num_blocks = reach(state.pool.index.block_of, digests_of(state, request, most), most, groups)
     for group in range(len(groups.all)):
-        peers.offer(keys_after(state, request, group, num_blocks * size))
+        keys = keys_after(state, request, group, num_blocks * size)
+        for tier in remote:
+            tier.offer(keys)
 
 
 def _wanted(state: SchedulerState, request: Request) -> Wanted:

@@ -11,30 +11,25 @@ blocks. The least recently used unpinned block is evicted.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from quintet.core.kv.tier import Source, Tier, Wanted
 from quintet.wire.codec import pack_i32
-from quintet.wire.kv_tiers import FileRequest, KvTierRequests, KvTierResults, Store
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, Store
 
 
 class DiskPool(Tier):
     """Disk places by content."""
 
     name = "disk"
+    held: OrderedDict[bytes, int]
+    """Least recently used first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.num_places = self.capacity.num_places
         self.free = dict.fromkeys(range(self.num_places - 1, -1, -1))
-        self.place_of: OrderedDict[bytes, int] = OrderedDict()
-        """Block key -> place, least recently used first."""
-        self.storing: dict[bytes, int] = {}
-        """Block key -> place being written."""
-        self.pinned: Container[bytes] = ()
-        """Block keys excluded from eviction."""
-        self.file_requests: list[FileRequest] = []
-        """Operations on exported prefix files; not sent yet."""
+        self.held = OrderedDict()
         self._drops: list[tuple[int, bytes]] = []
         """Places and keys to delete; not sent yet."""
         self._unwanted: set[bytes] = set()
@@ -43,22 +38,21 @@ class DiskPool(Tier):
     # --- storing ---
 
     def hold(self, key: bytes, place: int) -> None:
-        """Register contents found on disk at start."""
-        if place in self.free and key not in self.place_of:
+        if place in self.free and key not in self.held:
             del self.free[place]
-            self.place_of[key] = place
+            self.held[key] = place
 
     def store(self, keys: list[bytes]) -> None:
         (key,) = keys
         self._unwanted.discard(key)
-        if key not in self.place_of and key not in self.storing:
+        if key not in self.held and key not in self.storing:
             self.due[key] = keys
 
     def take_stores(self, block_of: Mapping[bytes, int]) -> list[Store]:
         """See `Tier.take_stores`. Contents without a place are not stored."""
         contents = []
         for key in [*filter(block_of.__contains__, self.due)]:
-            place = self.take_place_for(key)
+            place = self.reserve(key)
             if place is None:
                 break
             contents.append((block_of[key], key, place))
@@ -71,15 +65,14 @@ class DiskPool(Tier):
     def _take_place(self) -> int | None:
         if self.free:
             return self.free.popitem()[0]
-        for _ in range(len(self.place_of)):
-            key, place = self.place_of.popitem(last=False)
+        for _ in range(len(self.held)):
+            key, place = self.held.popitem(last=False)
             if key not in self.pinned:
                 return place
-            self.place_of[key] = place
+            self.held[key] = place
         return None
 
-    def take_place_for(self, key: bytes) -> int | None:
-        """Reserve a place for a content that is not on disk; None when none can be freed."""
+    def reserve(self, key: bytes) -> int | None:
         place = self._take_place()
         if place is not None:
             self.storing[key] = place
@@ -87,7 +80,6 @@ class DiskPool(Tier):
         return place
 
     def give_up(self, keys: Sequence[bytes]) -> None:
-        """Free the places of contents that were not written."""
         for key in keys:
             self._unwanted.discard(key)
             place = self.storing.pop(key, None)
@@ -95,11 +87,10 @@ class DiskPool(Tier):
                 self.free[place] = None
 
     def drop(self, key: bytes) -> None:
-        """Delete a content, on disk or being written."""
         self.due.pop(key, None)
         if key in self.storing:
             self._unwanted.add(key)
-        place = self.place_of.pop(key, None)
+        place = self.held.pop(key, None)
         if place is not None:
             self.free[place] = None
             self._drops.append((place, key))
@@ -107,20 +98,20 @@ class DiskPool(Tier):
     # --- fetching ---
 
     def max_blocks(self, wanted: Wanted) -> int:
-        return wanted.num_blocks if self.place_of else 0
+        return wanted.num_blocks if self.held else 0
 
     def look_up(
         self, wanted: Wanted, digests: Sequence[bytes], computing_ns: int | None
     ) -> Mapping[bytes, Source]:
-        keys = filter(self.place_of.__contains__, self.chunks.all_keys(digests))
-        return {key: (b"", self.place_of[key], self.num_places) for key in keys}
+        keys = filter(self.held.__contains__, self.chunks.all_keys(digests))
+        return {key: (b"", self.held[key], self.num_places) for key in keys}
 
     def use(self, keys: Sequence[bytes]) -> None:
         """See `Tier.use`: the tail is evicted before the head."""
         for key in reversed(keys):
-            place = self.place_of.pop(key, None)
+            place = self.held.pop(key, None)
             if place is not None:
-                self.place_of[key] = place
+                self.held[key] = place
 
     # --- messages ---
 
@@ -134,7 +125,7 @@ class DiskPool(Tier):
         for key in results.stored:
             place = self.storing.pop(key, None)
             if place is not None:
-                self.place_of[key] = place
+                self.held[key] = place
             if key in self._unwanted:
                 self._unwanted.remove(key)
                 self.drop(key)
@@ -142,12 +133,12 @@ class DiskPool(Tier):
 
     def note_lost(self, names: Sequence[bytes]) -> None:
         for key in names:
-            place = self.place_of.pop(key, None)
+            place = self.held.pop(key, None)
             if place is not None:
                 self.free[place] = None
 
     def check(self, waiting: set[int]) -> None:
-        places = [*self.free, *self.place_of.values(), *self.storing.values()]
+        places = [*self.free, *self.held.values(), *self.storing.values()]
         assert sorted(places) == list(range(self.num_places)), len(places)
-        assert self.place_of.keys().isdisjoint(self.storing), "on disk and being written"
+        assert self.held.keys().isdisjoint(self.storing), "on disk and being written"
         super().check(waiting)

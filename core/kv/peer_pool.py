@@ -9,7 +9,7 @@ The sender of a request names the peer and its number of blocks; there is no loo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from quintet.core.kv.tier import Source, Tier, Wanted
 
@@ -29,8 +29,7 @@ class PeerPool(Tier):
         self._refused: set[int] = set()
         """Requests that wait for host blocks."""
 
-    def offer(self, keys: Iterable[bytes]) -> None:
-        """Offer these contents: copy them from their device blocks before the next plan."""
+    def offer(self, keys: Sequence[bytes]) -> None:
         self.due |= {key: [key] for key in keys}
 
     def max_blocks(self, wanted: Wanted) -> int:

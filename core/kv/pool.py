@@ -24,7 +24,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.prefix import PrefixIndex
 from quintet.core.kv.tiers import Tiers
 from quintet.wire.kv_tiers import KvPin
@@ -83,9 +82,8 @@ class BlockPool:
         self.pins = pins or Pins()
         self.pins.held.clear()
         self._update_pin_callback()
-        disk = self.tiers.find(DiskPool)
-        if disk is not None:
-            disk.pinned = self.pins.wanted
+        for tier in self.tiers.remote:
+            tier.pinned = self.pins.wanted
 
     @property
     def num_available(self) -> int:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import AnyOf, key_of, reach
@@ -141,17 +140,11 @@ class Locations:
     """Locations of block contents."""
 
     def __init__(self, pool: BlockPool, groups: Groups) -> None:
-        tiers, disk = pool.tiers, pool.tiers.find(DiskPool)
+        host, held = pool.tiers.host, [tier.held for tier in pool.tiers.remote if tier.capacity.num_places]
         self._groups = groups
         self.block_size = groups.spec.block_size
-        self._places: list[Mapping[bytes, int]] = [
-            pool.index.block_of,
-            tiers.host.block_of,
-            {} if disk is None else disk.place_of,
-        ]
-        self._known: Container[bytes] = (
-            AnyOf(*self._places) if disk is not None or tiers.host.num_blocks else self._places[0]
-        )
+        self._places: list[Container[bytes]] = [pool.index.block_of, host.block_of, AnyOf(*held)]
+        self._known = AnyOf(*self._places) if held or host.num_blocks else self._places[0]
 
     def reach(self, path: list[bytes]) -> int:
         """Return the number of a prefix's blocks after which a request can start."""

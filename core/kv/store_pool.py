@@ -58,8 +58,6 @@ class StorePool(Tier):
         self.search_cost = FetchCost()
         self._searches: list[Search] = []
         """Searches not sent yet."""
-        self._storing: dict[bytes, int] = {}
-        """Name -> number of blocks, of chunks being stored."""
         self._paused_until_ns = 0
 
     # --- storing ---
@@ -68,7 +66,7 @@ class StorePool(Tier):
         name = keys[-1]
         if name in self.known:
             self.mark_present(name)
-        elif name not in self._storing:
+        elif name not in self.storing:
             self.due[name] = keys
             if len(self.due) > MAX_DUE:
                 self.due.popitem(last=False)
@@ -83,12 +81,12 @@ class StorePool(Tier):
     def take_stores(self, block_of: Mapping[bytes, int]) -> list[Store]:
         """See `Tier.take_stores`. The other chunks stay queued."""
         stores = []
-        num_storing = sum(self._storing.values())
+        num_storing = sum(self.storing.values())
         while self.due and num_storing < self.capacity.max_storing_blocks:
             name, keys = self.due.popitem(last=False)
             blocks = [block_of[key] for key in keys if key in block_of]
             if len(blocks) == len(keys):  # otherwise some were evicted
-                self._storing[name] = len(blocks)
+                self.storing[name] = len(blocks)
                 num_storing += len(blocks)
                 stores.append(Store(pack_i32(blocks), keys))
         return stores
@@ -166,7 +164,7 @@ class StorePool(Tier):
 
     def note_stored(self, results: KvTierResults) -> None:
         for name in (*results.stored, *results.unstored):
-            self._storing.pop(name, None)
+            self.storing.pop(name, None)
         for name in results.stored:
             self.mark_present(name)
 
@@ -185,5 +183,5 @@ class StorePool(Tier):
 
     def check(self, waiting: set[int]) -> None:
         assert waiting.issuperset(self.lookups), (waiting, list(self.lookups))
-        assert self._storing.keys().isdisjoint(self.due), "queued and being stored"
+        assert self.storing.keys().isdisjoint(self.due), "queued and being stored"
         super().check(waiting)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,7 +23,15 @@ from quintet.core.kv.chunks import Chunks
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefetch import FetchCost, Prefetches
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_tiers import Fetch, KvTierRequests, KvTierResults, Store, TierCapacity, TierName
+from quintet.wire.kv_tiers import (
+    Fetch,
+    FileRequest,
+    KvTierRequests,
+    KvTierResults,
+    Store,
+    TierCapacity,
+    TierName,
+)
 
 Source = tuple[bytes, int, int]
 """Location of a block: source, position in it, number of its blocks (`quintet.wire.kv_tiers.Fetch`)."""
@@ -65,6 +73,14 @@ class Tier(ABC):
         """Cost of fetching an object."""
         self.due: OrderedDict[bytes, list[bytes]] = OrderedDict()
         """Objects to store, not sent yet: name -> keys of their blocks."""
+        self.storing: dict[bytes, int] = {}
+        """Objects being stored: name -> place, or number of blocks."""
+        self.held: dict[bytes, int] = {}
+        """Contents that the core places in the back end: block key -> place."""
+        self.pinned: Container[bytes] = ()
+        """Block keys excluded from eviction."""
+        self.file_requests: list[FileRequest] = []
+        """Operations on exported prefix files, not sent yet."""
         self.is_paused = False
         """The back end gets no requests for a while."""
         self._fetches: dict[bytes, tuple[int, list[tuple[int, int, bytes]]]] = {}
@@ -94,6 +110,22 @@ class Tier(ABC):
 
         The default stores nothing.
         """
+
+    def offer(self, keys: Sequence[bytes]) -> None:
+        """Queue the blocks of a prompt that other servers will fetch; the device has them until the next plan."""
+
+    def hold(self, key: bytes, place: int) -> None:
+        """Register contents found at start."""
+
+    def reserve(self, key: bytes) -> int | None:
+        """Reserve a place for a content that is not held; None when none can be freed."""
+        return None
+
+    def give_up(self, keys: Sequence[bytes]) -> None:
+        """Free the places of contents that were not written."""
+
+    def drop(self, key: bytes) -> None:
+        """Delete a content, held or being written."""
 
     def take_stores(self, block_of: Mapping[bytes, int]) -> list[Store]:
         """Return the queued objects to send now. block_of: device blocks by key."""

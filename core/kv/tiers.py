@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.host_pool import HostPool
@@ -14,8 +13,6 @@ from quintet.wire.kv_tiers import TierName
 
 BACK_ENDS: dict[TierName, type[Tier]] = {"peer": PeerPool, "disk": DiskPool, "store": StorePool}
 """Core half of each back end, cheapest first. `quintet.executor.kv_transfer.connector` has the device halves."""
-
-TierT = TypeVar("TierT", bound=Tier)
 
 
 class Tiers:
@@ -31,10 +28,6 @@ class Tiers:
         """False without back ends: nothing can be fetched, stored or copied."""
         self.evict_listener: Callable[[bytes], None] | None = None
         """Callback for keys that the device evicts."""
-
-    def find(self, kind: type[TierT]) -> TierT | None:
-        """Return the back end of this kind, if it is configured."""
-        return next((tier for tier in self.remote if isinstance(tier, kind)), None)
 
     def on_evict(self, key: bytes, block: int) -> None:
         """Called before the device overwrites ``block``. The copies at the start of the next plan still read the old

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.pool import Pins
 from quintet.core.kv.prefix import extend_chain, key_of, salt_digest
 from quintet.core.kv.prefix_paths import Locations, PathPart, PrefixPath, PrefixPaths
@@ -217,20 +216,19 @@ class KvAdmin:
             if position < len(path) - 1 and tree.num_next[path[position]] > 1:
                 break
             evicted.add(path[position])
-        pool, disk = state.pool, state.pool.tiers.find(DiskPool)
+        pool = state.pool
         keys = [key_of(digest, group) for digest in evicted for group in range(len(state.limits.groups.all))]
         if any(key in self.pins.wanted for key in keys):
             raise invalid("The prefix or a continuation of it is pinned; unpin it first.")
         blocks = [pool.index.block_of[key] for key in keys if key in pool.index.block_of]
         for block in blocks + pool.index.blocks_of_ends(evicted):
             pool.evict(block)
-        if disk is not None:
+        for tier in pool.tiers.remote:
             for key in keys:
-                disk.drop(key)
+                tier.drop(key)
 
     def _usage(self, state: SchedulerState) -> KvUsage:
         limits, pool = state.limits, state.pool
-        disk = pool.tiers.find(DiskPool)
         return KvUsage(
             limits.block_bytes,
             limits.block_size,
@@ -238,8 +236,8 @@ class KvAdmin:
             len(pool.index.block_of),
             len(self.pins.wanted),
             _max_pinned(limits),
-            0 if disk is None else disk.num_places,
-            0 if disk is None else len(disk.place_of),
+            sum(tier.capacity.num_places for tier in pool.tiers.remote),
+            sum(len(tier.held) for tier in pool.tiers.remote),
         )
 
 

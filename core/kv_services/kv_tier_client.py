@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from quintet.core import recurrent_state
 from quintet.core.counters import Counters
-from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.tier import Tier
 from quintet.core.kv.tiers import BACK_ENDS, Tiers
 from quintet.core.scheduler_state import Limits, SchedulerState
@@ -17,6 +16,29 @@ from quintet.wire.codec import unpack_i32
 from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, StoredBlocks, TierName
 from quintet.wire.metrics import CounterSeries, Metrics
 from quintet.wire.step import Capacity
+
+EVENTS: dict[tuple[TierName, str, str], dict[str, str]] = {
+    ("disk", "blocks", "KV blocks on disk"): {
+        "stored": "written",
+        "unstored": "not written because the disk is slow or full",
+        "fetched": "read",
+        "missed": "requested, but absent or damaged",
+    },
+    ("peer", "blocks", "KV blocks between servers"): {
+        "offered": "copied for other servers to fetch",
+        "fetched": "received from another server",
+        "missed": "requested from another server, but not received or damaged",
+    },
+    ("store", "blocks", "KV blocks of the shared store"): {
+        "fetched": "received",
+        "missed": "requested, and not received or incomplete",
+    },
+    ("store", "chunks", "Chunks of KV blocks for the shared store"): {
+        "stored": "or already present",
+        "unstored": "the store is full, slow or unreachable",
+    },
+}
+"""Counters of each back end: noun in the name, and what is counted -> events and their meaning."""
 
 
 class KvTierClient:
@@ -38,14 +60,14 @@ class KvTierClient:
             kind = BACK_ENDS[each.tier]
             remote.append(kind(limits.groups, recurrent_state.CHECKPOINT_EVERY, first, each))
             first += each.num_staging_blocks
-        tiers = Tiers(capacity.num_host_blocks, remote)
-        disk, about = tiers.find(DiskPool), (capacity.executor_epoch, capacity.tables_epoch)
+        about = capacity.executor_epoch, capacity.tables_epoch
         for kept in self._kept:
-            if disk is not None and (kept.executor_epoch, kept.tables_epoch) == about:
+            if (kept.executor_epoch, kept.tables_epoch) == about:
                 for place, key in zip(unpack_i32(kept.places), kept.keys, strict=True):
-                    disk.hold(key, place)
+                    for tier in remote:
+                        tier.hold(key, place)
         self._kept.clear()
-        return tiers
+        return Tiers(capacity.num_host_blocks, remote)
 
     def requests(self, state: SchedulerState, tables_epoch: int, now_ns: int) -> list[KvTierRequests]:
         """Return the transfers to send. Called before each plan is made, and after the last one was sent."""
@@ -54,10 +76,8 @@ class KvTierClient:
         made = [tier.requests(tables_epoch, block_of, taken_ns) for tier in remote]
         requests = [each for each in made if each is not None]
         for each in requests:
-            if each.tier == "peer":
-                state.counters.transfers["peer", "offered_blocks"] += sum(
-                    len(store.keys) for store in each.stores
-                )
+            num_blocks = sum(len(store.keys) for store in each.stores)
+            state.counters.transfers[each.tier, "offered_blocks"] += num_blocks
         return requests
 
     def apply(self, state: SchedulerState, results: KvTierResults) -> None:
@@ -92,38 +112,15 @@ def _count(counters: Counters, results: KvTierResults, block_bytes: int) -> None
 
 def transfer_counters(metrics: Metrics) -> Iterator[tuple[tuple[TierName, str], CounterSeries]]:
     """Yield the counters of KV back ends, by key of `Counters.transfers`."""
-    tiers: dict[tuple[TierName, str], dict[str, tuple[str, str]]] = {
-        ("disk", "KV blocks on disk"): {
-            "stored_objects": ("stored", "written"),
-            "unstored_objects": ("unstored", "not written because the disk is slow or full"),
-            "fetched_blocks": ("fetched", "read"),
-            "missed_blocks": ("missed", "requested, but absent or damaged"),
-        },
-        ("peer", "KV blocks between servers"): {
-            "offered_blocks": ("offered", "copied for other servers to fetch"),
-            "fetched_blocks": ("fetched", "received from another server"),
-            "missed_blocks": ("missed", "requested from another server, but not received or damaged"),
-        },
-        ("store", "KV blocks of the shared store"): {
-            "fetched_blocks": ("fetched", "received"),
-            "missed_blocks": ("missed", "requested, and not received or incomplete"),
-        },
-    }
-    for (tier, blocks), events in tiers.items():
-        help = (
-            f"{blocks}, by event: {', '.join(f'{event} ({meaning})' for event, meaning in events.values())}."
-        )
-        for name, (event, _) in events.items():
-            yield (tier, name), metrics.counter(f"kv_{tier}_blocks", help, event=event)
-        for event in ("stored", "fetched") if tier == "disk" else ("fetched",):
-            bytes_moved = metrics.counter(f"kv_{tier}_bytes", f"Bytes of {blocks}, by event.", event=event)
-            yield (tier, f"{event}_bytes"), bytes_moved
-    help = (
-        "Chunks of KV blocks for the shared store, by event: stored (or already present), unstored (the store is full, "
-        "slow or unreachable)."
-    )
-    for event in ("stored", "unstored"):
-        yield ("store", f"{event}_objects"), metrics.counter("kv_store_chunks", help, event=event)
+    for (tier, noun, what), events in EVENTS.items():
+        meanings = ", ".join(f"{event} ({meaning})" for event, meaning in events.items())
+        for event in events:
+            name = f"{event}_objects" if event in ("stored", "unstored") else f"{event}_blocks"
+            help = f"{what}, by event: {meanings}."
+            yield (tier, name), metrics.counter(f"kv_{tier}_{noun}", help, event=event)
+            if noun == "blocks" and event in ("stored", "fetched"):
+                help = f"Bytes of {what}, by event."
+                yield (tier, f"{event}_bytes"), metrics.counter(f"kv_{tier}_bytes", help, event=event)
 
 
 def swap_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:

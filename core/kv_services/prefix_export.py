@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quintet.core.kv.disk_pool import DiskPool
+from quintet.core.kv.tier import Tier
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError, invalid
@@ -40,7 +40,7 @@ class FileTasks:
     ) -> None:
         """Write these contents into a file. Raises `RequestError`."""
         disk = _disk_of(state)
-        num_on_disk = sum(key in disk.place_of for key in keys)
+        num_on_disk = sum(key in disk.held for key in keys)
         if num_on_disk < len(keys):
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
@@ -49,7 +49,7 @@ class FileTasks:
                 "disk cannot be exported.",
                 retry_s=1,
             )
-        places = pack_i32(disk.place_of[key] for key in keys)
+        places = pack_i32(disk.held[key] for key in keys)
         order = FileRequest(self._take(_Task(query, report)), "export", query.file, places, list(keys))
         disk.file_requests.append(order)
 
@@ -80,14 +80,14 @@ class FileTasks:
                 task.report.num_imported = len(task.new) - len(answer.keys)
                 self.done.append((task.query.frontend, task.report))
 
-    def _bring(self, disk: DiskPool, task: _Task, answer: FileResult) -> None:
+    def _bring(self, disk: Tier, task: _Task, answer: FileResult) -> None:
         """Reserve places for the file's blocks that are not on disk, while unpinned places are left."""
         places = []
         for key in answer.keys:
-            if key in disk.place_of or key in disk.storing:
+            if key in disk.held or key in disk.storing:
                 task.report.num_known += 1
                 continue
-            place = disk.take_place_for(key)
+            place = disk.reserve(key)
             if place is None:
                 break
             places.append(place)
@@ -114,8 +114,8 @@ class FileTasks:
         return done
 
 
-def _disk_of(state: SchedulerState) -> DiskPool:
-    disk = state.pool.tiers.find(DiskPool)
+def _disk_of(state: SchedulerState) -> Tier:
+    disk = next((tier for tier in state.pool.tiers.remote if tier.capacity.num_places), None)
     if disk is None:
         raise invalid("Prefix export and import need the disk tier; start the server with --kv-disk.")
     return disk

@@ -132,7 +132,7 @@ def test_least_recently_used_is_evicted() -> None:
     store(pool, A, B)
     pool.use([A])
     store(pool, C)
-    assert set(pool.place_of) == {A, C}
+    assert set(pool.held) == {A, C}
 
 
 def test_progress_renews_timeout_of_later_fetches_only() -> None:
@@ -168,7 +168,7 @@ def test_unstored_block_is_a_miss() -> None:
     assert requests_of(pool, 0, A).stores
     pool.apply(KvTierResults(1, 0, "disk", unstored=[A]))
     pool.check(set())
-    assert not pool.place_of and len(pool.free) == 2
+    assert not pool.held and len(pool.free) == 2
 
 
 def test_evicted_block_is_not_stored() -> None:
@@ -180,7 +180,7 @@ def test_evicted_block_is_not_stored() -> None:
 def test_imported_block_is_not_also_stored() -> None:
     pool = pool_of(2, 2)
     pool.store([A])
-    assert pool.take_place_for(A) is not None
+    assert pool.reserve(A) is not None
     assert not requests_of(pool, 0, A).stores
     pool.check(set())
 
@@ -188,7 +188,7 @@ def test_imported_block_is_not_also_stored() -> None:
 def test_deleted_block_is_dropped_alone() -> None:
     pool = pool_of(2, 2)
     store(pool, A)
-    place = pool.place_of[A]
+    place = pool.held[A]
     pool.drop(A)
     assert requests_of(pool) == KvTierRequests(0, "disk", drops=pack_i32([place]), drop_keys=[A])
 
@@ -200,7 +200,7 @@ def test_block_being_written_is_not_reused() -> None:
     for request_id, host_block in ((1, 5), (2, 6)):
         ask(pool, request_id, A)
         (fetch,) = requests_of(pool).fetches
-        assert [*unpack_i32(fetch.positions)] == [pool.place_of[A]]
+        assert [*unpack_i32(fetch.positions)] == [pool.held[A]]
         assert [*unpack_i32(fetch.host_blocks)] == [host_block]
         if request_id == 1:
             pool.forget(1)

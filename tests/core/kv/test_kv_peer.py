@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from quintet.core import recurrent_state
-from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.tier import Source, Wanted
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.kv_spec import KvGroup
@@ -117,8 +116,8 @@ def test_small_fetch_does_not_overtake_large_one() -> None:
     for request_id, prompt in prompts.items():
         admit(world, request_id, prompt=prompt)
     world.plan()
-    tier = state_of(world).pool.tiers.find(PeerPool)
-    assert tier is not None and [*tier.fetches.requests] == [11]
+    (tier,) = state_of(world).pool.tiers.remote
+    assert [*tier.fetches.requests] == [11]
     world.run()
     assert [world.outcomes[request_id].num_cached for request_id in prompts] == [12, 20, 8]
     world.assert_idle()
@@ -129,8 +128,7 @@ def test_refused_request_is_not_looked_up_in_every_plan(monkeypatch: pytest.Monk
     prompts = {11: list(range(50, 63)), 12: PROMPT, 13: list(range(70, 79))}
     for request_id, prompt in prompts.items():
         compute(world, request_id - 10, prompt)
-    tier, looked_up = state_of(world).pool.tiers.find(PeerPool), list[int]()
-    assert tier is not None
+    (tier,), looked_up = state_of(world).pool.tiers.remote, list[int]()
     look_up = tier.look_up
 
     def count(wanted: Wanted, digests: Sequence[bytes], computing_ns: int | None) -> Mapping[bytes, Source]:

@@ -38,8 +38,7 @@ def state_of(world: World) -> SchedulerState:
 
 
 def pool_of(world: World) -> StorePool:
-    pool = state_of(world).pool.tiers.find(StorePool)
-    assert pool is not None
+    (pool,) = (tier for tier in state_of(world).pool.tiers.remote if isinstance(tier, StorePool))
     return pool
 
 
