@@ -324,9 +324,11 @@ class Engine:
         return self.tier_client.requests(self.state, self._tables, now_ns)
 
     def kv_results(self, message: KvTierResults) -> None:
-        """Apply results of KV transfers. Results for earlier tables are ignored."""
+        """Apply results of KV transfers. Results for earlier tables are ignored; those for later ones wait for them."""
         about = (message.executor_epoch, message.tables_epoch)
-        if self.state is not None and about == (self.executor_epoch, self._tables):
+        if about > (self.executor_epoch or 0, self._tables):
+            self.tier_client.add_early(message)
+        elif self.state is not None and about == (self.executor_epoch, self._tables):
             self.tier_client.apply(self.state, message)
             self.kv_admin.files.apply(self.state, message.files)
 

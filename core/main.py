@@ -21,7 +21,7 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, frontend_of
 from quintet.wire.kv_admin import KvQuery
 from quintet.wire.kv_events import KvEventBatch
-from quintet.wire.kv_tiers import KvPins, KvTierResults, StoredBlocks
+from quintet.wire.kv_tiers import KvPins, KvTierResults
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import (
     Admit,
@@ -40,7 +40,7 @@ from quintet.wire.supervision import Drain, Drained, SlotState, Topology
 
 Message = (
     Admit | Cancel | StopHit | Resume | Live | InFlightReport | Unknown | StepResult
-    | Capacity | StoredBlocks | KvTierResults | KvQuery | KvPins
+    | Capacity | KvTierResults | KvQuery | KvPins
 )  # fmt: skip
 
 REPORT_INTERVAL_NS = 5_000_000_000
@@ -89,7 +89,6 @@ class Core:
             InFlightReport: self._reconcile_path,
             Unknown: lambda message, now: self._send_unknown(unpack_i64(message.request_ids)),
             KvTierResults: lambda message, now: engine.kv_results(message),
-            StoredBlocks: lambda message, now: engine.tier_client.add_stored(message),
             KvQuery: lambda message, now: engine.kv_admin.take(message, me),
             KvPins: lambda message, now: engine.kv_admin.restore_pins(message),
             Capacity: self._apply_capacity,

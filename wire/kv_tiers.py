@@ -6,7 +6,7 @@ block's *key* names its content: the chained hash of its tokens and all before t
 
 | Tier | Object | `Fetch.source` | `Fetch.positions` |
 |---|---|---|---|
-| disk | a block in a *place*, a number below `TierCapacity.num_places` | empty | places |
+| disk | a block | empty | unused |
 | peer | a block | ``host:port`` of the peer | unused |
 | store | a *chunk*: consecutive blocks of a group, or one state | key of the chunk | positions in the chunk |
 
@@ -30,7 +30,7 @@ class TierCapacity(msgspec.Struct, array_like=True, gc=False):
     num_staging_blocks: int
     """Host blocks for fetches."""
     num_places: int = 0
-    """Disk: number of blocks that it can hold."""
+    """Disk, host memory: number of blocks that it can hold. The core decides which."""
     max_storing_blocks: int = 0
     """Store: number of blocks, plus one object, that may be in transfer to it."""
 
@@ -42,8 +42,6 @@ class Store(msgspec.Struct, array_like=True, gc=False):
     """int32: device blocks"""
     keys: list[bytes]
     """Key of each block; the last one names the object."""
-    places: bytes = b""
-    """int32: on disk, the place of each block."""
 
 
 class Fetch(msgspec.Struct, array_like=True, gc=False):
@@ -79,7 +77,7 @@ KEY_BYTES = (32, 34)
 """Bytes of a key of the first group, and of any other."""
 
 MAX_KEPT = 1 << 15
-"""Maximum places in one `StoredBlocks`."""
+"""Maximum names in the results that report contents at start."""
 
 EXCHANGE = "exchange"
 """Folder of exported prefix files, next to the folders of the engines."""
@@ -88,14 +86,12 @@ FileVerb = Literal["export", "look", "import"]
 
 
 class FileRequest(msgspec.Struct, array_like=True, gc=False):
-    """Inside `KvTierRequests`: export blocks on disk to a file, list a file's blocks, or import them."""
+    """Inside `KvTierRequests`: export blocks to a file, list a file's blocks, or import them."""
 
     task_id: int
     verb: FileVerb
     name: str
     """File name in the executor's exchange folder."""
-    places: bytes = b""
-    """int32"""
     keys: list[bytes] = []
 
 
@@ -122,9 +118,8 @@ class KvTierRequests(msgspec.Struct, array_like=True, tag="kv_requests", gc=Fals
     stores: list[Store] = []
     fetches: list[Fetch] = []
     searches: list[Search] = []
-    drops: bytes = b""
-    """int32: places to free, before anything is stored."""
-    drop_keys: list[bytes] = []
+    drops: list[bytes] = []
+    """Keys of blocks to delete, before anything is stored."""
     files: list[FileRequest] = []
 
     @property
@@ -134,13 +129,13 @@ class KvTierRequests(msgspec.Struct, array_like=True, tag="kv_requests", gc=Fals
 
 
 class KvTierResults(msgspec.Struct, array_like=True, tag="kv_results", gc=False):
-    """Executor to core: results of one back end's transfers."""
+    """Executor to core: results of one back end's transfers. Before `quintet.wire.step.Capacity`: its contents at start."""
 
     executor_epoch: int
     tables_epoch: int
     tier: TierName
     stored: list[bytes] = []
-    """Names of stored objects."""
+    """Names of stored objects; of contents at start, least recently used first."""
     unstored: list[bytes] = []
     """Names of objects that were not stored: the back end is full, slow or unreachable."""
     fetched: bytes = b""
@@ -159,16 +154,6 @@ class KvTierResults(msgspec.Struct, array_like=True, tag="kv_results", gc=False)
     search_ns: int = 0
     """Total time of these."""
     files: list[FileResult] = []
-
-
-class StoredBlocks(msgspec.Struct, array_like=True, tag="kv_stored", gc=False):
-    """Executor to core, before its `quintet.wire.step.Capacity`: part of the disk's contents at start."""
-
-    executor_epoch: int
-    tables_epoch: int
-    places: bytes
-    """int32, least recently used first"""
-    keys: list[bytes]
 
 
 class TierResultsReady(msgspec.Struct, array_like=True, tag="kv_ready", gc=False):

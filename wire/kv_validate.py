@@ -15,16 +15,7 @@ from quintet.wire.codec import ID_BYTES, all_below
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import MAX_ID
 from quintet.wire.kv_admin import DIGEST_BYTES, MAX_LISTED, MAX_NAME, KvPrefix, KvQuery, KvReport
-from quintet.wire.kv_tiers import (
-    KEY_BYTES,
-    MAX_KEPT,
-    Fetch,
-    KvPins,
-    KvTierRequests,
-    KvTierResults,
-    StoredBlocks,
-    TierName,
-)
+from quintet.wire.kv_tiers import KEY_BYTES, Fetch, KvPins, KvTierRequests, KvTierResults, TierName
 from quintet.wire.params import MAX_COUNT
 from quintet.wire.request import MAX_PEER_CHARS, KvTransfer
 from quintet.wire.step import Capacity
@@ -81,48 +72,40 @@ def fits_tiers(capacity: Capacity, num_host_blocks: int, num_places: int) -> boo
     )
 
 
-def is_fetch(fetch: Fetch, tier: TierName, num_host_blocks: int, num_places: int) -> bool:
-    """Return True when the fetch is valid for these numbers of host blocks and disk places."""
+def is_fetch(fetch: Fetch, tier: TierName, num_host_blocks: int) -> bool:
+    """Return True when the fetch is valid for this number of host blocks."""
     return (
         (tier != "store" or are_keys([fetch.source]))
         and len(fetch.source) <= MAX_PEER_CHARS
-        and 0 < fetch.num_blocks <= (num_places if tier == "disk" else MAX_COUNT)
+        and 0 < fetch.num_blocks <= MAX_COUNT
         and are_named(fetch.host_blocks, num_host_blocks, fetch.keys)
         and are_named(fetch.positions, fetch.num_blocks, fetch.keys)
     )
 
 
-def tier_checks(
-    num_blocks: int, num_host_blocks: int, num_places: int
-) -> dict[type[msgspec.Struct], Callable[[Any], bool]]:
-    """Return the check of each kind of message, for these numbers of device blocks, host blocks and disk places."""
+def tier_checks(num_blocks: int, num_host_blocks: int) -> dict[type[msgspec.Struct], Callable[[Any], bool]]:
+    """Return the check of each kind of message, for these numbers of device blocks and host blocks."""
 
     def are_requests(message: KvTierRequests) -> bool:
         return (
             0 <= message.tables_epoch <= MAX_COUNT
-            and all(
-                store.keys
-                and are_named(store.blocks, num_blocks, store.keys)
-                and (message.tier != "disk" or are_named(store.places, num_places, store.keys))
-                for store in message.stores
-            )
-            and all(is_fetch(fetch, message.tier, num_host_blocks, num_places) for fetch in message.fetches)
+            and all(each.keys and are_named(each.blocks, num_blocks, each.keys) for each in message.stores)
+            and all(is_fetch(fetch, message.tier, num_host_blocks) for fetch in message.fetches)
             and all(
                 0 <= search.request_id < MAX_ID and all(map(are_keys, search.chains))
                 for search in message.searches
             )
-            and are_named(message.drops, num_places, message.drop_keys)
+            and are_keys(message.drops)
             and all(
-                0 <= each.task_id <= MAX_COUNT
-                and is_file_name(each.name)
-                and are_named(each.places, num_places, each.keys)
+                0 <= each.task_id <= MAX_COUNT and is_file_name(each.name) and are_keys(each.keys)
                 for each in message.files
             )
         )
 
     def are_results(message: KvTierResults) -> bool:
         return (
-            _is_about_tables(message)
+            0 < message.executor_epoch <= MAX_COUNT
+            and 0 <= message.tables_epoch <= MAX_COUNT
             and are_keys([*message.stored, *message.unstored, *message.lost])
             and are_below(message.fetched, num_host_blocks)
             and are_below(message.missed, num_host_blocks)
@@ -135,14 +118,7 @@ def tier_checks(
             and all(0 <= each.task_id <= MAX_COUNT and are_keys(each.keys) for each in message.files)
         )
 
-    def are_stored(message: StoredBlocks) -> bool:
-        return (
-            _is_about_tables(message)
-            and len(message.keys) <= MAX_KEPT
-            and are_named(message.places, num_places, message.keys)
-        )
-
-    return {KvTierRequests: are_requests, KvTierResults: are_results, StoredBlocks: are_stored}
+    return {KvTierRequests: are_requests, KvTierResults: are_results}
 
 
 def is_kv_transfer(kv_transfer: KvTransfer) -> bool:
@@ -153,10 +129,6 @@ def is_kv_transfer(kv_transfer: KvTransfer) -> bool:
 def is_file_name(name: str) -> bool:
     """Return True for a safe file name: no path separators, not hidden."""
     return FILE_NAME.fullmatch(name) is not None
-
-
-def _is_about_tables(message: KvTierResults | StoredBlocks) -> bool:
-    return 0 < message.executor_epoch <= MAX_COUNT and 0 <= message.tables_epoch <= MAX_COUNT
 
 
 def operator_checks(vocab_size: int, max_len: int) -> dict[type[msgspec.Struct], Callable[[Any], bool]]:

@@ -89,7 +89,7 @@ class Validator:
             s.StepPlan: self._plan,
             s.StepResult: self._result,
             s.Capacity: self._capacity,
-            **tier_checks(self._num_blocks, self._num_host_blocks, self._num_disk_blocks),
+            **tier_checks(self._num_blocks, self._num_host_blocks),
         }
 
     def accepts(self, message: msgspec.Struct) -> bool:

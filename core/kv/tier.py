@@ -74,9 +74,9 @@ class Tier(ABC):
         self.due: OrderedDict[bytes, list[bytes]] = OrderedDict()
         """Objects to store, not sent yet: name -> keys of their blocks."""
         self.storing: dict[bytes, int] = {}
-        """Objects being stored: name -> place, or number of blocks."""
-        self.held: dict[bytes, int] = {}
-        """Contents that the core places in the back end: block key -> place."""
+        """Objects being stored: name -> number of blocks."""
+        self.held: Mapping[bytes, object] = {}
+        """Keys of the blocks that the back end holds until the core drops them."""
         self.pinned: Container[bytes] = ()
         """Block keys excluded from eviction."""
         self.file_requests: list[FileRequest] = []
@@ -114,15 +114,15 @@ class Tier(ABC):
     def offer(self, keys: Sequence[bytes]) -> None:
         """Queue the blocks of a prompt that other servers will fetch; the device has them until the next plan."""
 
-    def hold(self, key: bytes, place: int) -> None:
-        """Register contents found at start."""
+    def hold(self, keys: Sequence[bytes]) -> None:
+        """Register contents at start, least recently used first."""
 
-    def reserve(self, key: bytes) -> int | None:
-        """Reserve a place for a content that is not held; None when none can be freed."""
-        return None
+    def reserve(self, key: bytes) -> bool:
+        """Reserve space for a content that is not held; return False when none can be freed."""
+        return False
 
     def give_up(self, keys: Sequence[bytes]) -> None:
-        """Free the places of contents that were not written."""
+        """Free the space of contents that were not written."""
 
     def drop(self, key: bytes) -> None:
         """Delete a content, held or being written."""

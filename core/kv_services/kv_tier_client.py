@@ -12,8 +12,7 @@ from quintet.core.counters import Counters
 from quintet.core.kv.tier import Tier
 from quintet.core.kv.tiers import BACK_ENDS, Tiers
 from quintet.core.scheduler_state import Limits, SchedulerState
-from quintet.wire.codec import unpack_i32
-from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, StoredBlocks, TierName
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, TierName
 from quintet.wire.metrics import CounterSeries, Metrics
 from quintet.wire.step import Capacity
 
@@ -42,31 +41,30 @@ EVENTS: dict[tuple[TierName, str, str], dict[str, str]] = {
 
 
 class KvTierClient:
-    """Collects an executor's disk contents until its `Capacity` arrives."""
+    """Collects the contents of an executor's back ends until its `Capacity` arrives."""
 
     def __init__(self) -> None:
-        self._kept: list[StoredBlocks] = []
+        self._early: list[KvTierResults] = []
 
-    def add_stored(self, message: StoredBlocks) -> None:
-        """Add a part of the disk's contents."""
-        about = message.executor_epoch, message.tables_epoch
-        self._kept = [kept for kept in self._kept if (kept.executor_epoch, kept.tables_epoch) == about]
-        self._kept.append(message)
+    def add_early(self, results: KvTierResults) -> None:
+        """Add contents at start."""
+        about = results.executor_epoch, results.tables_epoch
+        self._early = [early for early in self._early if (early.executor_epoch, early.tables_epoch) == about]
+        self._early.append(results)
 
     def tiers(self, capacity: Capacity, limits: Limits) -> Tiers:
-        """Return the back ends of an executor's tables, with the disk contents found at start."""
+        """Return the back ends of an executor's tables, with their contents at start."""
         first, remote = capacity.num_host_blocks, list[Tier]()
         for each in capacity.tiers:
             kind = BACK_ENDS[each.tier]
             remote.append(kind(limits.groups, recurrent_state.CHECKPOINT_EVERY, first, each))
             first += each.num_staging_blocks
         about = capacity.executor_epoch, capacity.tables_epoch
-        for kept in self._kept:
-            if (kept.executor_epoch, kept.tables_epoch) == about:
-                for place, key in zip(unpack_i32(kept.places), kept.keys, strict=True):
-                    for tier in remote:
-                        tier.hold(key, place)
-        self._kept.clear()
+        for early in self._early:
+            for tier in remote:
+                if tier.name == early.tier and (early.executor_epoch, early.tables_epoch) == about:
+                    tier.hold(early.stored)
+        self._early.clear()
         return Tiers(capacity.num_host_blocks, remote)
 
     def requests(self, state: SchedulerState, tables_epoch: int, now_ns: int) -> list[KvTierRequests]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from quintet.core.kv.tier import Tier
 from quintet.core.scheduler_state import SchedulerState
-from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError, invalid
 from quintet.wire.kv_admin import KvQuery, KvReport
 from quintet.wire.kv_tiers import FileRequest, FileResult
@@ -49,9 +48,8 @@ class FileTasks:
                 "disk cannot be exported.",
                 retry_s=1,
             )
-        places = pack_i32(disk.held[key] for key in keys)
-        order = FileRequest(self._take(_Task(query, report)), "export", query.file, places, list(keys))
-        disk.file_requests.append(order)
+        task_id = self._take(_Task(query, report))
+        disk.file_requests.append(FileRequest(task_id, "export", query.file, list(keys)))
 
     def begin_import(self, state: SchedulerState, query: KvQuery, report: KvReport) -> None:
         """Import a file's blocks to the disk. Raises `RequestError`."""
@@ -81,22 +79,18 @@ class FileTasks:
                 self.done.append((task.query.frontend, task.report))
 
     def _bring(self, disk: Tier, task: _Task, answer: FileResult) -> None:
-        """Reserve places for the file's blocks that are not on disk, while unpinned places are left."""
-        places = []
+        """Reserve space for the file's blocks that are not on disk, while some is left or not pinned."""
         for key in answer.keys:
             if key in disk.held or key in disk.storing:
                 task.report.num_known += 1
-                continue
-            place = disk.reserve(key)
-            if place is None:
+            elif disk.reserve(key):
+                task.new.append(key)
+            else:
                 break
-            places.append(place)
-            task.new.append(key)
         if not task.new:
             self.done.append((task.query.frontend, task.report))
             return
-        order = FileRequest(self._take(task), "import", task.query.file, pack_i32(places), task.new)
-        disk.file_requests.append(order)
+        disk.file_requests.append(FileRequest(self._take(task), "import", task.query.file, task.new))
 
     def fail_all(self) -> None:
         """Fail all tasks: their executor was replaced or has emptied its tables."""

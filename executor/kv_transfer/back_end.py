@@ -97,8 +97,8 @@ class BackEnd(ABC):
         """Size of the back end."""
         return TierCapacity(self.tier, len(self.host_blocks))
 
-    def stored(self) -> list[tuple[int, bytes]]:
-        """Return place and key of every stored block, oldest write first, if the core must know them."""
+    def stored(self) -> list[bytes]:
+        """Return the key of every stored block, least recently used first, if the core must know them."""
         return []
 
     @abstractmethod

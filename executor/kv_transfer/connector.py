@@ -19,11 +19,10 @@ import numpy as np
 
 from quintet.process.own_files import open_own
 from quintet.process.wakeup import Wakeup
-from quintet.wire.codec import pack_i32
 from quintet.wire.config import EngineConfig, KvDiskConfig, KvPeersConfig, KvStoreConfig
 from quintet.wire.ids import Role
 from quintet.wire.kv_events import address_for
-from quintet.wire.kv_tiers import MAX_KEPT, KvPins, KvTierRequests, StoredBlocks, TierResultsReady
+from quintet.wire.kv_tiers import MAX_KEPT, KvPins, KvTierRequests, KvTierResults, TierResultsReady
 from quintet.wire.step import Capacity, StepPlan
 
 if TYPE_CHECKING:
@@ -135,13 +134,12 @@ class KvConnector:
 
     def add_capacity(self, capacity: Capacity) -> None:
         """Send the stored blocks to the core, and set the back ends' sizes in ``capacity``."""
+        about = capacity.executor_epoch, capacity.tables_epoch
         for each in self.back_ends:
             capacity.tiers.append(each.capacity)
             stored = each.stored()
             for begin in range(0, len(stored), MAX_KEPT):
-                some = stored[begin : begin + MAX_KEPT]
-                places, keys = pack_i32(place for place, _ in some), [key for _, key in some]
-                self._send(StoredBlocks(capacity.executor_epoch, capacity.tables_epoch, places, keys))
+                self._send(KvTierResults(*about, each.tier, stored[begin : begin + MAX_KEPT]))
 
     def order(self, requests: KvTierRequests) -> None:
         for each in self.back_ends:

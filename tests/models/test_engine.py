@@ -19,7 +19,7 @@ from quintet.executor.kv_transfer.back_end import BackEnd
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt, EmbedsSpan, digest_of
-from quintet.wire.kv_tiers import StoredBlocks
+from quintet.wire.kv_tiers import KvTierResults
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
 from quintet.wire.pooling import PoolingType
@@ -100,9 +100,7 @@ class CoreAndWorker:
         for each in self._back_ends:
             each.begin(self._rung.set)
             capacity.tiers.append(each.capacity)
-            stored = each.stored()
-            places = pack_i32(place for place, _ in stored)
-            self.engine.tier_client.add_stored(StoredBlocks(1, 0, places, [key for _, key in stored]))
+            self.engine.kv_results(KvTierResults(1, 0, each.tier, each.stored()))
 
     def _order(self, plans: list[StepPlan]) -> None:
         """Send the worker the transfers that follow the previous plans."""

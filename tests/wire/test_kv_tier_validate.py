@@ -15,19 +15,18 @@ from quintet.wire.kv_tiers import (
     Search,
     SearchResult,
     Store,
-    StoredBlocks,
     TierCapacity,
     TierName,
 )
 from quintet.wire.kv_validate import fits_tiers, tier_checks
 from quintet.wire.step import Capacity
 
-CHECKS = tier_checks(num_blocks=8, num_host_blocks=6, num_places=4)
+CHECKS = tier_checks(num_blocks=8, num_host_blocks=6)
 KEY, OF_GROUP = b"k" * 32, b"k" * 34
 
 
-def store(blocks: list[int], keys: list[bytes], *places: int, tier: TierName = "store") -> KvTierRequests:
-    return KvTierRequests(0, tier, [Store(pack_i32(blocks), keys, pack_i32(places))])
+def store(blocks: list[int], keys: list[bytes], tier: TierName = "store") -> KvTierRequests:
+    return KvTierRequests(0, tier, [Store(pack_i32(blocks), keys)])
 
 
 def fetch(
@@ -49,12 +48,12 @@ def is_valid(message: msgspec.Struct) -> bool:
     "message",
     [
         KvTierRequests(0, "disk"),
-        store([7], [KEY], 3, tier="disk"),
-        fetch(b"", 4, 3, 5, "disk"),
-        KvTierRequests(3, "disk", drops=pack_i32([3]), drop_keys=[KEY]),
+        store([7], [KEY], tier="disk"),
+        fetch(b"", 1, 0, 5, "disk"),
+        KvTierRequests(3, "disk", drops=[KEY]),
         KvTierRequests(
             *(0, "disk"),
-            files=[FileRequest(1, "export", "a.kv", pack_i32([3]), [KEY]), FileRequest(2, "look", "a.kv")],
+            files=[FileRequest(1, "export", "a.kv", [KEY]), FileRequest(2, "look", "a.kv")],
         ),
         store([7, 0], [KEY, OF_GROUP]),
         search(1, [KEY, OF_GROUP], []),
@@ -64,7 +63,6 @@ def is_valid(message: msgspec.Struct) -> bool:
         KvTierResults(1, 0, "disk", files=[FileResult(1, "", [KEY])]),
         KvTierResults(1, 0, "disk", [KEY], [OF_GROUP], pack_i32([5]), pack_i32([0]), [KEY], 9, 9),
         KvTierResults(1, 0, "store", found=[SearchResult(1, pack_i32([9]))]),
-        StoredBlocks(1, 0, pack_i32([3, 0]), [KEY, OF_GROUP]),
     ],
 )
 def test_valid_messages_pass(message: msgspec.Struct) -> None:
@@ -75,19 +73,16 @@ def test_valid_messages_pass(message: msgspec.Struct) -> None:
     "message",
     [
         KvTierRequests(-1, "disk"),
-        store([8], [KEY], 3, tier="disk"),
-        store([7], [KEY], 4, tier="disk"),
-        store([7], [], 3, tier="disk"),
-        store([7], [KEY], tier="disk"),
-        store([7], [KEY[:31]], 3, tier="disk"),
+        store([8], [KEY], tier="disk"),
+        store([7], [], tier="disk"),
+        store([7], [KEY, OF_GROUP], tier="disk"),
+        store([7], [KEY[:31]], tier="disk"),
         fetch(b"", 4, 3, 6, "disk"),
         fetch(b"", 4, -1, 0, "disk"),
         fetch(b"", 4, 4, 0, "disk"),
-        fetch(b"", 5, 4, 0, "disk"),
-        KvTierRequests(0, "disk", drops=pack_i32([4]), drop_keys=[KEY]),
-        KvTierRequests(0, "disk", drops=pack_i32([3])),
+        KvTierRequests(0, "disk", drops=[KEY[:31]]),
         KvTierRequests(0, "disk", files=[FileRequest(1, "import", "../a.kv")]),
-        KvTierRequests(0, "disk", files=[FileRequest(1, "import", "a.kv", pack_i32([4]), [KEY])]),
+        KvTierRequests(0, "disk", files=[FileRequest(1, "import", "a.kv", [KEY[:31]])]),
         store([8], [KEY]),
         store([], []),
         search(-1, [KEY]),
@@ -106,17 +101,11 @@ def test_valid_messages_pass(message: msgspec.Struct) -> None:
         KvTierResults(1, 0, "store", found=[SearchResult(1, b"abc")]),
         KvTierResults(1, 0, "store", search_ns=-1),
         KvTierResults(1, 0, "store", num_fetches=-1),
-        StoredBlocks(1, 0, pack_i32([4]), [KEY]),
-        StoredBlocks(1, 0, pack_i32([3]), [KEY, KEY]),
+        KvTierResults(1, -1, "disk", [KEY]),
     ],
 )
 def test_invalid_messages_are_dropped(message: msgspec.Struct) -> None:
     assert not is_valid(message)
-
-
-def test_without_a_disk_no_place_is_valid() -> None:
-    check = tier_checks(8, 6, 0)[KvTierRequests]
-    assert not check(store([0], [KEY], 0, tier="disk")) and not check(fetch(b"", 1, 0, 0, "disk"))
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,10 @@ COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     step.TokenLogprobs: {"token_ids": "i", "logprobs": "f"},
     step.PromptLogprobs: {"ranks": "i", "token_ids": "i", "logprobs": "f"},
     step.StepResult: {"token_ids": "i", "num_tokens": "B", "num_drafts": "B", "failed": "i"},
-    kv_tiers.Store: {"blocks": "i", "places": "i"},
+    kv_tiers.Store: {"blocks": "i"},
     kv_tiers.Fetch: {"positions": "i", "host_blocks": "i"},
     kv_tiers.SearchResult: {"counts": "i"},
-    kv_tiers.KvTierRequests: {"drops": "i"},
     kv_tiers.KvTierResults: {"fetched": "i", "missed": "i"},
-    kv_tiers.StoredBlocks: {"places": "i"},
 }
 """Struct, field, and the `array` type code of its numbers."""
 

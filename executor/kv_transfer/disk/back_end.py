@@ -2,7 +2,7 @@
 
 One thread accesses the files; another computes the identity of exported prefixes. Fetches have priority, because requests wait
 for them; this is safe, because the core fetches only blocks that are reported as stored. Stores beyond the queue limit are
-dropped. The core decides on the placement of blocks (`quintet.core.kv.disk_pool`).
+dropped. The core decides which blocks the disk holds (`quintet.core.kv.disk_pool`).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class DiskBackEnd(BackEnd):
         super().__init__(blocks, host_blocks)
         self._exchange, self._identity = exchange, identity
         self._file = file
-        self._dropping: set[tuple[int, bytes]] = set()
-        """Places and keys to clear."""
+        self._dropping: set[bytes] = set()
+        """Keys to delete."""
         self._unidentified: list[tuple[int, FileRequest]] = []
         """File operations that wait for the identity, with their `tables_epoch`."""
         self.add_thread(self._identify, "kv-disk-identity")
@@ -63,14 +63,14 @@ class DiskBackEnd(BackEnd):
     def capacity(self) -> TierCapacity:
         return TierCapacity("disk", len(self.host_blocks), self._file.num_places)
 
-    def stored(self) -> list[tuple[int, bytes]]:
+    def stored(self) -> list[bytes]:
         with self.changed:
-            return [stored for stored in self._file.kept() if stored not in self._dropping]
+            return [key for key in self._file.kept() if key not in self._dropping]
 
     def store_tasks(self, requests: KvTierRequests) -> Iterator[Task]:
-        """See `BackEnd.store_tasks`. Places are freed first."""
-        for place, key in zip(unpack_i32(requests.drops), requests.drop_keys, strict=True):
-            yield Task("store", requests.tables_epoch, partial(self._drop, place, key))
+        """See `BackEnd.store_tasks`. Blocks are deleted first."""
+        for key in requests.drops:
+            yield Task("store", requests.tables_epoch, partial(self._drop, key))
         for store in requests.stores:
             num_free = MAX_WAITING_BYTES // self._file.block_bytes - len(self.queues["store"])
             numbers = np.frombuffer(store.blocks, np.int32)[: max(0, num_free)]
@@ -80,20 +80,19 @@ class DiskBackEnd(BackEnd):
                 with self.changed:
                     self.results.unstored += store.keys[len(taken) :]
                     self.report()
-            for place, key, block in zip(unpack_i32(store.places), store.keys, taken, strict=False):
-                run = partial(self._store, place, key, block, wait)
+            for key, block in zip(store.keys, taken, strict=False):
+                run = partial(self._store, key, block, wait)
                 yield Task("store", requests.tables_epoch, run, len(block))
 
     def tasks(self, requests: KvTierRequests) -> Iterator[Task]:
-        self._dropping.update(zip(unpack_i32(requests.drops), requests.drop_keys, strict=True))
+        self._dropping.update(requests.drops)
         for fetch in requests.fetches:
-            columns = zip(unpack_i32(fetch.positions), unpack_i32(fetch.host_blocks), fetch.keys, strict=True)
-            for place, host_block, key in columns:
-                yield Task("fetch", requests.tables_epoch, partial(self._fetch, place, host_block, key))
+            for host_block, key in zip(unpack_i32(fetch.host_blocks), fetch.keys, strict=True):
+                yield Task("fetch", requests.tables_epoch, partial(self._fetch, host_block, key))
         self._unidentified += ((requests.tables_epoch, file) for file in requests.files)
 
     def cancel(self) -> None:
-        """See `BackEnd.cancel`. Stores too: their places may get other contents. Places are still freed."""
+        """See `BackEnd.cancel`. Stores too: the core does not count them. Blocks are still deleted."""
         super().cancel()
         drops = [task for task in self.queues["store"] if not task.num_bytes]
         self.queues["store"].clear()
@@ -104,17 +103,17 @@ class DiskBackEnd(BackEnd):
 
     # --- the thread's side ---
 
-    def _drop(self, place: int, key: bytes, task: Task) -> None:
-        self._file.drop(place, key)
+    def _drop(self, key: bytes, task: Task) -> None:
+        self._file.drop(key)
         with self.changed:
-            self._dropping.discard((place, key))
+            self._dropping.discard(key)
 
-    def _store(self, place: int, key: bytes, block: Bytes, wait: Wait, task: Task) -> None:
+    def _store(self, key: bytes, block: Bytes, wait: Wait, task: Task) -> None:
         wait()
-        self.report_store(task.tables_epoch, key, is_stored=self._file.write(place, key, block.data))
+        self.report_store(task.tables_epoch, key, is_stored=self._file.write(key, block.data))
 
-    def _fetch(self, place: int, host_block: int, key: bytes, task: Task) -> None:
-        is_found = self._file.read(place, key, self.staging[host_block - self.host_blocks.start].data)
+    def _fetch(self, host_block: int, key: bytes, task: Task) -> None:
+        is_found = self._file.read(key, self.staging[host_block - self.host_blocks.start].data)
         self.report_fetch(task, [host_block] if is_found else [], [] if is_found else [host_block])
 
     def _identify(self) -> None:
@@ -144,13 +143,12 @@ class DiskBackEnd(BackEnd):
     ) -> Iterator[bool]:
         """Execute a file operation and fill its result; yield True after each block, for tasks with priority."""
         folder, name = self._exchange, file.name
-        wanted = list(zip(unpack_i32(file.places), file.keys, strict=True))
         if file.verb == "export":
-            for num_bytes in write_prefix(folder, name, identity, self._file, wanted):
+            for num_bytes in write_prefix(folder, name, identity, self._file, file.keys):
                 result.num_bytes = num_bytes
                 yield True
         elif file.verb == "import":
-            for key, is_stored in read_prefix(folder, name, identity, self._file, wanted):
+            for key, is_stored in read_prefix(folder, name, identity, self._file, file.keys):
                 self.report_store(tables_epoch, key, is_stored=is_stored)
                 if not is_stored:
                     result.keys.append(key)

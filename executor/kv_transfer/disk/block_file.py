@@ -37,7 +37,7 @@ NOTHING = bytes(ENTRY.size)
 
 
 class BlockFile:
-    """Blocks by place and key. Used by one thread at a time."""
+    """Blocks by key. Used by one thread at a time."""
 
     def __init__(self, folder: Path, identity: bytes, block_bytes: int, num_places: int) -> None:
         """Open or create the files. Raises `ConfigError` on failure."""
@@ -45,8 +45,10 @@ class BlockFile:
         self.num_places = num_places
         self._identity = identity
         self._newest = 0
-        self._entries: dict[int, tuple[bytes, bytes]] = {}
-        """Place -> key and hash of its block, least recently used first."""
+        self._entries: dict[bytes, tuple[int, bytes]] = {}
+        """Key -> place and hash of its block, least recently used first."""
+        self._free: list[int] = []
+        """Places without a block."""
         self._failed_writes = LogLimit()
         head = (MAGIC + identity + block_bytes.to_bytes(8, "little")).ljust(HEAD_BYTES, b"\0")
         try:
@@ -67,21 +69,21 @@ class BlockFile:
             raise ConfigError(f"--kv-disk {folder.parent}: {folder}: {error.strerror}") from None
         self._read_index()
 
-    def kept(self) -> list[tuple[int, bytes]]:
-        """Return place and key of all blocks, least recently used first. Any thread may call it."""
-        return [(place, key) for place, (key, _) in self._entries.copy().items()]
+    def kept(self) -> list[bytes]:
+        """Return the keys of all blocks, least recently used first. Any thread may call it."""
+        return [*self._entries.copy()]
 
-    def holds(self, place: int, key: bytes) -> bool:
-        """Return whether a place holds this block, according to the index."""
-        return self._entries.get(place, (b"",))[0] == key
-
-    def write(self, place: int, key: bytes, block: memoryview) -> bool:
-        """Write a block to a place; return whether it succeeded. After a failure the place is empty."""
+    def write(self, key: bytes, block: memoryview) -> bool:
+        """Write a block; return whether it succeeded. A full file loses its least recently used block."""
         digest = digest_of(self._identity, key, block)
         try:
-            self._forget(place)
+            self._forget(key)
+            if not self._free:
+                self._forget(next(iter(self._entries)))
+            place = self._free[-1]
             if write_whole(self._blocks, block, place * self.block_bytes):
                 self._enter(place, key, digest)
+                self._free.pop()
                 return True
             reason = "short write"
         except OSError as error:
@@ -90,11 +92,11 @@ class BlockFile:
             log.warning("%d KV blocks could not be written to disk: %s", number, reason)
         return False
 
-    def read(self, place: int, key: bytes, into: memoryview) -> bool:
-        """Read a block from its place; return whether it is intact. If not, the content of ``into`` is undefined."""
-        known, digest = self._entries.get(place, (b"", b""))
-        if known != key:
+    def read(self, key: bytes, into: memoryview) -> bool:
+        """Read a block; return whether it is there and intact. If not, the content of ``into`` is undefined."""
+        if key not in self._entries:
             return False
+        place, digest = self._entries[key]
         try:
             is_whole = read_whole(self._blocks, into, place * self.block_bytes)
         except OSError as error:
@@ -105,17 +107,15 @@ class BlockFile:
                 self._enter(place, key, digest)
             return True
         log.warning("a KV block on disk is corrupt and will be recomputed")
-        with contextlib.suppress(OSError):
-            self._forget(place)
+        self.drop(key)
         return False
 
-    def drop(self, place: int, key: bytes) -> None:
-        """Clear a place if it holds this block. Its bytes stay until overwritten."""
-        if self.holds(place, key):
-            try:
-                self._forget(place)
-            except OSError as error:
-                log.warning("a KV block on disk could not be cleared: %s", error.strerror)
+    def drop(self, key: bytes) -> None:
+        """Clear a block's entry, if there is one. Its bytes stay until overwritten."""
+        try:
+            self._forget(key)
+        except OSError as error:
+            log.warning("a KV block on disk could not be cleared: %s", error.strerror)
 
     def close(self) -> None:
         """Close the files. A network file system may report here that a write has failed; reads find it by its hash."""
@@ -128,11 +128,13 @@ class BlockFile:
         self._newest += 1
         entry = ENTRY.pack(len(key), key, self._newest, digest, 0)[:-4]
         os.pwrite(self._index, entry + crc32(entry).to_bytes(4, "little"), self._entry_at(place))
-        self._entries.pop(place, None)
-        self._entries[place] = key, digest
+        self._entries.pop(key, None)
+        self._entries[key] = place, digest
 
-    def _forget(self, place: int) -> None:
-        if self._entries.pop(place, None) is not None:
+    def _forget(self, key: bytes) -> None:
+        if key in self._entries:
+            place, _ = self._entries.pop(key)
+            self._free.append(place)
             os.pwrite(self._index, NOTHING, self._entry_at(place))
 
     def _entry_at(self, place: int) -> int:
@@ -156,7 +158,9 @@ class BlockFile:
                 continue
             seen.add(key[:length])
             found.append((number, place, key[:length], digest))
-        self._entries = {place: (key, digest) for _, place, key, digest in sorted(found)}
+        self._entries = {key: (place, digest) for _, place, key, digest in sorted(found)}
+        used = {place for _, place, *_ in found}
+        self._free = [place for place in range(self.num_places - 1, -1, -1) if place not in used]
         self._newest = max((number for number, *_ in found), default=0)
 
 

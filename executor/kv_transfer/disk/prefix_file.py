@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quintet.executor.kv_transfer.disk.block_file import BlockFile, read_whole, write_whole
@@ -29,9 +29,9 @@ class PrefixFileError(Exception):
 
 
 def write_prefix(
-    folder: Path, name: str, identity: bytes, file: BlockFile, wanted: list[tuple[int, bytes]]
+    folder: Path, name: str, identity: bytes, file: BlockFile, keys: Sequence[bytes]
 ) -> Iterator[int]:
-    """Write the blocks of these places and keys one at a time; yield the total bytes written after each.
+    """Write the blocks of these keys one at a time; yield the total bytes written after each.
 
     Raises `PrefixFileError` if the file exists, a block was evicted, or the disk has an error.
     """
@@ -43,10 +43,10 @@ def write_prefix(
                 raise PrefixFileError(f"{folder / name} exists: use another name, or remove the file")
             target = held.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
-                table = bytearray(HEAD.pack(MAGIC, identity, file.block_bytes, len(wanted)))
-                end, block = _first_block(len(wanted)), memoryview(bytearray(file.block_bytes))
-                for place, key in wanted:
-                    if not file.read(place, key, block):
+                table = bytearray(HEAD.pack(MAGIC, identity, file.block_bytes, len(keys)))
+                end, block = _first_block(len(keys)), memoryview(bytearray(file.block_bytes))
+                for key in keys:
+                    if not file.read(key, block):
                         raise PrefixFileError("some blocks were evicted during the export: export it again")
                     if not write_whole(target, block, end):
                         raise PrefixFileError("short write: is the disk full?")
@@ -68,23 +68,23 @@ def read_keys(folder: Path, name: str, identity: bytes, file: BlockFile) -> list
 
 
 def read_prefix(
-    folder: Path, name: str, identity: bytes, file: BlockFile, wanted: list[tuple[int, bytes]]
+    folder: Path, name: str, identity: bytes, file: BlockFile, keys: Sequence[bytes]
 ) -> Iterator[tuple[bytes, bool]]:
-    """Copy blocks of the file to these places one at a time; yield key and success of each.
+    """Copy blocks of the file to the disk one at a time; yield key and success of each.
 
     Raises `PrefixFileError` as `read_keys` does.
     """
     with _opened(folder / name) as source:
         entries = _entries(folder / name, source, identity, file)
         block = memoryview(bytearray(file.block_bytes))
-        for place, key in wanted:
+        for key in keys:
             offset, digest = entries.get(key, (0, b""))
             is_whole = (
                 bool(digest)
                 and read_whole(source, block, offset)
                 and digest_of(identity, key, block) == digest
             )
-            yield key, is_whole and file.write(place, key, block)
+            yield key, is_whole and file.write(key, block)
 
 
 @contextlib.contextmanager

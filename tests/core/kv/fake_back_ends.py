@@ -20,7 +20,6 @@ from quintet.wire.kv_tiers import (
     KvTierResults,
     SearchResult,
     Store,
-    StoredBlocks,
     TierCapacity,
     TierName,
 )
@@ -83,8 +82,8 @@ class FakeBackEnd:
         results = KvTierResults(
             capacity.executor_epoch, requests.tables_epoch, self.tier, fetch_ns=1, search_ns=1
         )
-        for place, key in zip(codec.unpack_i32(requests.drops), requests.drop_keys, strict=True):
-            self.drop(place, key)
+        for key in requests.drops:
+            self.drop(key)
         for store in requests.stores:
             self.num_stores += 1
             contents = [dict(device[block]) for block in codec.unpack_i32(store.blocks)]
@@ -117,6 +116,7 @@ class FakeBackEnd:
             assert first <= block < first + self.num_staging_blocks, block
             content = None if self.is_losing else self.read(fetch, position, key)
             if content is None:
+                self.miss(key)
                 results.missed += codec.pack_i32([block])
                 continue
             host[block] = dict(content)
@@ -138,8 +138,11 @@ class FakeBackEnd:
         """Return a block, or None."""
         raise NotImplementedError
 
-    def drop(self, place: int, key: bytes) -> None:
-        """Free a place."""
+    def miss(self, key: bytes) -> None:
+        """A block is reported missing."""
+
+    def drop(self, key: bytes) -> None:
+        """Delete a block."""
         raise NotImplementedError
 
     def submit_file(self, order: FileRequest, results: KvTierResults) -> None:
@@ -165,14 +168,16 @@ class FakeBackEnd:
 
 
 class FakeDisk(FakeBackEnd):
-    """Stored blocks by place."""
+    """Stored blocks by key."""
 
     tier = "disk"
 
     def __init__(self, num_places: int = 20, num_staging_blocks: int = 8) -> None:
         super().__init__(num_staging_blocks)
         self.num_places = num_places
-        self.contents: dict[int, tuple[bytes, Content]] = {}
+        self.contents: dict[bytes, Content] = {}
+        self.missed: set[bytes] = set()
+        """Keys that the core may delete before it knows that they are missing."""
         self.files: dict[str, dict[bytes, Content]] = {}
         """Exported prefixes."""
 
@@ -184,45 +189,45 @@ class FakeDisk(FakeBackEnd):
     def introduce(self, engine: Engine, capacity: Capacity) -> None:
         """As `FakeBackEnd.introduce`; pending requests are dropped."""
         self.answers.clear()
-        places = sorted(self.contents)
-        keys = [self.contents[place][0] for place in places]
-        kept = StoredBlocks(capacity.executor_epoch, capacity.tables_epoch, codec.pack_i32(places), keys)
-        engine.tier_client.add_stored(kept)
+        engine.kv_results(
+            KvTierResults(capacity.executor_epoch, capacity.tables_epoch, "disk", [*self.contents])
+        )
 
-    def drop(self, place: int, key: bytes) -> None:
+    def miss(self, key: bytes) -> None:
+        """As `FakeBackEnd.miss`: a damaged block is deleted."""
+        self.contents.pop(key, None)
+        self.missed.add(key)
+
+    def drop(self, key: bytes) -> None:
         """As `FakeBackEnd.drop`."""
-        assert self.contents[place][0] == key
-        del self.contents[place]
+        assert self.contents.pop(key, None) is not None or key in self.missed
 
     def store(self, store: Store, contents: Sequence[Content]) -> list[bytes]:
         """As `FakeBackEnd.store`."""
-        for place, key, content in zip(codec.unpack_i32(store.places), store.keys, contents, strict=True):
-            assert 0 <= place < self.num_places
-            self.contents[place] = key, content
+        assert self.contents.keys().isdisjoint(store.keys)
+        self.contents |= zip(store.keys, contents, strict=True)
+        assert len(self.contents) <= self.num_places
         return store.keys
 
     def read(self, fetch: Fetch, position: int, key: bytes) -> Content | None:
         """As `FakeBackEnd.read`."""
-        kept, content = self.contents.get(position, (b"", {}))
-        return content if kept == key else None
+        return self.contents.get(key)
 
     def submit_file(self, order: FileRequest, results: KvTierResults) -> None:
         """As `FakeBackEnd.submit_file`."""
         answer = FileResult(order.task_id)
         results.files.append(answer)
-        places = codec.unpack_i32(order.places)
         if order.verb == "export":
-            self.files[order.name] = dict(self.contents[place] for place in places)
-            assert list(self.files[order.name]) == order.keys
+            self.files[order.name] = {key: self.contents[key] for key in order.keys}
             answer.num_bytes = len(order.keys)
         elif order.name not in self.files:
             answer.error = f"there is no file {order.name}"
         elif order.verb == "look":
             answer.keys = list(self.files[order.name])
         else:
-            for place, key in zip(places, order.keys, strict=True):
-                self.contents[place] = key, self.files[order.name][key]
-                results.stored.append(key)
+            self.contents |= {key: self.files[order.name][key] for key in order.keys}
+            assert len(self.contents) <= self.num_places
+            results.stored += order.keys
 
 
 class FakePeers(FakeBackEnd):

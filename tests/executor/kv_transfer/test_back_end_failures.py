@@ -101,7 +101,7 @@ class Rig:
 
     def fill(self) -> None:
         """Store the blocks."""
-        store = Store(pack_i32([2, 3]), KEYS[:2], pack_i32([0, 1]))
+        store = Store(pack_i32([2, 3]), KEYS[:2])
         self.back_end.order(KvTierRequests(0, self.tier, [store]))
         names = KEYS[:2] if self.tier == "disk" else KEYS[1:2]
         stored: list[bytes] = []
@@ -148,7 +148,6 @@ class DiskRig(Rig):
     tier = "disk"
 
     def open(self, identity: bytes) -> BackEnd:
-        self.num_blocks = 8
         wrapped = self.fault.wrap(lambda file, offset, into: READ_WHOLE(file, into, offset))
         self.monkeypatch.setattr(
             block_file, "read_whole", lambda file, into, offset: wrapped(file, offset, into)

@@ -39,32 +39,45 @@ def opened(folder: Path, *, identity: bytes = IDENTITY, num_places: int = 4) -> 
 
 
 def written(folder: Path) -> BlockFile:
-    """Return a file with every key in its own slot, the last one written first."""
+    """Return a full file."""
     file = opened(folder)
-    for place, key in reversed([*enumerate(KEYS)]):
-        assert file.write(place, key, memoryview(block_of(key)))
+    for key in KEYS:
+        assert file.write(key, memoryview(block_of(key)))
     return file
 
 
-def found(file: BlockFile, place: int, key: bytes) -> bytes | None:
+def found(file: BlockFile, key: bytes) -> bytes | None:
     into = bytearray(BLOCK_BYTES)
-    return bytes(into) if file.read(place, key, memoryview(into)) else None
+    return bytes(into) if file.read(key, memoryview(into)) else None
 
 
 def test_blocks_are_read_after_reopening(tmp_path: Path) -> None:
     written(tmp_path)  # never closed: the writer was killed
     file = opened(tmp_path)
-    assert file.kept() == [*reversed([*enumerate(KEYS)])], "blocks must be in the order of writing"
-    assert [found(file, place, key) for place, key in enumerate(KEYS)] == [block_of(key) for key in KEYS]
-    assert found(file, 0, KEYS[1]) is None
+    assert file.kept() == KEYS, "blocks must be in the order of writing"
+    assert [found(file, key) for key in KEYS] == [block_of(key) for key in KEYS]
+    assert found(file, b"n" * 32) is None
 
 
-def test_a_slot_holds_the_last_written_block(tmp_path: Path) -> None:
+def test_a_dropped_block_leaves_its_place_to_the_next(tmp_path: Path) -> None:
     file = written(tmp_path)
-    assert file.write(0, b"n" * 32, memoryview(block_of(b"n")))
+    file.drop(KEYS[2])
+    assert file.kept() == [KEYS[0], KEYS[1], KEYS[3]] and found(file, KEYS[2]) is None
+    assert file.write(b"n" * 32, memoryview(block_of(b"n")))
     file = opened(tmp_path)
-    assert file.kept()[-1] == (0, b"n" * 32)
-    assert found(file, 0, b"n" * 32) == block_of(b"n") and found(file, 0, KEYS[0]) is None
+    assert file.kept() == [KEYS[0], KEYS[1], KEYS[3], b"n" * 32]
+    assert found(file, b"n" * 32) == block_of(b"n")
+    assert (tmp_path / "engine-0" / "blocks.kv").stat().st_size == 4 * BLOCK_BYTES
+
+
+def test_a_full_file_loses_the_least_recently_used_block(tmp_path: Path) -> None:
+    """It may hold blocks that were written for earlier tables, which the core does not know."""
+    file = written(tmp_path)
+    assert found(file, KEYS[0])
+    assert file.write(b"n" * 32, memoryview(block_of(b"n")))
+    assert opened(tmp_path).kept() == file.kept() == [KEYS[2], KEYS[3], KEYS[0], b"n" * 32]
+    assert file.write(KEYS[3], memoryview(block_of(KEYS[3])))
+    assert file.kept() == [KEYS[2], KEYS[0], b"n" * 32, KEYS[3]]
 
 
 @pytest.mark.parametrize("change", [{"identity": b"o" * 32}, {"num_places": 2}])
@@ -73,8 +86,7 @@ def test_files_of_another_model_are_cleared_and_of_another_size_resized(
 ) -> None:
     written(tmp_path)
     file = opened(tmp_path, **change)  # type: ignore[arg-type]
-    places = [place for place, _ in file.kept()]
-    assert places == ([] if "identity" in change else [1, 0])
+    assert file.kept() == ([] if "identity" in change else KEYS[:2])
     assert (tmp_path / "engine-0" / "blocks.kv").stat().st_size <= 2 * BLOCK_BYTES
 
 
@@ -101,10 +113,10 @@ def test_a_damaged_block_is_a_miss(tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "engine-0"
     DAMAGES[damage](folder / "blocks.kv", folder / "blocks.index")
     file = opened(tmp_path)
-    assert found(file, 1, KEYS[1]) is None
-    assert all(found(file, place, key) in (None, block_of(key)) for place, key in enumerate(KEYS))
-    assert file.write(1, KEYS[1], memoryview(block_of(KEYS[1])))
-    assert found(opened(tmp_path), 1, KEYS[1]) == block_of(KEYS[1])
+    assert found(file, KEYS[1]) is None
+    assert all(found(file, key) in (None, block_of(key)) for key in KEYS)
+    assert file.write(KEYS[1], memoryview(block_of(KEYS[1])))
+    assert found(opened(tmp_path), KEYS[1]) == block_of(KEYS[1])
 
 
 def test_a_writer_killed_between_block_and_entry_leaves_a_miss(tmp_path: Path) -> None:
@@ -113,7 +125,7 @@ def test_a_writer_killed_between_block_and_entry_leaves_a_miss(tmp_path: Path) -
     content = bytearray(blocks.read_bytes())
     content[:600] = bytes(600)
     blocks.write_bytes(content)
-    assert found(opened(tmp_path), 0, KEYS[0]) is None
+    assert found(opened(tmp_path), KEYS[0]) is None
 
 
 def test_random_bytes_are_not_a_block_file(tmp_path: Path) -> None:
@@ -126,8 +138,8 @@ def test_random_bytes_are_not_a_block_file(tmp_path: Path) -> None:
             content[begin : begin + rng.randrange(2000)] = rng.randbytes(rng.randrange(2000))
             path.write_bytes(content)
         file = opened(tmp_path)
-        for place, key in enumerate(KEYS):
-            assert found(file, place, key) in (None, block_of(key))
+        for key in KEYS:
+            assert found(file, key) in (None, block_of(key))
 
 
 def test_an_unreadable_index_is_an_empty_one(
@@ -142,9 +154,9 @@ def test_an_unreadable_index_is_an_empty_one(
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", fails)
         file = opened(tmp_path)
-    assert not file.kept() and found(file, 0, KEYS[0]) is None
+    assert not file.kept() and found(file, KEYS[0]) is None
     assert "index of KV blocks on disk could not be read: Input/output error" in caplog.text
-    assert file.write(0, KEYS[0], memoryview(block_of(KEYS[0]))) and found(file, 0, KEYS[0])
+    assert file.write(KEYS[0], memoryview(block_of(KEYS[0]))) and found(file, KEYS[0])
 
 
 def test_errors_of_closing_are_no_errors_of_the_executor(
@@ -172,14 +184,14 @@ def test_a_full_disk_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch:
         patch.setattr("quintet.executor.kv_transfer.disk.block_file.write_whole", full)
-        assert not file.write(0, KEYS[0], memoryview(block_of(KEYS[0])))
-    assert found(file, 0, KEYS[0]) is None and found(opened(tmp_path), 0, KEYS[0]) is None
+        assert not file.write(KEYS[0], memoryview(block_of(KEYS[0])))
+    assert found(file, KEYS[0]) is None and found(opened(tmp_path), KEYS[0]) is None
 
 
 def test_reading_makes_a_block_most_recently_used(tmp_path: Path) -> None:
     file = written(tmp_path)
-    assert found(file, 3, KEYS[3]) and not found(file, 2, KEYS[3])
-    assert [place for place, _ in file.kept()] == [2, 1, 0, 3]
+    assert found(file, KEYS[1])
+    assert file.kept() == [KEYS[0], KEYS[2], KEYS[3], KEYS[1]]
     assert opened(tmp_path).kept() == file.kept()
 
 

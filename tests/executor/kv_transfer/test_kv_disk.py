@@ -77,31 +77,29 @@ class Gate:
         self._open.set()
 
 
-def stores(tables: int, *pairs: int, keys: list[bytes] = KEYS) -> KvTierRequests:
-    """Store pairs of device block and place."""
-    store = Store(pack_i32(pairs[::2]), keys[: len(pairs) // 2], pack_i32(pairs[1::2]))
-    return KvTierRequests(tables, "disk", [store])
+def stores(tables: int, *blocks: int, keys: list[bytes] = KEYS) -> KvTierRequests:
+    """Store device blocks."""
+    return KvTierRequests(tables, "disk", [Store(pack_i32(blocks), keys[: len(blocks)])])
 
 
-def fetches(keys: list[bytes], *pairs: int) -> KvTierRequests:
-    """Fetch pairs of place and host block."""
-    return KvTierRequests(
-        0, "disk", fetches=[Fetch(b"", 8, pack_i32(pairs[::2]), pack_i32(pairs[1::2]), keys)]
-    )
+def fetches(keys: list[bytes], *host_blocks: int) -> KvTierRequests:
+    """Fetch into host blocks."""
+    fetch = Fetch(b"", 1, pack_i32([0] * len(keys)), pack_i32(host_blocks), keys)
+    return KvTierRequests(0, "disk", fetches=[fetch])
 
 
 def test_blocks_are_fetched_as_they_were_when_the_store_was_requested(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     before = [layer.clone() for layer in bench.layers]
-    bench.disk.order(stores(0, 2, 5, 3, 7))
+    bench.disk.order(stores(0, 2, 3))
     for layer in bench.layers:
         layer.zero_()  # the next plan overwrites the blocks
     answers = bench.answers()
     while len(answers.stored) < 2:
         answers.stored += bench.answers().stored
     assert answers.stored == KEYS[:2] and not answers.unstored
-    assert bench.disk.stored() == [(5, KEYS[0]), (7, KEYS[1])]
-    bench.disk.order(fetches([KEYS[1], KEYS[0], KEYS[3]], 7, FIRST + 1, 5, FIRST, 5, FIRST + 2))
+    assert bench.disk.stored() == KEYS[:2]
+    bench.disk.order(fetches([KEYS[1], KEYS[0], KEYS[3]], FIRST + 1, FIRST, FIRST + 2))
     answers = bench.answers()
     while len(answers.fetched) + len(answers.missed) < 12:
         more = bench.answers()
@@ -118,7 +116,7 @@ def test_blocks_are_fetched_as_they_were_when_the_store_was_requested(tmp_path: 
 def test_stores_beyond_the_disk_speed_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(back_end, "MAX_WAITING_BYTES", 0)
     bench = Bench(tmp_path)
-    bench.disk.order(stores(0, 2, 5, 3, 7))
+    bench.disk.order(stores(0, 2, 3))
     assert bench.answers().unstored == KEYS[:2]
     bench.disk.close()
     assert not bench.disk.stored()
@@ -126,24 +124,24 @@ def test_stores_beyond_the_disk_speed_are_dropped(tmp_path: Path, monkeypatch: p
 
 def test_results_belong_to_the_current_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
-    bench.disk.order(stores(0, 2, 5))
+    bench.disk.order(stores(0, 2))
     assert bench.answers().tables_epoch == 0
     gate = Gate(bench.file, monkeypatch)
-    bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
+    bench.disk.order(stores(0, 3, keys=KEYS[1:2]))
     gate.wait()  # it is being written when the tables are reset
     bench.disk.reset()
-    bench.disk.order(stores(1, 4, 7, keys=KEYS[2:3]))
+    bench.disk.order(stores(1, 4, keys=KEYS[2:3]))
     gate.open()
     answers = bench.answers()
     assert (answers.tables_epoch, answers.stored, answers.unstored) == (1, KEYS[2:3], [])
-    assert bench.disk.stored() == [(5, KEYS[0]), (6, KEYS[1]), (7, KEYS[2])]
+    assert bench.disk.stored() == KEYS[:3]
     bench.disk.close()
 
 
 def test_a_disk_error_is_reported_in_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when a slot is reused and its old entry cannot be cleared."""
+    """Also when a block is written again and its old entry cannot be cleared."""
     bench = Bench(tmp_path)
-    bench.disk.order(stores(0, 2, 5))
+    bench.disk.order(stores(0, 2))
     assert bench.answers().stored == KEYS[:1]
     write = os.pwrite
 
@@ -154,10 +152,10 @@ def test_a_disk_error_is_reported_in_the_results(tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fails)
-        bench.disk.order(stores(0, 3, 5, keys=KEYS[1:2]))
-        assert bench.answers().unstored == KEYS[1:2]
-    bench.disk.order(stores(0, 3, 5, keys=KEYS[1:2]))
-    assert bench.answers().stored == KEYS[1:2]
+        bench.disk.order(stores(0, 3))
+        assert bench.answers().unstored == KEYS[:1]
+    bench.disk.order(stores(0, 3))
+    assert bench.answers().stored == KEYS[:1]
     bench.disk.close()
 
 
@@ -165,12 +163,12 @@ def test_listing_kept_blocks_does_not_wait_for_a_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(tmp_path)
-    bench.disk.order(stores(0, 2, 5))
+    bench.disk.order(stores(0, 2))
     assert bench.answers().stored
     gate = Gate(bench.file, monkeypatch)
-    bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
+    bench.disk.order(stores(0, 3, keys=KEYS[1:2]))
     gate.wait()
-    assert bench.disk.stored() == [(5, KEYS[0])], "stored() must not wait for the write"
+    assert bench.disk.stored() == KEYS[:1], "stored() must not wait for the write"
     gate.open()
     assert bench.answers().stored
     bench.disk.close()
@@ -180,7 +178,7 @@ def test_fetches_are_reported_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(back_end.MAX_UNREPORTED, "fetch", 1)
     bench = Bench(tmp_path)
     gate = Gate(bench.file, monkeypatch, "read", num_free=1)
-    bench.disk.order(fetches(KEYS[:2], 1, FIRST, 2, FIRST + 1))
+    bench.disk.order(fetches(KEYS[:2], FIRST, FIRST + 1))
     assert bench.answers().missed == pack_i32([FIRST])
     gate.open()
     assert bench.answers().missed == pack_i32([FIRST + 1])
@@ -197,7 +195,7 @@ def test_a_full_disk_is_logged_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fails)
-        assert not any(file.write(place, KEYS[place], memoryview(bytes(80))) for place in range(4))
+        assert not any(file.write(key, memoryview(bytes(80))) for key in KEYS)
     assert len([line for line in caplog.messages if "No space left" in line]) == 1
     file.close()
 
@@ -205,12 +203,11 @@ def test_a_full_disk_is_logged_once(
 def test_a_prefix_is_exported_and_imported(tmp_path: Path) -> None:
     """Export runs after pending requests, one block at a time."""
     bench, other = Bench(tmp_path / "here"), Bench(tmp_path / "there")
-    bench.disk.order(stores(0, 2, 5, 3, 7))
+    bench.disk.order(stores(0, 2, 3))
     answers = bench.answers()
     while len(answers.stored) < 2:
         answers.stored += bench.answers().stored
-    wanted = pack_i32([5, 7])
-    bench.disk.order(KvTierRequests(0, "disk", files=[FileRequest(1, "export", "a.kv", wanted, KEYS[:2])]))
+    bench.disk.order(KvTierRequests(0, "disk", files=[FileRequest(1, "export", "a.kv", KEYS[:2])]))
     (answer,) = bench.answers().files
     assert (answer.task_id, answer.error) == (1, "") and answer.num_bytes > 2 * 2 * LAYER_BYTES
     (tmp_path / "there" / "exchange").symlink_to(tmp_path / "here" / "exchange")
@@ -222,16 +219,14 @@ def test_a_prefix_is_exported_and_imported(tmp_path: Path) -> None:
     other.disk.order(KvTierRequests(0, "disk", files=[FileRequest(3, "look", "a.kv")]))
     (answer,) = other.answers().files
     assert (answer.task_id, answer.error, answer.keys) == (3, "", KEYS[:2])
-    other.disk.order(
-        KvTierRequests(0, "disk", files=[FileRequest(4, "import", "a.kv", pack_i32([0, 1]), KEYS[:2])])
-    )
+    other.disk.order(KvTierRequests(0, "disk", files=[FileRequest(4, "import", "a.kv", KEYS[:2])]))
     answers = other.answers()
     while not answers.files:
         more = other.answers()
         answers.stored += more.stored
         answers.files += more.files
     assert answers.stored == KEYS[:2] and [each.task_id for each in answers.files] == [4]
-    assert other.disk.stored() == [(0, KEYS[0]), (1, KEYS[1])]
+    assert other.disk.stored() == KEYS[:2]
     bench.disk.close()
     other.disk.close()
 
@@ -245,7 +240,7 @@ def test_fetches_do_not_wait_for_the_identity(tmp_path: Path) -> None:
 
     bench = Bench(tmp_path, identity)
     bench.disk.order(KvTierRequests(0, "disk", files=[FileRequest(1, "look", "a.kv")]))
-    bench.disk.order(fetches(KEYS[:1], 5, FIRST))
+    bench.disk.order(fetches(KEYS[:1], FIRST))
     assert bench.answers().missed == pack_i32([FIRST])
     is_fetched.set()
     assert "No such file" in bench.answers().files[0].error
@@ -259,7 +254,7 @@ def test_unreadable_weights_fail_a_file_operation_only(tmp_path: Path) -> None:
     bench = Bench(tmp_path, identity)
     bench.disk.order(KvTierRequests(0, "disk", files=[FileRequest(1, "look", "a.kv")]))
     assert "the weights cannot be read" in bench.answers().files[0].error
-    bench.disk.order(stores(0, 2, 5))
+    bench.disk.order(stores(0, 2))
     assert bench.answers().stored == KEYS[:1]
     bench.disk.close()
 
@@ -267,9 +262,9 @@ def test_unreadable_weights_fail_a_file_operation_only(tmp_path: Path) -> None:
 def test_a_disk_error_fails_a_file_operation_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system may report an error when the file is closed."""
     bench = Bench(tmp_path)
-    bench.disk.order(stores(0, 2, 5))
+    bench.disk.order(stores(0, 2))
     assert bench.answers().stored == KEYS[:1]
-    export = FileRequest(1, "export", "a.kv", pack_i32([5]), KEYS[:1])
+    export = FileRequest(1, "export", "a.kv", KEYS[:1])
     bench.disk.order(KvTierRequests(0, "disk", files=[export]))
     assert not bench.answers().files[0].error
     close = os.close
@@ -284,7 +279,7 @@ def test_a_disk_error_fails_a_file_operation_only(tmp_path: Path, monkeypatch: p
         patch.setattr(os, "close", fails)
         bench.disk.order(KvTierRequests(0, "disk", files=[FileRequest(2, "look", "a.kv")]))
         assert "Input/output error" in bench.answers().files[0].error
-    bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
+    bench.disk.order(stores(0, 3, keys=KEYS[1:2]))
     assert bench.answers().stored == KEYS[1:2]
     bench.disk.close()
 
@@ -312,10 +307,10 @@ def test_a_restarted_executor_serves_without_a_failed_disk(
 def test_a_block_to_be_dropped_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk may be slow, and the core may be replaced meanwhile."""
     bench = Bench(tmp_path)
-    bench.disk.order(stores(0, 2, 5))
+    bench.disk.order(stores(0, 2))
     assert bench.answers().stored == KEYS[:1]
     gate = Gate(bench.file, monkeypatch, "drop")
-    bench.disk.order(KvTierRequests(0, "disk", drops=pack_i32([5]), drop_keys=KEYS[:1]))
+    bench.disk.order(KvTierRequests(0, "disk", drops=KEYS[:1]))
     gate.wait()
     bench.disk.reset()
     assert bench.disk.stored() == []
@@ -325,10 +320,10 @@ def test_a_block_to_be_dropped_is_not_listed(tmp_path: Path, monkeypatch: pytest
 
 def test_a_dropped_block_is_a_miss(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    bench.disk.order(stores(0, 2, 5))
+    bench.disk.order(stores(0, 2))
     assert bench.answers().stored == KEYS[:1]
-    bench.disk.order(KvTierRequests(0, "disk", drops=pack_i32([5]), drop_keys=KEYS[:1]))
-    bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
+    bench.disk.order(KvTierRequests(0, "disk", drops=KEYS[:1]))
+    bench.disk.order(stores(0, 3, keys=KEYS[1:2]))
     assert bench.answers().stored == KEYS[1:2]
-    assert bench.disk.stored() == [(6, KEYS[1])] and not bench.file.holds(5, KEYS[0])
+    assert bench.disk.stored() == bench.file.kept() == KEYS[1:2]
     bench.disk.close()

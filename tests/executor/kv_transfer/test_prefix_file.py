@@ -28,8 +28,7 @@ from quintet.executor.kv_transfer.disk.prefix_file import (
 from quintet.executor.kv_transfer.store.chunk_format import ENTRY, HEAD
 
 NAME = "prefix.kv"
-WANTED = list(enumerate(KEYS))[:3]
-PLACES = [(3 - place, key) for place, key in WANTED]
+WANTED = KEYS[:3]
 
 
 def exported(folder: Path) -> Path:
@@ -39,17 +38,17 @@ def exported(folder: Path) -> Path:
 
 
 def imported(folder: Path, file: BlockFile) -> list[tuple[bytes, bool]]:
-    assert list(read_keys(folder, NAME, IDENTITY, file)) == KEYS[:3]
-    return list(read_prefix(folder, NAME, IDENTITY, file, PLACES))
+    assert list(read_keys(folder, NAME, IDENTITY, file)) == WANTED
+    return list(read_prefix(folder, NAME, IDENTITY, file, WANTED))
 
 
 def test_an_exported_prefix_is_imported(tmp_path: Path) -> None:
     folder = exported(tmp_path)
     assert os.listdir(folder) == [NAME]
     other = opened(tmp_path / "other")
-    assert imported(folder, other) == [(key, True) for _, key in PLACES]
+    assert imported(folder, other) == [(key, True) for key in WANTED]
     again = opened(tmp_path / "other")
-    assert [found(again, place, key) for place, key in PLACES] == [block_of(key) for key in KEYS[:3]]
+    assert [found(again, key) for key in WANTED] == [block_of(key) for key in WANTED]
 
 
 def test_a_damaged_block_is_not_imported(tmp_path: Path) -> None:
@@ -57,7 +56,7 @@ def test_a_damaged_block_is_not_imported(tmp_path: Path) -> None:
     flip(folder / NAME, HEAD.size + 3 * ENTRY.size + 32 + BLOCK_BYTES + 5)
     other = opened(tmp_path / "other")
     assert [is_stored for _, is_stored in imported(folder, other)] == [True, False, True]
-    assert found(other, 2, KEYS[1]) is None
+    assert found(other, KEYS[1]) is None
 
 
 def cut(path: Path) -> None:
@@ -107,7 +106,7 @@ def test_a_failed_export_leaves_no_file(tmp_path: Path) -> None:
     file = written(tmp_path)
     steps = write_prefix(tmp_path / "out", NAME, IDENTITY, file, WANTED)
     next(steps)
-    file.drop(*WANTED[1])
+    file.drop(WANTED[1])
     with pytest.raises(PrefixFileError, match="were evicted during the export"):
         list(steps)
     assert os.listdir(tmp_path / "out") == []
