@@ -319,7 +319,7 @@ class Engine:
 
     def kv_requests(self, now_ns: int) -> list[KvTierRequests]:
         """Return the KV transfers for the executor. Called before each plan and after the last one."""
-        if self.state is None or not self.state.pool.tiers.is_configured:
+        if self.state is None or not self.state.pool.tiers.remote:
             return []
         return self.tier_client.requests(self.state, self._tables, now_ns)
 

@@ -18,8 +18,7 @@ def check(state: SchedulerState) -> None:
     _check_slots(state)
     _check_blocks(state)
     waiting = {request.request_id for request in state.waiting}
-    state.pool.tiers.host.check(waiting)
-    for tier in state.pool.tiers.remote:
+    for tier in state.pool.tiers.all:
         tier.check(waiting)
     _check_progress(state)
 

@@ -251,7 +251,7 @@ def _enter(
     block_manager.fill(state, step, request, found, num_own)
     if request.parent is not None:
         state.release_fork_state(request.parent)
-    if state.pool.tiers.is_configured:
+    if state.pool.tiers.all:
         state.pool.tiers.forget(request.request_id)
     request.planned = request.computed = found.num_tokens
     block_size = state.limits.block_size

@@ -223,7 +223,7 @@ class SchedulerState:
             self._leave(request)
         else:
             self._remove(self.waiting, request)
-            if self.pool.tiers.is_configured:
+            if self.pool.tiers.all:
                 self.pool.tiers.forget(request.request_id)
             if request.parent is not None:
                 self.release_fork_state(request.parent)

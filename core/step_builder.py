@@ -110,7 +110,7 @@ class StepBuilder:
             audited = zip(rows, flight.generations, starts, flight.ends, strict=True)
             checksum = table_checksum(audited, state.limits.groups)
         tiers = state.pool.tiers
-        swaps_out = tiers.host.take_copies() if tiers.is_configured else []
+        swaps_out = tiers.take_copies() if tiers.all else []
         plan = StepPlan(
             step=state.step,
             sent_ns=now_ns,

@@ -20,7 +20,8 @@ from typing import Literal
 
 import msgspec
 
-TierName = Literal["disk", "peer", "store"]
+TierName = Literal["host", "disk", "peer", "store"]
+"""Host memory (swap space) has no messages: its transfers are columns of plans."""
 
 
 class TierCapacity(msgspec.Struct, array_like=True, gc=False):

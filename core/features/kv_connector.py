@@ -4,9 +4,9 @@
 and cheaper back ends lack is fetched; meanwhile other requests pass. Then the request enters as after a prefix cache
 hit.
 
-**Host memory**, for preempted requests. Their blocks are copied to the host before the device reuses them: blocks
-outside the prefix cache at once, cached ones when they are evicted. Groups with windows or states also save the partial
-last block and the states. A resumed request shares the blocks still on the device and restores the following ones.
+**Host memory**, for preempted requests (`quintet.core.kv.swap_pool`). Groups with windows or states also save the
+partial last block and the states. A resumed request shares the blocks still on the device and restores the following
+ones.
 
 All costs are measured: fetches and searches by the executor, copies at its start (`Capacity.swap_bytes_per_s`), the
 compute speed by `quintet.core.throughput`.
@@ -20,6 +20,7 @@ from dataclasses import replace
 from quintet.core.block_keys import digests_of, keys_after, match_after
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.groups import GroupBlocks
+from quintet.core.kv.prefetch import FetchRequest
 from quintet.core.kv.prefix import AnyOf, reach, run_of
 from quintet.core.kv.tier import Tier, Wanted
 from quintet.core.recurrent_state import last_checkpoint
@@ -52,7 +53,7 @@ def can_schedule(state: SchedulerState, request: Request) -> bool:
 
 def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Match blocks on the device, then those of the back end with the longest prefix."""
-    return _longest_match(state, request, state.pool.tiers.remote)
+    return _longest_match(state, request, state.pool.tiers.all)
 
 
 # --- remote back ends ---
@@ -90,7 +91,7 @@ def _ask(state: SchedulerState, tier: Tier, request: Request) -> bool:
         or len(found) < len(missing)
         or not tier.is_cheaper([*found.values()], computing_ns)
     ):
-        tier.fetches.note_no_fetch(request.request_id)
+        tier.fetches.requests[request.request_id] = FetchRequest()
         return True
     if tier.fetch(wanted, found, num_reachable * size, whole=not groups.is_plain):
         return not tier.fetches.requests[request.request_id].pending
@@ -127,15 +128,15 @@ def _wanted(state: SchedulerState, request: Request) -> Wanted:
 
 
 def _num_fetched(state: SchedulerState, tier: Tier, request: Request) -> int:
-    """Return the number of the request's blocks that host memory and cheaper back ends provide."""
-    remote = state.pool.tiers.remote
-    found = _longest_match(state, request, remote[: remote.index(tier)])
+    """Return the number of the request's blocks that cheaper back ends provide."""
+    tiers = state.pool.tiers.all
+    found = _longest_match(state, request, tiers[: tiers.index(tier)])
     return 0 if found is None else found.num_tokens // state.limits.block_size
 
 
-def _longest_match(state: SchedulerState, request: Request, remote: Sequence[Tier]) -> PrefixMatch | None:
-    best = _match_host(state, request)
-    for tier in remote:
+def _longest_match(state: SchedulerState, request: Request, tiers: Sequence[Tier]) -> PrefixMatch | None:
+    best = None
+    for tier in tiers:
         found = _match_fetched(state, tier, request)
         if found is not None and (best is None or found.num_tokens >= best.num_tokens):
             best = found
@@ -149,6 +150,12 @@ def _match_fetched(state: SchedulerState, tier: Tier, request: Request) -> Prefi
     found = match_after(state, request, fetch.num_tokens, tier.fetches.fetch)
     if found is None or not any(found.restored):
         return None
+    if tier.is_local:
+        num_restored, is_plain = sum(map(len, found.restored)), state.limits.groups.is_plain
+        num_saved = num_restored * state.limits.block_size if is_plain else found.num_tokens
+        has_blocks = is_plain or state.has_spare_blocks(request, len(found.known_tails))
+        if not has_blocks or not _is_copying_cheaper(state, num_saved, num_restored):
+            return None
     num_cached = min(found.num_tokens, request.num_prompt)
     return replace(found, num_cached=num_cached, num_queried=len(request.tokens))
 
@@ -157,15 +164,14 @@ def _match_fetched(state: SchedulerState, tier: Tier, request: Request) -> Prefi
 
 
 def on_preempt(state: SchedulerState, request: Request) -> None:
-    """Save the blocks of the request from which it can resume: with one plain group as many as the host has free
-    blocks for, otherwise all or none.
+    """Save the blocks from which the request can resume.
 
     All planned tokens are computed before the next plan's copies. Only blocks of known tokens count: those in flight
     are drawn again.
     """
-    host, index, groups = state.pool.tiers.host, state.pool.index, state.limits.groups
-    if not host.num_blocks or not request.spec.params.reads_prefix_cache:
+    if not request.spec.params.reads_prefix_cache:
         return
+    groups = state.limits.groups
     num_tokens, held = _resumable_prefix(state, request)
     contents: dict[bytes, int] = {}
     for number, group in enumerate(groups.all if num_tokens else ()):
@@ -178,11 +184,10 @@ def on_preempt(state: SchedulerState, request: Request) -> None:
         contents |= zip(keys, blocks, strict=True)
     if not contents or not _is_copying_cheaper(state, num_tokens, 2 * len(contents)):
         return
-    saved = host.want(request.request_id, list(contents), whole=not groups.is_plain)
-    request.kv.num_offloaded = len(saved) * state.limits.block_size if groups.is_plain else num_tokens
-    for key in saved:
-        if key not in index.block_of:
-            host.on_evict(key, contents[key])
+    for tier in state.pool.tiers.all:
+        for key in tier.save(request.request_id, [*contents], num_tokens):
+            if key not in state.pool.index.block_of:
+                tier.on_evict(key, contents[key])
 
 
 def _resumable_prefix(state: SchedulerState, request: Request) -> tuple[int, Sequence[GroupBlocks]]:
@@ -205,22 +210,6 @@ def _resumable_prefix(state: SchedulerState, request: Request) -> tuple[int, Seq
     num_blocks = reach(known, digests, num_blocks, limits.groups)
     found = match_after(state, request, num_blocks * limits.block_size)
     return (0, ()) if found is None else (found.num_tokens, found.shared)
-
-
-def _match_host(state: SchedulerState, request: Request) -> PrefixMatch | None:
-    """Match blocks still on the device, then blocks on the host, if that is still cheaper."""
-    host, limits = state.pool.tiers.host, state.limits
-    if request.request_id not in host.keys_of:
-        return None
-    found = match_after(state, request, request.kv.num_offloaded, host.fetch)
-    if found is None or not any(found.restored):
-        return None
-    num_restored = sum(map(len, found.restored))
-    num_saved = num_restored * limits.block_size if limits.groups.is_plain else found.num_tokens
-    if not _is_copying_cheaper(state, num_saved, num_restored):
-        return None
-    has_blocks = limits.groups.is_plain or state.has_spare_blocks(request, len(found.known_tails))
-    return found if has_blocks else None
 
 
 def _is_copying_cheaper(state: SchedulerState, num_tokens: int, num_copies: int) -> bool:

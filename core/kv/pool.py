@@ -82,7 +82,7 @@ class BlockPool:
         self.pins = pins or Pins()
         self.pins.held.clear()
         self._update_pin_callback()
-        for tier in self.tiers.remote:
+        for tier in self.tiers.all:
             tier.pinned = self.pins.wanted
 
     @property

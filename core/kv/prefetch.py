@@ -79,10 +79,6 @@ class Prefetches:
         self._untimed.append(fetch)
         return new
 
-    def note_no_fetch(self, request_id: int) -> None:
-        """Record that a request was looked up and needs no fetch."""
-        self.requests[request_id] = FetchRequest()
-
     def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int] | None:
         """Return the host blocks of the longest available prefix of a request's wanted keys; None while pending."""
         fetch = self.requests.get(request_id)

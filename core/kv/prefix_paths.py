@@ -11,7 +11,7 @@ nothing. Paths share the parts of their common prefix:
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -140,11 +140,12 @@ class Locations:
     """Locations of block contents."""
 
     def __init__(self, pool: BlockPool, groups: Groups) -> None:
-        host, held = pool.tiers.host, [tier.held for tier in pool.tiers.remote if tier.capacity.num_places]
         self._groups = groups
         self.block_size = groups.spec.block_size
-        self._places: list[Container[bytes]] = [pool.index.block_of, host.block_of, AnyOf(*held)]
-        self._known = AnyOf(*self._places) if held or host.num_blocks else self._places[0]
+        tiers = [tier for tier in pool.tiers.all if tier.capacity.num_places]
+        held: dict[str, Container[bytes]] = {tier.name: tier.held for tier in tiers}
+        self._places: dict[str, Container[bytes]] = {"device": pool.index.block_of, **held}
+        self._known = AnyOf(*self._places.values()) if held else self._places["device"]
 
     def reach(self, path: list[bytes]) -> int:
         """Return the number of a prefix's blocks after which a request can start."""
@@ -154,6 +155,6 @@ class Locations:
         """Return the keys of these blocks, in every group."""
         return [key_of(digest, group) for digest in path for group in range(len(self._groups.all))]
 
-    def counts(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the number of these keys on the device, in host memory and on disk."""
-        return [sum(key in place for key in keys) for place in self._places]
+    def counts(self, keys: Sequence[bytes]) -> Counter[str]:
+        """Return the number of these keys on the device, and in back ends by name."""
+        return Counter({name: sum(key in place for key in keys) for name, place in self._places.items()})

@@ -13,7 +13,6 @@ Subclasses know what a back end holds and what it costs. `quintet.core.features.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,10 +52,12 @@ class Wanted:
 
 
 @dataclass(eq=False)
-class Tier(ABC):
+class Tier:
     """Contents and transfers of one back end. Subclasses add their state in ``__post_init__``."""
 
     name: ClassVar[TierName]
+    is_local: ClassVar[bool] = False
+    """True: plans copy its blocks; it has no messages."""
     does_wait: ClassVar[bool] = False
     """True: requests wait for free host blocks. Otherwise they are computed when these are short."""
     groups: Groups
@@ -111,6 +112,17 @@ class Tier(ABC):
         The default stores nothing.
         """
 
+    def save(self, request_id: int, keys: Sequence[bytes], num_tokens: int) -> Sequence[bytes]:
+        """Reserve space for contents with which a preempted request resumes; return those to copy (`on_evict`)."""
+        return ()
+
+    def on_evict(self, key: bytes, block: int) -> None:
+        """Called before the device overwrites ``block``; the copies of the next plan still read the old content."""
+
+    def take_copies(self) -> list[int]:
+        """Return pairs ``device block, host block`` for the plan being sent: all since the previous one."""
+        return []
+
     def offer(self, keys: Sequence[bytes]) -> None:
         """Queue the blocks of a prompt that other servers will fetch; the device has them until the next plan."""
 
@@ -145,7 +157,6 @@ class Tier(ABC):
         """Return True when host blocks are still short for a request that was refused before: no new lookup is needed."""
         return False
 
-    @abstractmethod
     def look_up(
         self, wanted: Wanted, digests: Sequence[bytes], computing_ns: int | None
     ) -> Mapping[bytes, Source] | None:
@@ -153,6 +164,7 @@ class Tier(ABC):
 
         digests: of the blocks after which the request could start. computing_ns: time to compute them.
         """
+        return {}
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Mark these contents as recently used, in token order."""

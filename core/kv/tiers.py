@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from quintet.core.kv.disk_pool import DiskPool
-from quintet.core.kv.host_pool import HostPool
 from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.store_pool import StorePool
+from quintet.core.kv.swap_pool import SwapPool
 from quintet.core.kv.tier import Tier
 from quintet.wire.kv_tiers import TierName
 
-BACK_ENDS: dict[TierName, type[Tier]] = {"peer": PeerPool, "disk": DiskPool, "store": StorePool}
+BACK_ENDS: dict[TierName, type[Tier]] = {
+    kind.name: kind for kind in (SwapPool, PeerPool, DiskPool, StorePool)
+}
 """Core half of each back end, cheapest first. `quintet.executor.kv_transfer.connector` has the device halves."""
 
 
 class Tiers:
-    """The configured back ends. Host memory is copied by plans alone; the others are *remote*."""
+    """The configured back ends. Those with messages are *remote*."""
 
-    __slots__ = ("evict_listener", "host", "is_configured", "remote")
+    __slots__ = ("all", "evict_listener", "remote")
 
-    def __init__(self, num_host_blocks: int = 0, remote: Iterable[Tier] = ()) -> None:
-        self.host = HostPool(num_host_blocks)
+    def __init__(self, tiers: Iterable[Tier] = ()) -> None:
         by_cost = [*BACK_ENDS]
-        self.remote: Sequence[Tier] = sorted(remote, key=lambda tier: by_cost.index(tier.name))
-        self.is_configured = bool(num_host_blocks or self.remote)
-        """False without back ends: nothing can be fetched, stored or copied."""
+        self.all = sorted(tiers, key=lambda tier: by_cost.index(tier.name))
+        self.remote = [tier for tier in self.all if not tier.is_local]
         self.evict_listener: Callable[[bytes], None] | None = None
         """Callback for keys that the device evicts."""
 
     def on_evict(self, key: bytes, block: int) -> None:
-        """Called before the device overwrites ``block``. The copies at the start of the next plan still read the old
-        content.
-        """
+        """See `Tier.on_evict`."""
         if self.evict_listener is not None:
             self.evict_listener(key)
-        self.host.on_evict(key, block)
+        for tier in self.all:
+            tier.on_evict(key, block)
+
+    def take_copies(self) -> list[int]:
+        """See `Tier.take_copies`."""
+        return [block for tier in self.all for block in tier.take_copies()]
 
     def forget(self, request_id: int) -> None:
         """See `Tier.forget`."""
-        self.host.forget(request_id)
-        for tier in self.remote:
+        for tier in self.all:
             tier.forget(request_id)

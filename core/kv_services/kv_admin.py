@@ -151,10 +151,11 @@ class KvAdmin:
         """Return the current location and pin state of a prefix."""
         digest = path[-1]
         pin, used_ns = self.pins.by_digest.get(digest), tree.used_ns(digest)
-        device, host, disk = locations.counts(locations.keys(path) if pin is None else pin.keys)
+        num = locations.counts(locations.keys(path) if pin is None else pin.keys)
         num_tokens = len(path) * locations.block_size if pin is None else pin.num_tokens
         idle_ns = None if used_ns is None else max(0, now_ns - used_ns)
-        return KvPrefix(digest, num_tokens, device, host, disk, pin is not None, idle_ns)
+        places = num["device"], num["host"], num["disk"]
+        return KvPrefix(digest, num_tokens, *places, pin is not None, idle_ns)
 
     def _path(self, state: SchedulerState, tree: PrefixTree, query: KvQuery) -> list[bytes]:
         """Return the digests of the prefix named in the query."""

@@ -12,7 +12,7 @@ from quintet.core.counters import Counters
 from quintet.core.kv.tier import Tier
 from quintet.core.kv.tiers import BACK_ENDS, Tiers
 from quintet.core.scheduler_state import Limits, SchedulerState
-from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, TierName
+from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, TierCapacity, TierName
 from quintet.wire.metrics import CounterSeries, Metrics
 from quintet.wire.step import Capacity
 
@@ -54,18 +54,19 @@ class KvTierClient:
 
     def tiers(self, capacity: Capacity, limits: Limits) -> Tiers:
         """Return the back ends of an executor's tables, with their contents at start."""
-        first, remote = capacity.num_host_blocks, list[Tier]()
-        for each in capacity.tiers:
+        first, num_host_blocks, tiers = 0, capacity.num_host_blocks, list[Tier]()
+        host = [TierCapacity("host", num_host_blocks, num_host_blocks)] if num_host_blocks else []
+        for each in (*host, *capacity.tiers):
             kind = BACK_ENDS[each.tier]
-            remote.append(kind(limits.groups, recurrent_state.CHECKPOINT_EVERY, first, each))
+            tiers.append(kind(limits.groups, recurrent_state.CHECKPOINT_EVERY, first, each))
             first += each.num_staging_blocks
         about = capacity.executor_epoch, capacity.tables_epoch
         for early in self._early:
-            for tier in remote:
+            for tier in tiers:
                 if tier.name == early.tier and (early.executor_epoch, early.tables_epoch) == about:
                     tier.hold(early.stored)
         self._early.clear()
-        return Tiers(capacity.num_host_blocks, remote)
+        return Tiers(tiers)
 
     def requests(self, state: SchedulerState, tables_epoch: int, now_ns: int) -> list[KvTierRequests]:
         """Return the transfers to send. Called before each plan is made, and after the last one was sent."""

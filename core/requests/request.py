@@ -44,8 +44,6 @@ class RequestKv:
     """Blocks, one entry per group of layers; empty unless running."""
     digests: list[bytes] = field(default_factory=list)
     """Hash chain of its full blocks, as far as it was needed."""
-    num_offloaded: int = 0
-    """Tokens that the host keeps across its preemption, in every group as many as it can resume from."""
     state_start: int = 0
     """Number of tokens covered by the state it started from; 0 if it started from none."""
     checkpoint_at: int | None = None

@@ -1,6 +1,6 @@
 """KV offload (swap space), the executor's half: host memory for blocks, and the copies that plans request.
 
-Uses torch on any device. The core decides on the content of host blocks (`quintet.core.kv.host_pool`).
+Uses torch on any device. The core decides on the content of host blocks (`quintet.core.kv.swap_pool`).
 """
 
 from __future__ import annotations

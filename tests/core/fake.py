@@ -587,5 +587,6 @@ class World:
         assert state is not None and not state.live and not state.in_flight and not state.pool.fenced
         assert state.pool.num_available == state.limits.num_blocks
         assert len(state.free_slots) == state.limits.num_slots
-        host = state.pool.tiers.host
-        assert not host.wanted and len(host.free) + len(host.leaving) == host.num_blocks
+        for tier in state.pool.tiers.all:
+            host = tier.fetches.host_blocks
+            assert not host.wanted and len(host.free) + len(host.leaving) == host.num_blocks

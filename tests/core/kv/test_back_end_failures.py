@@ -103,14 +103,51 @@ def store_case(num_staging_blocks: int = 8) -> Case:
     return Case("store", store, world, 4)
 
 
-MAKERS: list[Callable[..., Case]] = [disk_case, peer_case, store_case]
+class HostCase(Case):
+    """Host memory: requests are preempted, and all their blocks on the device evicted."""
+
+    def admit(self, request_id: int, prompt: list[int] | None = None, **options: object) -> None:
+        super().admit(request_id, prompt, **options)
+        self.world.step()
+        (request,) = self.state.running
+        self.state.preempt(request)
+        for block in [*self.state.pool.index.block_of.values()]:
+            self.state.pool.evict(block)
+
+    def serve(self, request_id: int) -> int:
+        """Run a request to its end; return how many of its tokens were restored."""
+        num_before = self.world.executor.num_swapped_in
+        super().serve(request_id)
+        return (self.world.executor.num_swapped_in - num_before) * self.world.block_size
+
+    def begin_fetch(self, request_id: int) -> None:
+        self.admit(request_id)
+
+
+def host_case(num_staging_blocks: int = 8) -> Case:
+    world = World(num_host_blocks=num_staging_blocks, max_steps_in_flight=1)
+    return HostCase("host", FakeBackEnd(), world, 5)
+
+
+REMOTE: list[Callable[..., Case]] = [disk_case, peer_case, store_case]
+MAKERS = [*REMOTE, host_case]
+
+
+def begun(make: Callable[..., Case]) -> Case:
+    made = make()
+    made.world.new_core()
+    return made
+
+
+@pytest.fixture(params=REMOTE)
+def case(request: pytest.FixtureRequest) -> Case:
+    """A back end with messages."""
+    return begun(request.param)
 
 
 @pytest.fixture(params=MAKERS)
-def case(request: pytest.FixtureRequest) -> Case:
-    made: Case = request.param()
-    made.world.new_core()
-    return made
+def any_case(request: pytest.FixtureRequest) -> Case:
+    return begun(request.param)
 
 
 def test_contents_survive_executor_and_core(case: Case) -> None:
@@ -201,9 +238,11 @@ def test_few_staging_blocks_fetch_the_head(make: Callable[..., Case]) -> None:
     assert case.serve(2) == 8
 
 
-def test_requests_without_cache_reads_skip_it(case: Case) -> None:
-    case.admit(2, skip_reading_prefix_cache=True)
-    assert case.world.plan() is not None
+def test_requests_without_cache_reads_skip_it(any_case: Case) -> None:
+    any_case.admit(2, skip_reading_prefix_cache=True)
+    assert any_case.world.plan() is not None
+    any_case.world.run()
+    assert any_case.count("fetched_blocks") == any_case.world.executor.num_swapped_in == 0
 
 
 def test_results_of_another_back_end_are_ignored(case: Case) -> None:
@@ -217,8 +256,19 @@ def test_results_of_another_back_end_are_ignored(case: Case) -> None:
     assert case.world.outcomes[2].num_cached == 4 * case.num_blocks
 
 
-def test_unexpected_results_are_ignored(case: Case) -> None:
+def test_executor_loss_forgets_host_memory() -> None:
+    case = host_case()
+    case.begin_fetch(2)
+    case.world.new_executor()
+    case.world.run()  # the fake executor raises a KeyError for a block that it never received
+    assert case.world.executor.num_swapped_in == 0
+    assert case.world.outcomes[2].tokens == expected(PROMPT, 2, 5, stops=())
+    assert case.serve(3) == 20
+
+
+def test_unexpected_results_are_ignored(any_case: Case) -> None:
     """Unknown host blocks, stored objects, lost objects and searches."""
+    case = any_case
     capacity, first = case.world.executor.capacity, case.world.executor.capacity.num_host_blocks
     numbers = pack_i32(range(first, first + 8))
     lie = KvTierResults(
@@ -231,7 +281,8 @@ def test_unexpected_results_are_ignored(case: Case) -> None:
     assert case.serve(2) in (0, 4 * case.num_blocks)
 
 
-FAKES: list[tuple[str, Callable[[int], FakeBackEnd]]] = [
+FAKES: list[tuple[str, Callable[[int], FakeBackEnd | int]]] = [
+    ("num_host_blocks", lambda seed: 1 + 9 * (seed % 3)),
     ("disk", lambda seed: FakeDisk(6 + 30 * (seed % 2), 4 + 12 * (seed % 3))),
     ("peers", lambda seed: FakePeers(4 + 12 * (seed % 3))),
     ("store", lambda seed: FakeStore(4 + 12 * (seed % 3), waiting_blocks=1 + 99 * (seed % 2))),
@@ -241,14 +292,15 @@ FAKES: list[tuple[str, Callable[[int], FakeBackEnd]]] = [
 @pytest.mark.parametrize("in_groups", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("name", "make"), FAKES)
-def test_random_traces(name: str, make: Callable[[int], FakeBackEnd], seed: int, in_groups: bool) -> None:
-    """The back end is the only one, or a disk is another one."""
-    back_ends = {name: make(seed)}
+def test_random_traces(
+    name: str, make: Callable[[int], FakeBackEnd | int], seed: int, in_groups: bool
+) -> None:
+    """The back end is the only one, or a disk or host memory is another one."""
+    back_ends = {"num_host_blocks": 5 * (seed % 2), name: make(seed)}
     if seed % 4 == 1:
         back_ends.setdefault("disk", FakeDisk(20))
     poisonous = 0.05 if seed % 4 == 0 else 0.0
-    depth, num_host_blocks = 1 + seed % 3, 5 * (seed % 2)
-    trace = random_trace(seed, 250, depth, poisonous, num_host_blocks, in_groups=in_groups, **back_ends)  # type: ignore[arg-type]
+    trace = random_trace(seed, 250, 1 + seed % 3, poisonous, in_groups=in_groups, **back_ends)  # type: ignore[arg-type]
     assert_served(*trace)
 
 

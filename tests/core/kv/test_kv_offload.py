@@ -6,11 +6,15 @@ import msgspec
 import pytest
 
 from quintet.core.hooks import FEATURES
+from quintet.core.kv.groups import Groups
 from quintet.core.kv.host_pool import HostPool
 from quintet.core.kv.pool import BlockPool
+from quintet.core.kv.swap_pool import SwapPool
 from quintet.core.kv.tiers import Tiers
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire import codec
+from quintet.wire.kv_spec import KvGroup, KvSpec
+from quintet.wire.kv_tiers import TierCapacity
 from quintet.wire.step import StepPlan
 from tests.core.fake import NS_PER_TOKEN, World
 from tests.core.fake_model import expected
@@ -37,6 +41,11 @@ def play(world: World) -> SchedulerState:
     world.assert_idle()
     assert world.engine.state is not None
     return world.engine.state
+
+
+def host_of(state: SchedulerState) -> HostPool:
+    (tier,) = state.pool.tiers.all
+    return tier.fetches.host_blocks
 
 
 def num_computed(world: World) -> int:
@@ -128,7 +137,7 @@ def test_host_blocks_are_shared_with_prefix_caching(caching: bool) -> None:
     world.step()
     for request in list(state.running):
         state.preempt(request)
-    first, second = (state.pool.tiers.host.keys_of[request_id] for request_id in (1, 2))
+    first, second = (host_of(state).keys_of[request_id] for request_id in (1, 2))
     assert len(first) == len(second) == 2
     assert (first == second) == caching
     assert set(first).isdisjoint(second) != caching
@@ -144,7 +153,7 @@ def test_new_executor_has_an_empty_host_pool() -> None:
         world.step()
     world.new_executor()
     assert world.engine.state is not None
-    assert not world.engine.state.pool.tiers.host.block_of
+    assert not host_of(world.engine.state).block_of
     world.run()  # the fake executor raises a KeyError for a block that it never received
     for request_id, prompt in PROMPTS.items():
         assert world.outcomes[request_id].tokens == expected(prompt, request_id, 13, stops=())
@@ -157,11 +166,11 @@ def test_cancel_frees_host_blocks() -> None:
         world.admit(request_id, prompt, max_tokens=13, ignore_eos=True)
     state = world.engine.state
     assert state is not None
-    while not state.pool.tiers.host.block_of:
+    while not host_of(state).block_of:
         world.step()
     (waiting,) = state.waiting
     world.cancel(waiting.request_id)
-    assert not state.pool.tiers.host.wanted
+    assert not host_of(state).wanted
     world.run()
     world.assert_idle()
 
@@ -219,13 +228,15 @@ def test_request_resumed_by_the_copying_plan_gets_its_copy() -> None:
 
 
 def test_evicted_block_is_saved_when_needed() -> None:
-    pool = BlockPool(2, Tiers(2))
+    groups = Groups(KvSpec([KvGroup("full", [0])], 1, 64, 4), 64)
+    swap = SwapPool(groups, 8, 0, TierCapacity("host", 2, 2))
+    pool, host = BlockPool(2, Tiers([swap])), swap.fetches.host_blocks
     blocks = [pool.take(), pool.take()]
     for key, block in zip((b"a", b"b"), blocks, strict=True):
         pool.index.register(key, block)
-    pool.tiers.host.want(1, [b"a"])
+    host.want(1, [b"a"])
     pool.release(blocks, None)
     assert pool.take() == blocks[1], "tail is evicted first"
-    assert not pool.tiers.host.copies
+    assert not host.copies
     assert pool.take() == blocks[0]
-    assert pool.tiers.host.copies == {pool.tiers.host.block_of[b"a"]: blocks[0]}
+    assert host.copies == {host.block_of[b"a"]: blocks[0]}
