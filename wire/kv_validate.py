@@ -15,7 +15,7 @@ from quintet.wire.codec import ID_BYTES, all_below
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import MAX_ID
 from quintet.wire.kv_admin import DIGEST_BYTES, MAX_LISTED, MAX_NAME, KvPrefix, KvQuery, KvReport
-from quintet.wire.kv_tiers import KEY_BYTES, Fetch, KvPins, KvTierRequests, KvTierResults, TierName
+from quintet.wire.kv_tiers import KEY_BYTES, Fetch, KvPins, KvTierRequests, KvTierResults
 from quintet.wire.params import MAX_COUNT
 from quintet.wire.request import MAX_PEER_CHARS, KvTransfer
 from quintet.wire.step import Capacity
@@ -72,10 +72,10 @@ def fits_tiers(capacity: Capacity, num_host_blocks: int, num_places: int) -> boo
     )
 
 
-def is_fetch(fetch: Fetch, tier: TierName, num_host_blocks: int) -> bool:
+def is_fetch(fetch: Fetch, num_host_blocks: int) -> bool:
     """Return True when the fetch is valid for this number of host blocks."""
     return (
-        (tier != "store" or are_keys([fetch.source]))
+        (fetch.num_blocks == 1 or are_keys([fetch.source]))
         and len(fetch.source) <= MAX_PEER_CHARS
         and 0 < fetch.num_blocks <= MAX_COUNT
         and are_named(fetch.host_blocks, num_host_blocks, fetch.keys)
@@ -90,7 +90,7 @@ def tier_checks(num_blocks: int, num_host_blocks: int) -> dict[type[msgspec.Stru
         return (
             0 <= message.tables_epoch <= MAX_COUNT
             and all(each.keys and are_named(each.blocks, num_blocks, each.keys) for each in message.stores)
-            and all(is_fetch(fetch, message.tier, num_host_blocks) for fetch in message.fetches)
+            and all(is_fetch(fetch, num_host_blocks) for fetch in message.fetches)
             and all(
                 0 <= search.request_id < MAX_ID and all(map(are_keys, search.chains))
                 for search in message.searches

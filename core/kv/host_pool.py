@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from quintet.core.kv.prefix import run_of
-
 
 class HostPool:
     """Host blocks by content, and the requests that want them. Without blocks it is empty."""
@@ -102,12 +100,6 @@ class HostPool:
             self.leaving.append(self.block_of.pop(key))
         for request_id, registered in self.keys_of.items():
             self.keys_of[request_id] = [key for key in registered if key not in lost]
-
-    def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int]:
-        """Return the host blocks of the longest available prefix of these keys: present, or present after the next
-        plan's copies.
-        """
-        return run_of(keys, self.block_of)
 
     def take_copies(self) -> list[int]:
         """Return pairs ``device block, host block`` for the plan being sent: all since the previous one."""

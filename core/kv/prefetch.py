@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from quintet.core.kv.host_pool import HostPool
+from quintet.core.kv.prefix import run_of
 
 FETCH_TIMEOUT_NS = 10_000_000_000
 """Timeout of a fetch without progress in it or an earlier one: a process hangs, or a result was lost."""
@@ -86,7 +87,7 @@ class Prefetches:
             return []
         if fetch.pending:
             return None
-        blocks = self.host_blocks.fetch(request_id, keys)
+        blocks = run_of(keys, self.host_blocks.block_of)
         return list(takewhile(lambda block: block not in self._awaited, blocks))
 
     def forget(self, request_id: int) -> None:

@@ -16,6 +16,29 @@ BACK_ENDS: dict[TierName, type[Tier]] = {
 }
 """Core half of each back end, cheapest first. `quintet.executor.kv_transfer.connector` has the device halves."""
 
+EVENTS: dict[tuple[TierName, str, str], dict[str, str]] = {
+    ("disk", "blocks", "KV blocks on disk"): {
+        "stored": "written",
+        "unstored": "not written because the disk is slow or full",
+        "fetched": "read",
+        "missed": "requested, but absent or damaged",
+    },
+    ("peer", "blocks", "KV blocks between servers"): {
+        "offered": "copied for other servers to fetch",
+        "fetched": "received from another server",
+        "missed": "requested from another server, but not received or damaged",
+    },
+    ("store", "blocks", "KV blocks of the shared store"): {
+        "fetched": "received",
+        "missed": "requested, and not received or incomplete",
+    },
+    ("store", "chunks", "Chunks of KV blocks for the shared store"): {
+        "stored": "or already present",
+        "unstored": "the store is full, slow or unreachable",
+    },
+}
+"""Counters of each back end: noun in the name, and what is counted -> events and their meaning."""
+
 
 class Tiers:
     """The configured back ends. Those with messages are *remote*."""

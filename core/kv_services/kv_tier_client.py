@@ -10,34 +10,11 @@ from collections.abc import Iterator
 from quintet.core import recurrent_state
 from quintet.core.counters import Counters
 from quintet.core.kv.tier import Tier
-from quintet.core.kv.tiers import BACK_ENDS, Tiers
+from quintet.core.kv.tiers import BACK_ENDS, EVENTS, Tiers
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.wire.kv_tiers import KvTierRequests, KvTierResults, TierCapacity, TierName
 from quintet.wire.metrics import CounterSeries, Metrics
 from quintet.wire.step import Capacity
-
-EVENTS: dict[tuple[TierName, str, str], dict[str, str]] = {
-    ("disk", "blocks", "KV blocks on disk"): {
-        "stored": "written",
-        "unstored": "not written because the disk is slow or full",
-        "fetched": "read",
-        "missed": "requested, but absent or damaged",
-    },
-    ("peer", "blocks", "KV blocks between servers"): {
-        "offered": "copied for other servers to fetch",
-        "fetched": "received from another server",
-        "missed": "requested from another server, but not received or damaged",
-    },
-    ("store", "blocks", "KV blocks of the shared store"): {
-        "fetched": "received",
-        "missed": "requested, and not received or incomplete",
-    },
-    ("store", "chunks", "Chunks of KV blocks for the shared store"): {
-        "stored": "or already present",
-        "unstored": "the store is full, slow or unreachable",
-    },
-}
-"""Counters of each back end: noun in the name, and what is counted -> events and their meaning."""
 
 
 class KvTierClient:

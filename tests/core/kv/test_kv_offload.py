@@ -9,6 +9,7 @@ from quintet.core.hooks import FEATURES
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.host_pool import HostPool
 from quintet.core.kv.pool import BlockPool
+from quintet.core.kv.prefix import run_of
 from quintet.core.kv.swap_pool import SwapPool
 from quintet.core.kv.tiers import Tiers
 from quintet.core.scheduler_state import SchedulerState
@@ -187,8 +188,9 @@ def test_full_host_pool_keeps_the_head() -> None:
     assert not host.block_of, "no request needs the block"
     host.on_evict(b"c", 5)
     host.on_evict(b"a", 4)
-    assert host.fetch(1, [b"a", b"c", b"d"]) == [host.block_of[b"a"], host.block_of[b"c"]]
-    assert host.fetch(1, [b"b", b"a"]) == []
+    assert [*host.block_of] == [b"c", b"a"]
+    assert run_of([b"a", b"c", b"d"], host.block_of) == [host.block_of[b"a"], host.block_of[b"c"]]
+    assert run_of([b"b", b"a"], host.block_of) == []
 
 
 def test_host_block_is_kept_while_requests_need_it() -> None:
