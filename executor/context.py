@@ -174,7 +174,10 @@ class WorkerContext:
             self.config,
             model=model,
             cache=replace(
-                self.config.cache, memory_bytes=num_blocks * model.kv.bytes_per_block, dtype="model"
+                self.config.cache,
+                memory_bytes=num_blocks * model.kv.bytes_per_block,
+                dtype="model",
+                swap_bytes=0,
             ),
             executor=replace(
                 self.config.executor,
@@ -194,7 +197,7 @@ class WorkerContext:
         if speculative.draft.states is not None:
             num_requests = num_draft_model_states(scheduler, self.config.model.kv, num_blocks)
             states = speculative.draft.states, STATES_PER_REQUEST * num_requests
-        return WorkerContext(config, states=states, _platform=self.platform)
+        return WorkerContext(config, states=states, _platform=self._platform)
 
     def facts(self, num_blocks: int) -> dict[str, str]:
         """Return the facts for the start-up log."""

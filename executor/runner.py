@@ -30,8 +30,9 @@ class LogitsSource(Protocol):
 class Runner(LogitsSource, HiddenSource, Protocol):
     """Forward passes of one model over the worker's KV memory.
 
-    Implementations: `quintet.executor.backends.cpu.program.runner`, `quintet.executor.backends.torch.eager`, and for models of
-    transformers `quintet.executor.backends.torch.fallback`.
+    Implementations: `quintet.executor.backends.cpu.program.runner`, `quintet.executor.backends.torch.eager`, for models of
+    transformers `quintet.executor.backends.torch.fallback`, and for draft models on a device
+    `quintet.executor.backends.cuda.draft_runner`.
     """
 
     @property

@@ -110,7 +110,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     rules.check_prompt_embeds(options, facts)
     rules.check_expert_widths(facts, device, item_bytes)
     kv = rules.kv_spec(options, device, facts, item_bytes)
-    draft = read_draft(options, facts, kv, dtype)
+    draft = read_draft(options, device, facts, kv, dtype)
     # Rank 0 alone has the draft model. Memory is planned per rank, so each counts a part; KV memory also per host.
     block_bytes = draft.block_bytes * options.decode_context_parallel_size * options.nnodes if draft else 0
     draft_bytes = -(-block_bytes // options.tensor_parallel_size)

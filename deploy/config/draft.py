@@ -253,7 +253,9 @@ def _check_fit(name: str, spec: HeadSpec, served: DecoderSpec, path: str) -> Non
             )
 
 
-def read_draft(options: Options, target: ModelFacts, kv: KvSpec, dtype: Dtype) -> DraftFacts | None:
+def read_draft(
+    options: Options, device: str, target: ModelFacts, kv: KvSpec, dtype: Dtype
+) -> DraftFacts | None:
     """Return the draft model or head that the flags name, or None. kv, dtype: of the served model ``target``.
 
     Raises `ConfigError`.
@@ -267,7 +269,13 @@ def read_draft(options: Options, target: ModelFacts, kv: KvSpec, dtype: Dtype) -
         group = 0  # unused: the heads have no keys and values
     if name is None or method in _CONVERTERS:
         return read_head(name, options, target, dtype, kv.block_size, _existing(group, target))
-    return _read_model(name, options, target, kv.block_size, group)
+    draft = _read_model(name, options, device, target, kv.block_size, group)
+    if device != "cpu" and draft.states is not None:
+        raise ConfigError(
+            f"{FLAG}: draft model {name!r} has recurrent states, which is not supported on a GPU: use another one, or"
+            " --device cpu"
+        )
+    return draft
 
 
 def _existing(group: int | None, target: ModelFacts) -> int:
@@ -280,7 +288,7 @@ def _existing(group: int | None, target: ModelFacts) -> int:
 
 
 def _read_model(
-    name: str, options: Options, target: ModelFacts, block_size: int, group: int | None
+    name: str, options: Options, device: str, target: ModelFacts, block_size: int, group: int | None
 ) -> DraftFacts:
     reads_weights = options.load_format == "auto"
     facts = read_facts(
@@ -295,6 +303,7 @@ def _read_model(
         )
     weights = read_served_facts(facts) if reads_weights else None
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
+    rules.check_expert_widths(facts, device, DTYPE_BYTES[dtype])
     quantization = draft_quantization(options) if facts.stored is None else facts.stored.name
     num_parameters = num_parameters_of(facts, weights) or 0
     weight_bytes = weight_bytes_of(num_parameters, DTYPE_BYTES[dtype], quantization, facts.stored, weights, 0)

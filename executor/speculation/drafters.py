@@ -200,7 +200,7 @@ DRAFTERS: dict[str, Callable[[SpeculativeConfig, SlotTables], Drafter]] = {
 def compute_and_draw(
     runner: Runner, rows: Rows, tables: SlotTables, sampler: Sampler, *, has_same_ids: bool
 ) -> bytes:
-    """Compute the rows and draw a token where a row draws; return the tokens, int32. The token table holds them too.
+    """Compute the rows and draw a token where a row draws; return the tokens, int32. ``tables`` hold them too.
 
     A draft is likely to be accepted if it is drawn as the served model draws: with the same random number, temperature and
     filters, and with the logits processors of the request. Penalties and bad words read the drafts before it in the token table.
@@ -212,7 +212,10 @@ def compute_and_draw(
         runner.forward(rows, tables)
         with torch.inference_mode():  # as the served model's draws: both use one buffer
             drawn, _ = sampler.draw(rows, runner.logits(rows.draw_tokens), is_draft=True)
-            return drawn.numpy().tobytes()
-    tokens = runner.forward_and_draw(rows, tables, sampler.settings, None)
-    assert tokens is not None, "the runner of a draft model draws"
-    return tokens
+            tokens: Tokens = drawn.cpu().numpy()
+        # The sampler's token table may be another one, on a device.
+        tables.token_ids.numpy()[rows.slots[rows.sampling], rows.draw_positions] = tokens
+        return tokens.tobytes()
+    found = runner.forward_and_draw(rows, tables, sampler.settings, None)
+    assert found is not None, "the runner of a draft model draws"
+    return found

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 from tests.cuda.rank_devices import devices_of
-from tests.cuda.test_worker import model_on
+from tests.cuda.test_worker import draft_on, model_on
 
 from quintet.executor.backends.cuda.boot import make_device_worker
 from quintet.executor.backends.cuda.ops.tables import HEADER_WORDS, PackedPlan
@@ -49,7 +49,8 @@ def leading_worker(config: EngineConfig, *, captured: bool = True) -> Iterator[D
     for thread in threads:
         thread.start()
     first = context_of(0)
-    worker = make_device_worker(devices[0], model_on(devices[0], config, first.share), first)
+    model, draft = model_on(devices[0], config, first.share), draft_on(devices[0], first)
+    worker = make_device_worker(devices[0], model, first, draft)
     while worker.has_idle_tasks:
         worker.run_idle_task()
     try:

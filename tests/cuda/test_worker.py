@@ -43,6 +43,7 @@ from quintet.executor.loading import MODEL_DTYPES as DTYPES
 from quintet.executor.model_config.hf_config import hf_config_of
 from quintet.executor.model_config.share import WHOLE, Share
 from quintet.executor.models.model import CausalModel, Setting, build_model
+from quintet.executor.speculation.draft_model import draft_tokens
 from quintet.wire.config import EngineConfig
 from quintet.wire.model_files import is_gguf
 from quintet.wire.params import SamplingParams, Thinking, ThinkingBound
@@ -106,13 +107,22 @@ def model_on(device: Device, config: EngineConfig, share: Share = WHOLE) -> Caus
     return model
 
 
+def draft_on(device: Device, context: WorkerContext) -> WorkerContext | None:
+    """Return the context of the draft model, loaded, if there is one."""
+    draft = context.of_draft(draft_tokens(context.config.scheduler))
+    if draft is not None:
+        draft.add(0, model_on(device, draft.config))
+    return draft
+
+
 def worker_on(
     device: Device, config: EngineConfig, *, captured: bool = True, **executor: Any
 ) -> DeviceWorker:
     """Return a worker with all its graphs captured if ``captured``, else with none."""
     settings = msgspec.structs.replace(config.executor, enforce_eager=not captured, **executor)
     config = msgspec.structs.replace(config, executor=settings)
-    worker = make_device_worker(device, model_on(device, config), WorkerContext(config))
+    context = WorkerContext(config)
+    worker = make_device_worker(device, model_on(device, config), context, draft_on(device, context))
     while worker.has_idle_tasks:
         worker.run_idle_task()
     return worker

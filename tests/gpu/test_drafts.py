@@ -1,6 +1,7 @@
 """Row ``steps`` of docs/gpu.md, drafts: with ``--batch-invariant``, speculative decoding changes no bit.
 
-The drafts are the tokens of a run without drafts, one in four of them wrong, so that all numbers of accepted drafts occur.
+In the first test, the drafts are the tokens of a run without drafts, one in four of them wrong, so that all numbers of
+accepted drafts occur.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from bench.gpu.engine import InProcessEngine
 from tests.gpu.small import dummy_config, prompts, ready_worker, run_all, with_blocks, with_scheduler
 from tests.models.speculation.longest_drafts import drafting
 from tests.models.speculation.test_bits import Oracle
+from tests.models.speculation.test_draft_model import with_draft
 
 from quintet.wire.config import EngineConfig, SpeculativeConfig
 from quintet.wire.params import SamplingParams
@@ -44,8 +46,12 @@ def bits_of(engine: InProcessEngine) -> dict[int, list[tuple[int, bytes, bytes]]
     }
 
 
+def config_of(folder: Path, device_name: str) -> EngineConfig:
+    return with_scheduler(dummy_config(folder, device_name, batch_invariant=True), max_num_seqs=16)
+
+
 def test_drafts_change_no_bit(tmp_path: Path, device_name: str) -> None:
-    config = with_scheduler(dummy_config(tmp_path, device_name, batch_invariant=True), max_num_seqs=16)
+    config = config_of(tmp_path, device_name)
     plain = run_all(config, ready_worker(config), requested())
     drafted = with_scheduler(config, speculative=DRAFTS)
     worker: Any = drafting(ready_worker(drafted))
@@ -61,3 +67,16 @@ def test_drafts_change_no_bit(tmp_path: Path, device_name: str) -> None:
         assert found.outputs == plain.outputs, variant
         assert bits_of(found) == bits_of(plain), variant
         assert found.counters.num_accepted_tokens > NUM_TOKENS, variant
+
+
+def test_draft_model_changes_no_bit(tmp_path: Path, device_name: str) -> None:
+    """The draft model is the served model, so nearly all drafts are accepted."""
+    config = config_of(tmp_path, device_name)
+    plain = run_all(config, ready_worker(config), requested())
+    drafted = with_draft(config, config)
+    worker = drafting(ready_worker(drafted))
+    for variant, each in {"together": drafted, "preempted": with_blocks(drafted, 40)}.items():
+        found = run_all(each, worker, requested())
+        assert found.outputs == plain.outputs, variant
+        assert bits_of(found) == bits_of(plain), variant
+        assert found.counters.num_accepted_tokens > 0.9 * found.counters.num_draft_tokens > 100, variant

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from quintet.executor.backends.cuda.attention.backend import AttentionBackend, AttentionNeeds
 from quintet.executor.backends.cuda.attention.choice import BackendChoice, choose_attention, choose_for_ranks
 from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.draft_runner import DraftRunner
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
 from quintet.executor.backends.cuda.graphs import graph_sizes
 from quintet.executor.backends.cuda.kv_memory import graph_bytes, num_kv_blocks
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlans
 from quintet.executor.backends.cuda.ranks.communicator import (
+    DeviceCommunicator,
     communicator_of,
     open_device_ranks,
 )
@@ -25,18 +27,20 @@ from quintet.executor.backends.cuda.steps import DeviceSteps
 from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.backends.cuda.worker import DeviceWorker
 from quintet.executor.backends.platforms.cuda import open_cuda_device
-from quintet.executor.context import WorkerContext
+from quintet.executor.context import DRAFT, TARGET, WorkerContext
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.loading import MODEL_DTYPES
-from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.model import CausalModel
+from quintet.executor.speculation.draft_model import draft_tokens
 from quintet.wire.config import EngineConfig
 
 log = logging.getLogger("quintet")
 
 STAGING_WORDS = 1 << 20
 """Size of the staging buffer, enough for the prompts of a busy second; a larger plan gets temporary memory."""
+DRAFT_STAGING_WORDS = 64
+"""Size of a draft model's staging buffer for each request: its row in a step, and most changes of tables."""
 
 
 def make_worker(context: WorkerContext) -> DeviceWorker:
@@ -45,21 +49,28 @@ def make_worker(context: WorkerContext) -> DeviceWorker:
     device = open_cuda_device(config.executor)
     if context.memory.stages:
         context.join(open_device_ranks(config, context.memory.stages[0], 0))
-    worker = make_device_worker(device, context.load(on_device=True), context)
+    model, draft = context.load(on_device=True), context.of_draft(draft_tokens(config.scheduler))
+    if draft is not None:
+        draft.load(on_device=True)
+        context.models[DRAFT] = draft.models[TARGET]
+    worker = make_device_worker(device, model, context, draft)
     worker.facts = {**context.facts(worker.num_blocks), **worker.facts}
     return worker
 
 
 @torch.inference_mode()
-def make_device_worker(device: Device, model: CausalModel, context: WorkerContext) -> DeviceWorker:
+def make_device_worker(
+    device: Device, model: CausalModel, context: WorkerContext, draft: WorkerContext | None = None
+) -> DeviceWorker:
     """Return the worker, ready for plans; graphs are captured later. Raises `ConfigError` if memory is too small.
 
-    With several ranks, return when all are ready; the others run `quintet.executor.backends.cuda.ranks.follower.follow`.
+    draft: of a loaded draft model. With several ranks, return when all are ready; the others run
+    `quintet.executor.backends.cuda.ranks.follower.follow`.
     """
     config, ranks = context.config, context.ranks
-    steps, num_blocks = open_steps(device, model, context)
+    steps, drafts = open_steps(device, model, context, draft)
     broadcaster = None if ranks is None else RankBroadcaster(ranks)
-    worker = DeviceWorker(steps, config, num_blocks, context.span, broadcaster)
+    worker = DeviceWorker(steps, config, context.span, broadcaster, drafts)
     if ranks is not None:
         ranks.wait_for_all()
         worker.facts["ranks"] = str(ranks.share.size)
@@ -67,53 +78,95 @@ def make_device_worker(device: Device, model: CausalModel, context: WorkerContex
 
 
 @torch.inference_mode()
-def open_steps(device: Device, model: CausalModel, context: WorkerContext) -> tuple[DeviceSteps, int]:
-    """Return the model with its KV memory, ready for steps, and the number of KV blocks.
+def open_steps(
+    device: Device, model: CausalModel, context: WorkerContext, draft: WorkerContext | None = None
+) -> tuple[DeviceSteps, DraftRunner | None]:
+    """Return the model with its KV memory, ready for steps, and the draft model, if there is one.
 
     Several ranks call it concurrently; all get the smallest block count of any rank.
     """
     config, ranks = context.config, context.ranks
     spec, scheduler, torch_device = config.model.kv, config.scheduler, device.torch_device
-    dtype = MODEL_DTYPES[config.model.dtype]
-    kv_dtype = torch.float8_e4m3fn if config.cache.dtype == "fp8" else dtype
     communicator = None if ranks is None else communicator_of(device, ranks, config)
     device.checks_arguments = True
     tables = DeviceTables.reserve(scheduler.max_num_seqs, config.model.max_model_len, spec, torch_device)
-    memory = StepMemory.reserve(tables, scheduler)
-    attention = AttentionPlans(device, model.attentions, config, memory.max_tokens, dtype, kv_dtype)
-    staging = torch.zeros(STAGING_WORDS, dtype=torch.int32, device=torch_device)
-    linears = DeviceLinears(device, batch_invariant=config.executor.batch_invariant)
-    kv = KvMemory.reserve(spec, 1, kv_dtype, torch_device)
-    runner = DeviceRunner(device, model, linears, attention, memory, staging, kv, dtype, communicator)
+    runner = _new_runner(device, model, config, tables, STAGING_WORDS, communicator)
+    runners = [(runner, config)]
+    if draft is not None:
+        runners.append((_new_draft_runner(device, draft, _group_of_draft(config), tables), draft.config))
     started = time.monotonic()
-    runner.run_largest_step()
+    for each, _ in runners:
+        each.run_largest_step()
     if is_gpu(device):  # times of the emulator are meaningless
-        linears.measure(runner.last_pass.linears, ranks=ranks)
-        layers = runner.last_pass.attentions
-        runner.prompt_attention = _prompt_attention(device, attention, layers, config, ranks)
-    # Captures emptied the allocator's cache: allocate the largest step's memory again before the KV cache takes the rest.
-    runner.run_largest_step()
+        for each, _ in runners:
+            each.linears.measure(each.last_pass.linears, ranks=ranks if each is runner else None)
+        runner.prompt_attention = _prompt_attention(runner, config, ranks)
+    # Captures emptied the allocator's cache: allocate the largest steps' memory again before the KV cache takes the rest.
+    for each, _ in runners:
+        each.run_largest_step()
     device.checks_arguments = not is_gpu(device)
     if communicator is not None:
         runner.run_smallest_steps()
-    reserved = 0
-    if not config.executor.enforce_eager:
-        sizes = (dtype.itemsize, config.logits_item_bytes)
-        largest = graph_sizes(scheduler, memory.max_draws)[-1].num_tokens
-        reserved = graph_bytes(largest, model.vocab_size, runner.last_pass.widest, *sizes)
-    num_blocks = num_kv_blocks(config, device, reserved)
+    draft_bytes = 0 if draft is None else draft.config.model.kv.bytes_per_block
+    reserved = sum(_graph_bytes(*each) for each in runners)
+    num_blocks = num_kv_blocks(config, device, reserved, draft_bytes)
     if ranks is not None:
         counts = ranks.all_gather(num_blocks.to_bytes(8, "little"))
         num_blocks = min(int.from_bytes(count, "little") for count in counts)
     if communicator is not None:
         communicator.peers.limit_waits()  # every rank has loaded the kernels of a step
-    runner.use_kv(KvMemory.reserve(spec, num_blocks, kv_dtype, torch_device))
+    for each, _ in runners:
+        each.use_kv(KvMemory.reserve(each.kv.spec, num_blocks, each.kv.dtype, torch_device))
     log.info(
         "largest step (%d tokens) and kernel selection took %.1f s; KV cache: %d blocks of %d tokens, %.1f GiB",
-        *(memory.max_tokens, time.monotonic() - started),
-        *(num_blocks, spec.block_size, num_blocks * spec.bytes_per_block / 2**30),
+        *(scheduler.max_num_batched_tokens, time.monotonic() - started),
+        *(num_blocks, spec.block_size, num_blocks * (spec.offloaded_bytes_per_block + draft_bytes) / 2**30),
     )
-    return DeviceSteps(runner, config, ranks), num_blocks
+    drafts = None
+    if draft is not None:
+        drafts = DraftRunner(DeviceSteps(runners[1][0], draft.config), _group_of_draft(config))
+    return DeviceSteps(runner, config, ranks), drafts
+
+
+def _new_runner(
+    device: Device,
+    model: CausalModel,
+    config: EngineConfig,
+    tables: DeviceTables,
+    staging_words: int,
+    communicator: DeviceCommunicator | None = None,
+) -> DeviceRunner:
+    """Return a runner with KV memory of one block."""
+    dtype, torch_device = MODEL_DTYPES[config.model.dtype], device.torch_device
+    kv_dtype = torch.float8_e4m3fn if config.cache.dtype == "fp8" else dtype
+    memory = StepMemory.reserve(tables, config.scheduler)
+    attention = AttentionPlans(device, model.attentions, config, memory.max_tokens, dtype, kv_dtype)
+    staging = torch.zeros(staging_words, dtype=torch.int32, device=torch_device)
+    linears = DeviceLinears(device, batch_invariant=config.executor.batch_invariant)
+    kv = KvMemory.reserve(config.model.kv, 1, kv_dtype, torch_device)
+    return DeviceRunner(device, model, linears, attention, memory, staging, kv, dtype, communicator)
+
+
+def _new_draft_runner(device: Device, draft: WorkerContext, group: int, tables: DeviceTables) -> DeviceRunner:
+    """Return the runner of a draft model. group, tables: of the served model."""
+    kv, max_num_seqs = draft.config.model.kv, draft.config.scheduler.max_num_seqs
+    own_tables = replace(tables, block_table=tables.block_table[group : group + 1], kv=kv)
+    return _new_runner(device, draft.load(), draft.config, own_tables, DRAFT_STAGING_WORDS * max_num_seqs)
+
+
+def _group_of_draft(config: EngineConfig) -> int:
+    speculative = config.scheduler.speculative
+    assert speculative is not None and speculative.draft is not None, "there is a draft model"
+    return speculative.draft.group
+
+
+def _graph_bytes(runner: DeviceRunner, config: EngineConfig) -> int:
+    """Return the memory to leave for graphs."""
+    if config.executor.enforce_eager:
+        return 0
+    largest = graph_sizes(config.scheduler, runner.max_draws)[-1].num_tokens
+    sizes = runner.dtype.itemsize, config.logits_item_bytes
+    return graph_bytes(largest, config.model.vocab_size, runner.last_pass.widest, *sizes)
 
 
 def is_gpu(device: Device) -> bool:
@@ -122,14 +175,10 @@ def is_gpu(device: Device) -> bool:
 
 
 def _prompt_attention(
-    device: Device,
-    plans: AttentionPlans,
-    layers: Sequence[AttentionLayer],
-    config: EngineConfig,
-    ranks: Ranks | None,
+    runner: DeviceRunner, config: EngineConfig, ranks: Ranks | None
 ) -> AttentionBackend | None:
     """Select the attention backend of prompts; None: our kernels, also if layers differ in parameters that a library fixes."""
-    plan = plans.only
+    device, plan, layers = runner.device, runner.attention.only, runner.last_pass.attentions
     if not layers:
         return None
     if len(config.model.kv.groups) > 1:

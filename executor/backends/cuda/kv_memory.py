@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from quintet.executor.backends.cuda.device import Device
@@ -47,9 +48,13 @@ def kv_bytes(total_bytes: int, free_bytes: int, utilization: float, reserved_byt
     return int(total_bytes * utilization) - used - reserved_bytes
 
 
-def num_kv_blocks(config: EngineConfig, device: Device, reserved_bytes: int) -> int:
-    """Return the number of KV blocks; raise `ConfigError` if a request of the maximum length does not fit."""
-    kv, cache, max_model_len = config.model.kv, config.cache, config.model.max_model_len
+def num_kv_blocks(config: EngineConfig, device: Device, reserved_bytes: int, draft_bytes: int = 0) -> int:
+    """Return the number of KV blocks; raise `ConfigError` if a request of the maximum length does not fit.
+
+    draft_bytes: of this rank's draft model, for each block.
+    """
+    cache, max_model_len = config.cache, config.model.max_model_len
+    kv = msgspec.structs.replace(config.model.kv, draft_bytes=draft_bytes)
     total, free = device.total_bytes(), device.free_bytes()
     step_tokens = config.scheduler.max_num_batched_tokens
     most = config.scheduler.max_num_seqs * kv.most_blocks(max_model_len, step_tokens) + 1

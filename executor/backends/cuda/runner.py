@@ -81,8 +81,8 @@ class DeviceRunner:
         self.device = device
         self.communicator = communicator
         self._model = model
-        self._linears = linears
-        self._attention = attention
+        self.linears = linears
+        self.attention = attention
         self._memory = memory
         self.tables, self.max_draws = memory.tables, memory.max_draws
         """Slot tables on the device, and the maximum draws of a step."""
@@ -187,13 +187,13 @@ class DeviceRunner:
         copy_blocks(self.device, self.pool, self.pool, pairs.view(-1, 2))
 
     def _forward(self, rows: StepRows, host: HostRows | None, embeds: StepEmbeds | None) -> None:
-        self._attention.prepare(rows)
+        self.attention.prepare(rows)
         backend = self.prompt_attention if host is not None and rows.max_count > 1 else None
         if backend is not None and host is not None:
             backend.prepare(rows.of_group(0), host)
         rotations = self._rotations.of(rows)
         self._pass = DevicePass(
-            *(self.device, self._linears, self._attention, rows, self.kv, rotations, backend, embeds),
+            *(self.device, self.linears, self.attention, rows, self.kv, rotations, backend, embeds),
             self.communicator,
         )
         self._hidden = self._model.forward(self._pass)

@@ -71,8 +71,20 @@ class DeviceSteps:
         if not config.executor.enforce_eager:
             agree = None if ranks is None else ranks.all_agree
             self.graphs = DecodeGraphs(graph_sizes(scheduler, runner.max_draws), runner.capture_decode, agree)
+        self.num_without_graph = 0
+        """Steps that ran eagerly for lack of a graph; the worker resets it."""
         num_host_blocks = config.model.kv.num_offloaded_blocks(config.cache.swap_bytes)
         self.host_pool = HostPool(self._device, runner.pool, num_host_blocks) if num_host_blocks else None
+
+    @property
+    def num_missing_graphs(self) -> int:
+        """Number of graphs left to capture."""
+        return 0 if self.graphs is None else self.graphs.num_missing
+
+    def capture_one(self) -> None:
+        """Capture the next graph."""
+        assert self.graphs is not None, "steps run eagerly"
+        self.graphs.capture_one()
 
     def buffer_for(self, num_words: int) -> PinnedBuffer:
         """Return a buffer for ``num_words``; may wait for the last copy from it.
@@ -126,9 +138,10 @@ class DeviceSteps:
         return packed.num_tokens == packed.num_sampled and self.graphs.has_size(size)
 
     def compute(
-        self, packed: PackedPlan, staging: torch.Tensor, host: HostRows, embeds: StepEmbeds | None
+        self, packed: PackedPlan, staging: torch.Tensor, host: HostRows | None, embeds: StepEmbeds | None
     ) -> Drawn:
-        """Launch a plan's rows eagerly."""
+        """Launch a plan's rows eagerly. host: as in `DeviceRunner.compute`."""
+        self.num_without_graph += self.is_graph_shape(packed, staging, embeds)
         return self.runner.compute(
             *(staging, packed.num_rows, packed.num_tokens, packed.max_count, packed.num_sampled),
             *(host, embeds),

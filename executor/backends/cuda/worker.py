@@ -27,6 +27,7 @@ import torch
 from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.device import Device, Event
 from quintet.executor.backends.cuda.device_step import DeviceStep
+from quintet.executor.backends.cuda.draft_runner import DraftRunner, open_drafter
 from quintet.executor.backends.cuda.ops.collectives import RankDesyncError
 from quintet.executor.backends.cuda.ops.draw import draw_on_device
 from quintet.executor.backends.cuda.ops.entries import entries_on_device
@@ -47,7 +48,6 @@ from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.sampler import SHAPING, Sampler
 from quintet.executor.slots import Rows, SlotTables
-from quintet.executor.speculation.drafters import DRAFTERS
 from quintet.executor.speculation.output_cache import OutputCache
 from quintet.executor.speculation.verify import DraftedStep, Speculation
 from quintet.executor.table_audit import TablesDiffer, check_tables
@@ -84,15 +84,16 @@ class DeviceWorker:
         self,
         steps: DeviceSteps,
         config: EngineConfig,
-        num_blocks: int,
         span: TraceSpan = no_span,
         broadcaster: RankBroadcaster | None = None,
+        draft: DraftRunner | None = None,
     ) -> None:
-        """broadcaster: given for rank 0 of several ranks; the other ranks launch the same steps."""
-        self.num_blocks = num_blocks
-        self.facts = {"blocks": str(num_blocks)}
+        """broadcaster: given for rank 0 of several ranks; the other ranks launch the same steps. draft: of a draft model."""
         self.runner = runner = steps.runner
-        self.steps = steps
+        self.num_blocks = num_blocks = runner.pool.num_blocks
+        self.facts = {"blocks": str(num_blocks)}
+        self.steps, self._draft = steps, draft
+        self._all_steps = [steps] if draft is None else [steps, draft.steps]
         self._device = device = runner.device
         self._broadcaster = broadcaster
         self._span = span
@@ -113,7 +114,6 @@ class DeviceWorker:
         """Steps with structured output; the grammar matchers may lack their tokens."""
         in_flight = scheduler.max_steps_in_flight + 1
         self._tokens = PinnedRing(device, in_flight + 1, runner.max_draws)
-        self._num_without_graph = 0
         self._clock = StepClock()
         self._newest_end: Event | None = None
         self._num_ended = 0
@@ -140,11 +140,12 @@ class DeviceWorker:
         if speculative is None:
             return Sampler(max_num_seqs, model.vocab_size, self.tables, ops, shaping, grammars)
         on_host = self.tables.on_host()
-        drafter = DRAFTERS[speculative.method](speculative, on_host)
+        drafts: Words = on_host.token_ids.numpy()
+        sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, shaping, grammars, drafts)
+        drafter = open_drafter(self._draft, config, on_host, sampler)
         limits = self.runner.max_draws, scheduler.max_num_batched_tokens
         self._speculation = Speculation(drafter, on_host, grammars, *limits, copies_tokens=True)
-        drafts: Words = on_host.token_ids.numpy()
-        return Sampler(max_num_seqs, model.vocab_size, self.tables, ops, shaping, grammars, drafts)
+        return sampler
 
     @property
     def work_done(self) -> int:
@@ -169,17 +170,18 @@ class DeviceWorker:
     @property
     def has_idle_tasks(self) -> bool:
         """True if graphs are left to capture while no step is in flight."""
-        return self.steps.graphs is not None and self.steps.graphs.num_missing > 0
+        return any(steps.num_missing_graphs for steps in self._all_steps)
 
     @torch.inference_mode()
     def run_idle_task(self) -> None:
-        """Capture the next graph."""
-        assert self.steps.graphs is not None
-        if self._broadcaster is not None:
+        """Capture the next graph. Those of a draft model, which only this rank has, come last."""
+        steps = next(each for each in self._all_steps if each.num_missing_graphs)
+        if steps is self.steps and self._broadcaster is not None:
             self._broadcaster.capture()
         with self._on_all_ranks():
-            self.steps.graphs.capture_one()
-        self._num_without_graph = 0
+            steps.capture_one()
+        for each in self._all_steps:
+            each.num_without_graph = 0
         self._num_ended += 1
         self._newest_end = None  # the idle time until the next step is not a gap of the loop
 
@@ -210,7 +212,8 @@ class DeviceWorker:
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> Pending:
         """See `StepWorker.begin`. A step that runs out of memory is split and computed synchronously."""
-        if self._num_without_graph >= EAGER_STEPS_PER_CAPTURE and self.has_idle_tasks:
+        num_without_graph = sum(steps.num_without_graph for steps in self._all_steps)
+        if num_without_graph >= EAGER_STEPS_PER_CAPTURE and self.has_idle_tasks:
             self.run_idle_task()
         while self.waits_for(plan):
             self._unended[0].result()
@@ -259,7 +262,13 @@ class DeviceWorker:
         for step in self._masked:  # the tokens that grammars force follow from all outputs
             if step.is_ended:
                 step.advance_matchers()
-        return self._speculation.begin(plan)
+        if self._draft is not None:
+            self._draft.note(plan)
+        try:
+            return self._speculation.begin(plan)
+        except torch.OutOfMemoryError:  # of a draft model; at most 1: no drafts
+            without = bytes(min(most, 1) for most in plan.drafts)
+            return self._speculation.begin(msgspec.structs.replace(plan, drafts=without))
 
     def _launch(
         self,
@@ -385,6 +394,5 @@ class DeviceWorker:
             self._broadcaster.step(words, packed, embeds, None if graph is None else graph.size)
         if graph is not None:
             return graph.replay()
-        self._num_without_graph += self.steps.is_graph_shape(packed, staging, embeds)
         host = HostRows(np.frombuffer(plan.starts, np.int32), np.frombuffer(plan.counts, np.int32))
         return self.steps.compute(packed, staging, host, embeds)

@@ -185,12 +185,19 @@ def test_layouts_and_devices_without_support_are_refused() -> None:
     for layout in ("tensor_parallel_size", "pipeline_parallel_size"):
         for each in (model, mtp):
             assert config_of(each, **{layout: 2}) == config_of(each, nnodes=2, **{layout: 2}) is not None
-    assert speculative_config(Options(speculative_config=text), "torch", "cuda") is not None
+    for each in (text, model):
+        assert speculative_config(Options(speculative_config=each), "torch", "cuda") is not None
     with pytest.raises(ConfigError, match="--executor mock"):
         speculative_config(Options(speculative_config=text), "mock", "cpu")
-    for each in (model, mtp):
-        with pytest.raises(ConfigError, match=r"only supported on the CPU.*use one of ngram, suffix"):
+    head = '{"method": "eagle3", "num_speculative_tokens": 4, "model": "x"}'
+    for each in (head, mtp):
+        with pytest.raises(
+            ConfigError, match=r"only supported on the CPU.*use one of ngram, suffix, draft_model"
+        ):
             speculative_config(Options(speculative_config=each), "torch", "cuda")
+    integers = '{"num_speculative_tokens": 4, "model": "x", "quantization": "int8"}'
+    with pytest.raises(ConfigError, match="quantization int8 is only supported on the CPU"):
+        speculative_config(Options(speculative_config=integers), "torch", "cuda")
     torch_kernels = Options(speculative_config=text, allow_torch_kernels=True)
     with pytest.raises(ConfigError, match="not supported with --allow-torch-kernels"):
         speculative_config(torch_kernels, "torch", "cuda")

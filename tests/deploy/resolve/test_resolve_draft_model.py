@@ -119,6 +119,23 @@ def test_draft_model_uses_the_blocks_of_full_attention(folder: Path) -> None:
     assert [(group.kind, group.layers) for group in found.model.kv.groups] == [("full", [0, 1])]
 
 
+def test_draft_model_on_a_gpu(folder: Path) -> None:
+    """Its kernels compute no drafts with recurrent states, and experts with rows of whole 16 bytes only."""
+    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    draft = write_model(folder / "draft", num_hidden_layers=1)
+    config = config_of(folder, speculative_config=flag(draft), device="cuda")
+    found = speculative_of(config).draft
+    assert found is not None and config.model.kv.draft_bytes == found.model.kv.bytes_per_block
+    for changes, message in (
+        (MAMBA, "recurrent states"),
+        (experts | {"intermediate_size": 100}, "rows of 100"),
+    ):
+        refused = write_model(folder / message.replace(" ", ""), **changes)
+        config_of(folder, speculative_config=flag(refused))
+        with pytest.raises(ConfigError, match=f"{message}.* --device cpu"):
+            config_of(folder, speculative_config=flag(refused), device="cuda")
+
+
 @pytest.mark.parametrize(
     ("key", "expected"), [(None, "int4"), ("w8a8", "w8a8"), ("none", "none"), ("awq", "int4")]
 )
