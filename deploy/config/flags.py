@@ -301,7 +301,7 @@ class Options:
     speculative_config: str | None = flag(
         None,
         'speculative decoding, which changes no output (docs/speculative-decoding.md): {"method": "suffix"}, '
-        '{"method": "ngram", "num_speculative_tokens": 4}, a draft model, or on the CPU a head, {"method": "eagle3", '
+        '{"method": "ngram", "num_speculative_tokens": 4}, or a draft model or head, {"method": "eagle3", '
         '"model": MODEL, "num_speculative_tokens": 4}; on a GPU, see --batch-invariant',
         "JSON",
     )

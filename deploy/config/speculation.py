@@ -39,8 +39,8 @@ METHOD_KEYS = {
 }
 """Keys of each method besides ``num_speculative_tokens``."""
 
-GPU_METHODS = ("ngram", "suffix", "draft_model")
-"""Methods that are supported on a GPU: those that read no hidden states of the served model."""
+GPU_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
+"""Methods that are supported on a GPU."""
 
 MTP_ALIASES = (
     *("deepseek_mtp", "ernie_mtp", "exaone4_5_mtp", "exaone_moe_mtp", "glm4_moe_lite_mtp", "glm4_moe_mtp"),
@@ -242,6 +242,11 @@ def check_support(options: Options, kind: Literal["torch", "mock"], device: Lite
         raise ConfigError(
             f"{FLAG}: the method {parsed.method} is only supported on the CPU (--device cpu); on a GPU, use one of"
             f" {', '.join(GPU_METHODS)}, or drop {FLAG}"
+        )
+    if device == "cuda" and parsed.method in ("eagle", "eagle3", "mtp") and options.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"{FLAG}: the method {parsed.method} is not supported with --tensor-parallel-size on a GPU: drop one of them, or use"
+            " draft_model"
         )
     if device == "cuda" and parsed.has_draft_model and parsed.quantization in QUANTIZATIONS[1:]:
         raise ConfigError(

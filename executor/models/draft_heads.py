@@ -79,7 +79,7 @@ class EagleHead:
 
     def _keep_token_map(self, offsets: torch.Tensor) -> None:
         """Keep the ids. offsets: id of the served model minus id of the head, for each token of the head."""
-        self.token_map = torch.arange(self.vocab_size) + offsets.long()
+        self.token_map = torch.arange(self.vocab_size) + offsets.cpu().long()
 
     @property
     def layers(self) -> Sequence[CausalModel]:

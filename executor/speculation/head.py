@@ -24,7 +24,7 @@ memory, disk or another server has no features: a request gets no drafts if the 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,9 +33,11 @@ from numpy.typing import NDArray
 
 from quintet.executor.backends.cpu.program.model_program import ModelProgram
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.kv_memory import KvMemory
 from quintet.executor.memory import Bits, bits_of, from_bits, lazy_zeros
 from quintet.executor.models.draft_heads import EagleHead, MtpHead
 from quintet.executor.ragged import Int, ranges
+from quintet.executor.runner import Runner
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.sequences import plan_of_rows
 from quintet.executor.slots import Rows, SlotTables
@@ -53,16 +55,21 @@ MAX_TOGETHER = 32
 
 @dataclass(frozen=True, slots=True)
 class HeadLayer:
-    """A recorded layer of a head."""
+    """A layer of a head, ready for steps."""
 
-    runner: ProgramRunner
-    program: ModelProgram
+    runner: Runner
+    kv: KvMemory
+    """Common to all layers."""
+    input: torch.Tensor
+    """Features ``[max_tokens, width]`` of a step's tokens."""
+    output: torch.Tensor
+    """Hidden states ``[max_tokens, width]`` of a step's tokens after the layer."""
 
-    @property
-    def input(self) -> torch.Tensor:
-        """Features ``[max_tokens, width]`` of a step's tokens."""
-        assert self.program.received_hidden is not None, "a head reads features"
-        return self.program.received_hidden
+    @staticmethod
+    def of(runner: ProgramRunner, program: ModelProgram) -> HeadLayer:
+        """Return a recorded layer."""
+        assert program.received_hidden is not None, "a head reads features"
+        return HeadLayer(runner, program.kv, program.received_hidden, program.hidden)
 
 
 class HeadDrafter(Drafter):
@@ -75,14 +82,18 @@ class HeadDrafter(Drafter):
         config: DraftModelConfig,
         head: DraftHead,
         layers: Sequence[HeadLayer],
-        target: ModelProgram,
+        target: ModelProgram | None,
         num_blocks: int,
         tables: SlotTables,
         sampler: Sampler,
+        bits: Callable[[torch.Tensor], Bits] = bits_of,
     ) -> None:
-        """layers: of the head. target: of the served model, as ``tables`` and ``sampler``."""
+        """layers: of the head. target: of the served model, as ``tables`` and ``sampler``; None if steps are not observed.
+
+        bits: view of a tensor on the device of the layers.
+        """
         super().__init__()
-        self._head, self._layers, self._target = head, layers, target
+        self._head, self._layers, self._target, self._bits = head, layers, target, bits
         self._aux_hidden: tuple[Sequence[torch.Tensor], list[Bits]] = (), []
         """Hidden states of the served model that the head reads."""
         self._sampler, self._tables = sampler, tables.of_group(config.group, config.model.kv)
@@ -90,18 +101,18 @@ class HeadDrafter(Drafter):
         self._block_table, self._block_size = self._tables.block_table[0], config.model.kv.block_size
         self._max_tokens, width = layers[0].input.shape
         num_slots, num_layers = len(self._token_ids), len(layers)
-        cpu, self._dtype = torch.device("cpu"), layers[0].input.dtype
-        self._inputs = [bits_of(layer.input) for layer in layers]
-        self._outputs = [bits_of(layer.program.hidden) for layer in layers]
+        device, self._dtype = layers[0].input.device, layers[0].input.dtype
+        self._inputs = [bits(layer.input) for layer in layers]
+        self._outputs = [bits(layer.output) for layer in layers]
         """Hidden states ``[max_tokens, width]`` of a step's tokens after each layer."""
-        features = lazy_zeros((num_blocks * self._block_size, width), self._dtype, cpu)
-        self._features = bits_of(features)
+        features = lazy_zeros((num_blocks * self._block_size, width), self._dtype, device)
+        self._features = bits(features)
         """Features of the tokens of all blocks."""
         self._featured: Int = np.zeros(num_blocks, np.int64)
         """Leading tokens of each block with features."""
         self._computed: Int = np.zeros(num_blocks, np.int64)
         """Leading tokens of each block with keys and values of the head."""
-        self._block_hidden = bits_of(lazy_zeros((num_blocks, num_layers - 1, width), self._dtype, cpu))
+        self._block_hidden = bits(lazy_zeros((num_blocks, num_layers - 1, width), self._dtype, device))
         """Hidden states of the last of them after each layer but the last: features of the next token there."""
         self._num_computed: Int = np.zeros(num_slots, np.int64)
         """Leading tokens of each slot with keys and values of the head. Other requests may have computed more of whole blocks."""
@@ -110,7 +121,7 @@ class HeadDrafter(Drafter):
         self._has_gap: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         """True where features of tokens to compute are missing."""
         self._token_map: Tokens | None = (
-            None if head.token_map is None else head.token_map.numpy().astype(np.int32)
+            None if head.token_map is None else head.token_map.cpu().numpy().astype(np.int32)
         )
 
     def note(self, plan: StepPlan) -> None:
@@ -120,13 +131,14 @@ class HeadDrafter(Drafter):
             restored = np.frombuffer(plan.swaps_in, np.int32)[::2]
             self._computed[restored] = self._featured[restored] = 0
         if plan.copies:
-            self._layers[0].program.kv.copy(plan.copies)
+            self._layers[0].kv.copy(plan.copies)
             sources, targets = np.frombuffer(plan.copies, np.int32).reshape(-1, 2).T
             by_block = self._features.reshape(len(self._computed), -1)
             for column in (self._computed, self._featured, by_block, self._block_hidden):
                 column[targets] = column[sources]
 
     def observe(self, num_tokens: int) -> Bits:
+        assert self._target is not None, "steps are not observed"
         tensors = self._target.aux_hidden
         if tensors is not self._aux_hidden[0]:  # with pipeline stages, in each step
             self._aux_hidden = tensors, [bits_of(each) for each in tensors]
@@ -139,6 +151,17 @@ class HeadDrafter(Drafter):
         if len(positions) < len(hidden):
             offsets = np.cumsum(counts) - counts
             hidden = hidden[offsets[rows] + positions - starts[rows]]
+        self._keep_features(slots[rows], positions, from_bits(hidden, self._dtype))
+        self._note_rows(slots, starts, num_valid)
+
+    def _keep_features(self, slots: Int, positions: Int, hidden: torch.Tensor) -> None:
+        """Keep the features of tokens. hidden: of the served model, ``[tokens, width]``."""
+        features = self._head.fused(hidden)
+        assert features.dtype is self._dtype, features.dtype
+        self._features[self._places(slots, positions)] = self._bits(features)
+
+    def _note_rows(self, slots: Int, starts: Int, num_valid: Int) -> None:
+        """Note that these tokens of each row have features."""
         # New requests, and those that continue after blocks of another. A row that starts in a copied block changes it; other
         # rows may begin after blocks of this step.
         begins = np.flatnonzero(starts > self._num_known[slots])
@@ -148,9 +171,6 @@ class HeadDrafter(Drafter):
         begins = begins[~in_copy]
         self._num_computed[slots[begins]] = starts[begins]
         self._note_blocks(slots, starts, starts + num_valid)
-        features = self._head.fused(from_bits(hidden, self._dtype))
-        assert features.dtype is self._dtype, features.dtype
-        self._features[self._places(slots[rows], positions)] = bits_of(features)
         for row in begins.tolist():
             self._begin(int(slots[row]), int(starts[row]))
         self._num_known[slots] = starts + num_valid
@@ -329,7 +349,11 @@ class HeadDrafter(Drafter):
                 layer.runner, rows, self._tables, self._sampler, has_same_ids=has_same_ids
             )
             if self._token_map is not None:
-                places = slots[draws], (starts + counts)[draws]
-                self._token_ids[places] = self._token_map[np.frombuffer(drawn, np.int32)]
+                tokens = self._token_map[np.frombuffer(drawn, np.int32)]
+                self._put_tokens(slots[draws], (starts + counts)[draws], tokens)
         self._time.note(int(counts.sum()), time.perf_counter() - began_s)
         return self._outputs[number][: len(features)]
+
+    def _put_tokens(self, slots: Int, positions: Int, tokens: Tokens) -> None:
+        """Write tokens into the token table."""
+        self._token_ids[slots, positions] = tokens

@@ -85,11 +85,12 @@ def _open_drafter(context: WorkerContext, target: ModelProgram) -> MakeDrafter |
         programs = _open_programs(draft, head.layers if isinstance(head, DraftHead) else [head])
     except Unsupported as why:
         raise ConfigError(f"--speculative-config: draft model {draft.config.model.path}: {why}") from why
-    layers = [HeadLayer(ProgramRunner(program, draft.config), program) for program in programs]
+    runners = [ProgramRunner(program, draft.config) for program in programs]
     if isinstance(head, DraftHead):
+        layers = [HeadLayer.of(*each) for each in zip(runners, programs, strict=True)]
         return partial(HeadDrafter, speculative.draft, head, layers, target, context.num_blocks())
     sizes = programs[0].max_tokens, context.config.model.vocab_size
-    return partial(DraftModel, speculative.draft, layers[0].runner, programs[0].kv, *sizes)
+    return partial(DraftModel, speculative.draft, runners[0], programs[0].kv, *sizes)
 
 
 def _decoder(model: CausalModel) -> Decoder:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,6 +16,7 @@ from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.draft_runner import DraftRunner
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
 from quintet.executor.backends.cuda.graphs import graph_sizes
+from quintet.executor.backends.cuda.head_drafter import DeviceHeadDrafter
 from quintet.executor.backends.cuda.kv_memory import graph_bytes, num_kv_blocks
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlans
 from quintet.executor.backends.cuda.ranks.communicator import (
@@ -31,9 +34,16 @@ from quintet.executor.context import DRAFT, TARGET, WorkerContext
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.loading import MODEL_DTYPES
+from quintet.executor.model_config.share import aux_layers_of
+from quintet.executor.models.decoder import Decoder
+from quintet.executor.models.draft_heads import MtpHead
 from quintet.executor.models.model import CausalModel
-from quintet.executor.speculation.draft_model import draft_tokens
-from quintet.wire.config import EngineConfig
+from quintet.executor.sampling.sampler import Sampler
+from quintet.executor.slots import SlotTables
+from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
+from quintet.executor.speculation.drafters import Drafter
+from quintet.executor.speculation.head import DraftHead
+from quintet.wire.config import DraftModelConfig, EngineConfig
 
 log = logging.getLogger("quintet")
 
@@ -64,13 +74,14 @@ def make_device_worker(
 ) -> DeviceWorker:
     """Return the worker, ready for plans; graphs are captured later. Raises `ConfigError` if memory is too small.
 
-    draft: of a loaded draft model. With several ranks, return when all are ready; the others run
+    draft: of a loaded draft model or head. With several ranks, return when all are ready; the others run
     `quintet.executor.backends.cuda.ranks.follower.follow`.
     """
     config, ranks = context.config, context.ranks
-    steps, drafts = open_steps(device, model, context, draft)
+    steps, layers = open_steps(device, model, context, draft)
     broadcaster = None if ranks is None else RankBroadcaster(ranks)
-    worker = DeviceWorker(steps, config, context.span, broadcaster, drafts)
+    make_drafter = None if draft is None else partial(_make_drafter, config, draft.load(), layers)
+    worker = DeviceWorker(steps, config, context.span, broadcaster, layers, make_drafter)
     if ranks is not None:
         ranks.wait_for_all()
         worker.facts["ranks"] = str(ranks.share.size)
@@ -80,8 +91,8 @@ def make_device_worker(
 @torch.inference_mode()
 def open_steps(
     device: Device, model: CausalModel, context: WorkerContext, draft: WorkerContext | None = None
-) -> tuple[DeviceSteps, DraftRunner | None]:
-    """Return the model with its KV memory, ready for steps, and the draft model, if there is one.
+) -> tuple[DeviceSteps, Sequence[DraftRunner]]:
+    """Return the model with its KV memory, ready for steps, and the draft model or the layers of a head, if there is one.
 
     Several ranks call it concurrently; all get the smallest block count of any rank.
     """
@@ -91,9 +102,12 @@ def open_steps(
     device.checks_arguments = True
     tables = DeviceTables.reserve(scheduler.max_num_seqs, config.model.max_model_len, spec, torch_device)
     runner = _new_runner(device, model, config, tables, STAGING_WORDS, communicator)
-    runners = [(runner, config)]
+    runners, of_draft = [(runner, config)], list[DeviceRunner]()
     if draft is not None:
-        runners.append((_new_draft_runner(device, draft, _group_of_draft(config), tables), draft.config))
+        of_draft = _new_draft_runners(device, draft, model, config, tables)
+        runners += [(each, draft.config) for each in of_draft]
+        runner.aux_layers = aux_layers_of(scheduler)
+        runner.keeps_hidden = len(runner.aux_layers) > 0
     started = time.monotonic()
     for each, _ in runners:
         each.run_largest_step()
@@ -107,7 +121,8 @@ def open_steps(
     device.checks_arguments = not is_gpu(device)
     if communicator is not None:
         runner.run_smallest_steps()
-    draft_bytes = 0 if draft is None else draft.config.model.kv.bytes_per_block
+    # Each rank's configuration has an equal part of the draft model's memory.
+    draft_bytes = spec.draft_bytes * config.executor.tensor_parallel_size if of_draft else 0
     reserved = sum(_graph_bytes(*each) for each in runners)
     num_blocks = num_kv_blocks(config, device, reserved, draft_bytes)
     if ranks is not None:
@@ -115,17 +130,19 @@ def open_steps(
         num_blocks = min(int.from_bytes(count, "little") for count in counts)
     if communicator is not None:
         communicator.peers.limit_waits()  # every rank has loaded the kernels of a step
-    for each, _ in runners:
-        each.use_kv(KvMemory.reserve(each.kv.spec, num_blocks, each.kv.dtype, torch_device))
+    runner.use_kv(KvMemory.reserve(spec, num_blocks, runner.kv.dtype, torch_device))
+    if of_draft:
+        first = of_draft[0].kv
+        kv = KvMemory.reserve(first.spec, num_blocks, first.dtype, torch_device)
+        for each in of_draft:
+            each.use_kv(kv)
     log.info(
         "largest step (%d tokens) and kernel selection took %.1f s; KV cache: %d blocks of %d tokens, %.1f GiB",
         *(scheduler.max_num_batched_tokens, time.monotonic() - started),
         *(num_blocks, spec.block_size, num_blocks * (spec.offloaded_bytes_per_block + draft_bytes) / 2**30),
     )
-    drafts = None
-    if draft is not None:
-        drafts = DraftRunner(DeviceSteps(runners[1][0], draft.config), _group_of_draft(config))
-    return DeviceSteps(runner, config, ranks), drafts
+    layers = [DraftRunner(DeviceSteps(*each), _draft_of(config).group) for each in runners[1:]]
+    return DeviceSteps(runner, config, ranks), layers
 
 
 def _new_runner(
@@ -147,17 +164,44 @@ def _new_runner(
     return DeviceRunner(device, model, linears, attention, memory, staging, kv, dtype, communicator)
 
 
-def _new_draft_runner(device: Device, draft: WorkerContext, group: int, tables: DeviceTables) -> DeviceRunner:
-    """Return the runner of a draft model. group, tables: of the served model."""
-    kv, max_num_seqs = draft.config.model.kv, draft.config.scheduler.max_num_seqs
+def _new_draft_runners(
+    device: Device, draft: WorkerContext, served: CausalModel, config: EngineConfig, tables: DeviceTables
+) -> list[DeviceRunner]:
+    """Return the runner of a draft model, or those of a head's layers. config, tables: of the served model."""
+    model, kv, group = draft.load(), draft.config.model.kv, _draft_of(config).group
     own_tables = replace(tables, block_table=tables.block_table[group : group + 1], kv=kv)
-    return _new_runner(device, draft.load(), draft.config, own_tables, DRAFT_STAGING_WORDS * max_num_seqs)
+    num_words, layers = DRAFT_STAGING_WORDS * config.scheduler.max_num_seqs, [model]
+    if isinstance(model, DraftHead):
+        assert isinstance(served, Decoder), "the configuration allows draft heads of decoders only"
+        model.share(served)
+        if isinstance(model, MtpHead):
+            model.share_output(served)
+        layers = list(model.layers)
+    runners = [_new_runner(device, layer, draft.config, own_tables, num_words) for layer in layers]
+    for each in runners:
+        each.keeps_hidden = isinstance(model, DraftHead)
+    return runners
 
 
-def _group_of_draft(config: EngineConfig) -> int:
+def _draft_of(config: EngineConfig) -> DraftModelConfig:
     speculative = config.scheduler.speculative
     assert speculative is not None and speculative.draft is not None, "there is a draft model"
-    return speculative.draft.group
+    return speculative.draft
+
+
+def _make_drafter(
+    config: EngineConfig,
+    model: CausalModel | DraftHead,
+    layers: Sequence[DraftRunner],
+    tables: SlotTables,
+    sampler: Sampler,
+) -> Drafter:
+    """Return the drafter of a draft model or head. config, tables, sampler: of the served model; the tables are on the host."""
+    draft = _draft_of(config)
+    if isinstance(model, DraftHead):
+        return DeviceHeadDrafter(draft, model, layers, tables, sampler)
+    sizes = draft_tokens(config.scheduler), config.model.vocab_size
+    return DraftModel(draft, layers[0], layers[0].steps.runner.kv, *sizes, tables, sampler)
 
 
 def _graph_bytes(runner: DeviceRunner, config: EngineConfig) -> int:

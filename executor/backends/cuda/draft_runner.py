@@ -16,12 +16,8 @@ from quintet.executor.backends.cuda.runner import Drawn
 from quintet.executor.backends.cuda.steps import DeviceSteps
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import StepMasks
-from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import Rows, SlotTables
-from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
-from quintet.executor.speculation.drafters import DRAFTERS, Drafter
-from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan
 
 
@@ -85,15 +81,3 @@ class DraftRunner:
         entries = entries[entries[:, 1] == self._group].copy()
         entries[:, 1] = 0
         return msgspec.structs.replace(plan, new_rows=changes.new_rows, blocks=entries.tobytes())
-
-
-def open_drafter(
-    runner: DraftRunner | None, config: EngineConfig, tables: SlotTables, sampler: Sampler
-) -> Drafter:
-    """Return the drafter of a configuration. runner: of its draft model. tables: on the host, as drafters read them."""
-    speculative = config.scheduler.speculative
-    assert speculative is not None, "drafts are configured"
-    if runner is None or speculative.draft is None:
-        return DRAFTERS[speculative.method](speculative, tables)
-    sizes = draft_tokens(config.scheduler), config.model.vocab_size
-    return DraftModel(speculative.draft, runner, runner.steps.runner.kv, *sizes, tables, sampler)

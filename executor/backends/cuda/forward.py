@@ -7,7 +7,7 @@ norm fuses it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,6 +76,7 @@ class DevicePass:
         backend: AttentionBackend | None = None,
         embeds: StepEmbeds | None = None,
         communicator: DeviceCommunicator | None = None,
+        receive: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         """Prepare the pass.
 
@@ -83,6 +84,7 @@ class DevicePass:
         - backend: attention backend of this step; None: our kernels.
         - embeds: input embeddings of tokens without ids.
         - communicator: of tensor-parallel ranks.
+        - receive: returns the hidden states of this width that a draft head reads, ``[max_tokens, width]``.
         """
         self._device = device
         self._multiply = linears
@@ -93,7 +95,7 @@ class DevicePass:
         self._rotations = rotations
         self._backend = backend
         self._embeds = embeds
-        self._communicator = communicator
+        self._communicator, self._receive = communicator, receive
         self.linears: dict[Linear, None] = {}
         """Linear layers of the pass, in order."""
         self.attentions: list[AttentionLayer] = []
@@ -184,15 +186,18 @@ class DevicePass:
         return Value(x.materialized * y.materialized)
 
     def scale(self, x: Value, factor: float) -> Value:
-        return Value(x.materialized * factor)
+        total = (
+            x.sum if x.addend is None else x.sum + x.addend
+        )  # x keeps its deferred addition, and so its bits
+        return Value(total * factor)
 
     def clip(self, x: Value, bound: float) -> Value:
         return Value(x.materialized.clamp(-bound, bound))
 
     def from_previous_stage(self, width: int) -> Value:
-        raise AssertionError(
-            f"input of width {width} from a previous stage: CUDA does not support pipeline stages"
-        )
+        """See `ForwardPass`. Only draft heads have such an input: there are no pipeline stages."""
+        assert self._receive is not None, f"input of width {width}"
+        return Value(self._receive(width)[: self._rows.num_tokens])
 
     def of_all_ranks(self, x: Value, kept: KeptRange) -> Value:
         assert self._communicator is not None, kept

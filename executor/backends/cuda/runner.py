@@ -6,7 +6,7 @@ A step is launched without waiting; only startup and graph capture synchronize w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ from quintet.executor.backends.cuda.tables import DeviceTables, SampledRows, Ste
 from quintet.executor.embeds import StepEmbeds
 from quintet.executor.kv_memory import KvMemory
 from quintet.executor.memory import to_device
+from quintet.executor.models.draft_heads import observed_forward
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import CausalModel, PooledModel
 from quintet.executor.ragged import Int
@@ -88,6 +89,12 @@ class DeviceRunner:
         """Slot tables on the device, and the maximum draws of a step."""
         self.staging = staging
         self.dtype = dtype
+        self.aux_layers: Sequence[int] = ()
+        """Numbers of layers after which a served model keeps its hidden states for a draft head, joined."""
+        self.keeps_hidden = False
+        """True for a draft head or a model with `aux_layers`: see `kept_hidden`."""
+        self._received_hidden: torch.Tensor | None = None
+        self._kept_hidden: torch.Tensor | None = None
         self.prompt_attention: AttentionBackend | None = None
         """Backend for steps with more than one token in a row; None: our kernels."""
         self.use_kv(kv)
@@ -106,6 +113,18 @@ class DeviceRunner:
         """The pass of the last step."""
         assert self._pass is not None, "no step has run"
         return self._pass
+
+    @property
+    def received_hidden(self) -> torch.Tensor:
+        """Features ``[max_tokens, width]`` of the next step's tokens, which a draft head reads."""
+        assert self._received_hidden is not None, "no step of a head has run"
+        return self._received_hidden
+
+    @property
+    def kept_hidden(self) -> torch.Tensor:
+        """Hidden states ``[max_tokens, width]`` of the last step's tokens: after `aux_layers`, or a head's own."""
+        assert self._kept_hidden is not None, "no step has kept hidden states"
+        return self._kept_hidden
 
     def run_largest_step(self) -> None:
         """Run a step of padding tokens, so that everything that a step needs is loaded, selected and allocated."""
@@ -194,9 +213,23 @@ class DeviceRunner:
         rotations = self._rotations.of(rows)
         self._pass = DevicePass(
             *(self.device, self.linears, self.attention, rows, self.kv, rotations, backend, embeds),
-            self.communicator,
+            *(self.communicator, self._receive),
         )
-        self._hidden = self._model.forward(self._pass)
+        self._hidden, observed = observed_forward(self._model, self._pass, self.aux_layers, are_joined=True)
+        if self.keeps_hidden:
+            (kept,) = observed or [self._hidden]
+            if self._kept_hidden is None:
+                self._kept_hidden = self._new_hidden(kept.materialized.shape[1])
+            self._kept_hidden[: rows.num_tokens].copy_(kept.materialized)
+
+    def _receive(self, width: int) -> torch.Tensor:
+        if self._received_hidden is None:
+            self._received_hidden = self._new_hidden(width)
+        return self._received_hidden
+
+    def _new_hidden(self, width: int) -> torch.Tensor:
+        shape = self._memory.max_tokens, width
+        return torch.zeros(shape, dtype=self.dtype, device=self.device.torch_device)
 
     def _draw(self, rows: StepRows, sampled: SampledRows) -> Drawn:
         empty = torch.empty(0, device=self.device.torch_device)

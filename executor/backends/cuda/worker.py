@@ -16,25 +16,23 @@ For the sampler, kernels replace the torch operations and logits processors if a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import msgspec
 import numpy as np
 import torch
 
 from quintet.executor.backends.cuda.attention.backend import HostRows
-from quintet.executor.backends.cuda.device import Device, Event
+from quintet.executor.backends.cuda.device import Event
 from quintet.executor.backends.cuda.device_step import DeviceStep
-from quintet.executor.backends.cuda.draft_runner import DraftRunner, open_drafter
+from quintet.executor.backends.cuda.draft_runner import DraftRunner
+from quintet.executor.backends.cuda.head_drafter import DeviceHeadDrafter
 from quintet.executor.backends.cuda.ops.collectives import RankDesyncError
-from quintet.executor.backends.cuda.ops.draw import draw_on_device
-from quintet.executor.backends.cuda.ops.entries import entries_on_device
-from quintet.executor.backends.cuda.ops.penalties import DevicePenalties
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.runner import DecodeGraph, Drawn
+from quintet.executor.backends.cuda.sampling import sampling_ops, shaping_on
 from quintet.executor.backends.cuda.step_clock import StepClock
 from quintet.executor.backends.cuda.steps import DeviceSteps, PinnedRing
 from quintet.executor.embeds import StepEmbeds, embeds_of
@@ -43,32 +41,15 @@ from quintet.executor.oom_split import OomSplit
 from quintet.executor.pooling import Pooler
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.grammar import Grammars
-from quintet.executor.sampling.logits_processor import LogitsProcessor
-from quintet.executor.sampling.ops import SamplingOps
-from quintet.executor.sampling.penalties import Penalties
-from quintet.executor.sampling.sampler import SHAPING, Sampler
+from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import Rows, SlotTables
+from quintet.executor.speculation.drafters import DRAFTERS, MakeDrafter
 from quintet.executor.speculation.output_cache import OutputCache
 from quintet.executor.speculation.verify import DraftedStep, Speculation
 from quintet.executor.table_audit import TablesDiffer, check_tables
 from quintet.process.spans import TraceSpan, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult
-
-
-def sampling_ops(device: Device) -> SamplingOps:
-    """Return the device's draw and log-probability kernels."""
-    return SamplingOps(partial(draw_on_device, device), partial(entries_on_device, device))
-
-
-def shaping_on(device: Device) -> tuple[Callable[[int], LogitsProcessor], ...]:
-    """Return `SHAPING` in order, with the device's penalties kernel."""
-
-    def penalties(max_num_seqs: int) -> LogitsProcessor:
-        return DevicePenalties(device, max_num_seqs)
-
-    return tuple(penalties if make is Penalties else make for make in SHAPING)
-
 
 EAGER_STEPS_PER_CAPTURE = 8
 """Under load, the worker captures one graph after this many decode steps that ran eagerly for lack of a graph."""
@@ -86,14 +67,19 @@ class DeviceWorker:
         config: EngineConfig,
         span: TraceSpan = no_span,
         broadcaster: RankBroadcaster | None = None,
-        draft: DraftRunner | None = None,
+        draft_layers: Sequence[DraftRunner] = (),
+        make_drafter: MakeDrafter | None = None,
     ) -> None:
-        """broadcaster: given for rank 0 of several ranks; the other ranks launch the same steps. draft: of a draft model."""
+        """broadcaster: given for rank 0 of several ranks; the other ranks launch the same steps.
+
+        draft_layers: a draft model, or the layers of a head. make_drafter: of the drafter with them.
+        """
         self.runner = runner = steps.runner
         self.num_blocks = num_blocks = runner.pool.num_blocks
         self.facts = {"blocks": str(num_blocks)}
-        self.steps, self._draft = steps, draft
-        self._all_steps = [steps] if draft is None else [steps, draft.steps]
+        self.steps, self._draft_layers = steps, draft_layers
+        self._all_steps = [steps, *(layer.steps for layer in draft_layers)]
+        self._head: DeviceHeadDrafter | None = None
         self._device = device = runner.device
         self._broadcaster = broadcaster
         self._span = span
@@ -109,7 +95,7 @@ class DeviceWorker:
         self._speculation: Speculation | None = None
         self._unended: deque[DeviceStep] = deque()
         """Steps in flight, oldest first."""
-        self._sampler, self._pooler = self._open_sampler(config), Pooler()
+        self._sampler, self._pooler = self._open_sampler(config, make_drafter), Pooler()
         self._masked: list[DeviceStep] = []
         """Steps with structured output; the grammar matchers may lack their tokens."""
         in_flight = scheduler.max_steps_in_flight + 1
@@ -130,7 +116,7 @@ class DeviceWorker:
             self.tables.continue_states if model.kv.has_states else None,
         )
 
-    def _open_sampler(self, config: EngineConfig) -> Sampler:
+    def _open_sampler(self, config: EngineConfig, make_drafter: MakeDrafter | None) -> Sampler:
         """Return the sampler; open speculative decoding if it is configured."""
         scheduler, model, device = config.scheduler, config.model, self._device
         speculative, max_num_seqs = scheduler.speculative, scheduler.max_num_seqs
@@ -142,7 +128,11 @@ class DeviceWorker:
         on_host = self.tables.on_host()
         drafts: Words = on_host.token_ids.numpy()
         sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, shaping, grammars, drafts)
-        drafter = open_drafter(self._draft, config, on_host, sampler)
+        if make_drafter is None:
+            drafter = DRAFTERS[speculative.method](speculative, on_host)
+        else:
+            drafter = make_drafter(on_host, sampler)
+        self._head = drafter if isinstance(drafter, DeviceHeadDrafter) else None
         limits = self.runner.max_draws, scheduler.max_num_batched_tokens
         self._speculation = Speculation(drafter, on_host, grammars, *limits, copies_tokens=True)
         return sampler
@@ -262,8 +252,8 @@ class DeviceWorker:
         for step in self._masked:  # the tokens that grammars force follow from all outputs
             if step.is_ended:
                 step.advance_matchers()
-        if self._draft is not None:
-            self._draft.note(plan)
+        for layer in self._draft_layers[:1]:
+            layer.note(plan)
         try:
             return self._speculation.begin(plan)
         except torch.OutOfMemoryError:  # of a draft model; at most 1: no drafts
@@ -294,6 +284,9 @@ class DeviceWorker:
             embeds = embeds_of(rows, self.runner.dtype, self._device.torch_device)
             graph = self.steps.graph_of(packed, staging, embeds)
             drawn = self._compute(plan, packed, words, staging, embeds, graph)
+            if self._head is not None:
+                drafts = () if drafted is None else drafted.drafts
+                self._head.note_launched(rows, drafts, self.runner.kept_hidden[: packed.num_tokens])
             self._span("layers")
             result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self)
             if plan.pooled_rows:  # waits for the device

@@ -101,8 +101,7 @@ def test_step_without_memory_has_no_drafts(config: EngineConfig, device: Device)
     plain = run(config, worker_on(device, config, captured=False))
     drafted = with_draft(config, config)
     worker = drafting_on(device, drafted, captured=False)
-    assert worker._draft is not None
-    runner = worker._draft.steps.runner
+    runner = worker._draft_layers[0].steps.runner
     compute, calls = runner.compute, 0
 
     def scarce(*sizes: Any) -> Any:
@@ -124,8 +123,8 @@ def test_kv_memory_is_that_of_both_models(config: EngineConfig, other: EngineCon
     assert drafted.model.kv.bytes_per_block == kv.bytes_per_block + own
     drafted = with_blocks(drafted, 24)
     worker = worker_on(device, drafted, captured=False)
-    assert worker._draft is not None
-    assert worker.num_blocks == worker._draft.steps.runner.pool.num_blocks == 24
+    (layer,) = worker._draft_layers
+    assert worker.num_blocks == layer.steps.runner.pool.num_blocks == 24
 
 
 @pytest.mark.whole

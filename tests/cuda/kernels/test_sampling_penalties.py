@@ -9,7 +9,7 @@ from tests.executor.conftest import Drawer, new_row, plan_of
 
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.penalties import PENALIZED, DevicePenalties, penalize
-from quintet.executor.backends.cuda.worker import sampling_ops, shaping_on
+from quintet.executor.backends.cuda.sampling import sampling_ops, shaping_on
 from quintet.executor.sampling.logits_processor import DrawRows
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
