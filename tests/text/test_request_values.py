@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from quintet.tokenizer_proc.chat_template import ChatTemplates
 from quintet.tokenizer_proc.structured import Forms
-from quintet.wire.chat import encode_messages
+from quintet.wire.chat import check_messages, encode_messages
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import RequestError
@@ -202,6 +202,7 @@ def test_messages_are_rendered_or_rejected(template: str, seed: int) -> None:
         messages = changed(rng.choice(MESSAGES), rng)
         is_continued = rng.random() < 0.2
         with contextlib.suppress(RequestError, *UNREADABLE):
+            check_messages(messages)  # as the sender does
             prompt = ChatPrompt(
                 encode_messages(messages),
                 add_generation_prompt=not is_continued,
