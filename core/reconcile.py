@@ -2,7 +2,7 @@
 
 Every few seconds each frontend reports its live choices to the core, directly and through the tokenizers on their
 path. The core reports to each detokenizer its live choices. A difference in one report may be a message in flight. A
-difference in two reports in a row is a lost request: it is counted, logged, and dropped or resent. Without a fault
+difference in two reports in a row is a lost request: it is counted, logged, and dropped or resumed. Without a fault
 there are none.
 """
 

@@ -165,7 +165,7 @@ def opening(request: Request, now_ns: int) -> Open:
         num_prompt_tokens=num_prompt,
         num_cached_tokens=request.stats.num_cached,
         prompt_ids=pack_i32(tokens[begin:num_prompt]),
-        **params.of_text,
+        **params.text_params,
         echo=request.spec.echo,
         return_prompt_ids=request.spec.return_prompt_ids,
         arrival_ns=request.spec.arrival_ns,

@@ -49,6 +49,7 @@ class OomSplit:
         self.max_tokens: int | None = None
         """Token limit of a step that cannot be repeated, once a larger one ran out of memory."""
         self.num_split = 0
+        self.has_lost_drafts = False
 
     def compute(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
         """Return the result of ``compute(plan)``, or the joined results of its parts.
@@ -79,6 +80,17 @@ class OomSplit:
                 plan.step,
                 " ".join(str(error).split()),
             )
+
+    def without_drafts(self, plan: StepPlan, error: torch.OutOfMemoryError) -> StepPlan:
+        """Return the plan without drafts, as the draft model ran out of memory."""
+        if not self.has_lost_drafts:
+            log.warning(
+                "step %d has no drafts, as the draft model ran out of memory; further ones are not logged: %s",
+                plan.step,
+                " ".join(str(error).split()),
+            )
+        self.has_lost_drafts = True
+        return _without_drafts(plan)
 
     def compute_in_parts(self, plan: StepPlan, compute: Callable[[StepPlan], StepResult]) -> StepResult:
         """Compute a step of several tokens in parts. No traceback may still hold tensors of the failed attempt."""

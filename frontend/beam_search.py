@@ -186,5 +186,5 @@ def replay_params(beam: Beam, params: SamplingParams) -> SamplingParams:
         seed=0,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
-        **params.of_text,
+        **params.text_params,
     )

@@ -194,7 +194,7 @@ class Stream:
         self.submit = submit
         self.mailbox = mailbox
         self.wakes_on_start = False
-        """True if a reader of the end alone is also woken at the start."""
+        """True if a reader with ``interval`` None is also woken at the start."""
         self._interval = interval
         self.choices = [StreamChoice(self, i, submit.request_id + i) for i in range(submit.spec.params.n)]
         self.num_open = submit.spec.params.n

@@ -80,7 +80,7 @@ class ChatTemplates:
     def render(self, prompt: ChatPrompt) -> str:
         """Return the prompt's text.
 
-        Raises `RequestError` for malformed messages, a missing template, or an error of the template.
+        Raises `RequestError` for undecodable messages, a missing template, or an error of the template.
         """
         if prompt.continue_final_message and prompt.add_generation_prompt:
             raise invalid(

@@ -167,13 +167,13 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
     thinking_bound: ThinkingBound | None = None
     """The same for the executor. Set by the tokenizer process."""
 
-    def ends(self, eos_token_ids: Iterable[int]) -> dict[int, bool]:
+    def end_tokens(self, eos_token_ids: Iterable[int]) -> dict[int, bool]:
         """Return the tokens that end the output: True for those that the request names."""
         ends = {} if self.ignore_eos else dict.fromkeys(eos_token_ids, False)
         return dict.fromkeys([*ends, *self.stop_token_ids], True) | ends
 
     @property
-    def of_text(self) -> dict[str, Any]:
+    def text_params(self) -> dict[str, Any]:
         """Parameters that the detokenizer needs: fields of `quintet.wire.messages.Open` with the same names."""
         return {name: getattr(self, name) for name in TEXT_PARAMS}
 
@@ -225,6 +225,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
 
 
 TEXT_PARAMS = "stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "min_tokens"
+"""Parameters of `SamplingParams.text_params`."""
 PARAMS_WITHOUT_PROCESSOR = {
     *("n", "seed", "max_tokens", "ignore_eos", "stop_token_ids", "output_kind", "skip_reading_prefix_cache"),
     *("truncate_prompt_tokens", "truncation_side", "spaces_between_special_tokens", *GREEDY_VALUES),

@@ -29,7 +29,7 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     seed: int
     """Key of the counter-based RNG (uint64); with the position it determines every draw."""
     stop_ids: list[int] = []
-    """Tokens that end the request; masked until the request has its least number of outputs."""
+    """Tokens that end the request; masked until it has its minimum number of outputs."""
     bad_word_ids: list[list[int]] = []
     num_embedded: int = 0
     """Number of leading prompt tokens given as embeddings; penalties ignore their placeholder ids."""

@@ -32,7 +32,7 @@ MEANINGS = {
     "allowed_token_ids": "samples among these tokens only",
     "bad_words": "texts that must not occur in the output",
     "skip_special_tokens": "remove special tokens from the text",
-    "spaces_between_special_tokens": "write spaces between special tokens",
+    "spaces_between_special_tokens": "accepted, without effect",
     "repetition_detection": "`max_pattern_size`, `min_pattern_size`, `min_count`: end an output that repeats a pattern",
     "thinking_token_budget": "[maximum reasoning tokens](../tools.md); -1 for no limit",
     "model": "a served name; the first one if left out",

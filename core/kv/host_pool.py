@@ -1,4 +1,4 @@
-"""Pool of host blocks: contents of preempted requests, kept until they are resumed.
+"""Pool of host blocks by content: of preempted requests, or fetched for waiting ones.
 
       free ──── save ───▶ holds a content ──── no longer wanted ─────────▶ leaving
        ▲                                                                       │

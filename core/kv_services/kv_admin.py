@@ -151,10 +151,10 @@ class KvAdmin:
         """Return the current location and pin state of a prefix."""
         digest = path[-1]
         pin, used_ns = self.pins.by_digest.get(digest), tree.used_ns(digest)
-        num = locations.counts(locations.keys(path) if pin is None else pin.keys)
+        counts = locations.counts(locations.keys(path) if pin is None else pin.keys)
         num_tokens = len(path) * locations.block_size if pin is None else pin.num_tokens
         idle_ns = None if used_ns is None else max(0, now_ns - used_ns)
-        places = num["device"], num["host"], num["disk"]
+        places = counts["device"], counts["host"], counts["disk"]
         return KvPrefix(digest, num_tokens, *places, pin is not None, idle_ns)
 
     def _path(self, state: SchedulerState, tree: PrefixTree, query: KvQuery) -> list[bytes]:

@@ -209,7 +209,7 @@ def make_requests(
     outputs = list(unpack_i32(spec.output_ids))
     tokens = prompt + outputs
     check_fits(len(prompt), limits, spec)
-    stops, start = params.ends(eos_token_ids), salt_digest(spec.cache_salt, spec.adapter)
+    stops, start = params.end_tokens(eos_token_ids), salt_digest(spec.cache_salt, spec.adapter)
     seed = admit.request_id if params.seed is None else params.seed
     limit = length_limit(len(prompt), spec, limits)
     taken, watched = limits.taken_by(limit), params.repetition_detection

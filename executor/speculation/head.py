@@ -269,11 +269,11 @@ class HeadDrafter(Drafter):
         """Compute up to ``most`` missing tokens before ``end`` without drawing; return their number."""
         begin = self._num_shared(slot, end)
         end = min(end, begin + most)
-        self._num_computed[slot] = end
         if begin < end:
             positions = np.arange(begin, end)
             one = np.array([slot]), np.array([begin]), np.array([end]), np.array([0])
             self._advance(*one, self._features_before(np.full(end - begin, slot), positions))
+        self._num_computed[slot] = end
         return end - begin
 
     def _advance(self, slots: Int, begins: Int, ends: Int, drafts: Int, features: Bits) -> Bits:

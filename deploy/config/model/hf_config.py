@@ -288,7 +288,7 @@ def _architecture(config: Json, path: Path) -> str:
 
 def _is_wrapper(name: object, architecture: str) -> bool:
     """Return whether a class is a known architecture in a training wrapper, as ``FSDPLlamaForCausalLM``, without its output
-    layer, as ``MistralModel``, or in other letters, as ``ExaoneMoEForCausalLM``."""
+    layer, as ``MistralModel``, or in other letter case, as ``ExaoneMoEForCausalLM``."""
     base = f"{architecture.removesuffix('ForCausalLM')}Model"
     is_like = isinstance(name, str) and (name.lower().endswith(architecture.lower()) or name == base)
     return is_like and is_known(architecture)

@@ -22,7 +22,7 @@ from quintet.wire.step import StepPlan
 
 
 class DraftRunner:
-    """Implements `quintet.executor.runner.Runner`. The device has its own tables; of those of the host, tokens are written."""
+    """Implements `quintet.executor.runner.Runner`. Steps read the device's tables; drawn tokens are written to the host's too."""
 
     def __init__(self, steps: DeviceSteps, group: int) -> None:
         """steps: of the draft model. group: of the served model; the draft model uses its blocks."""
@@ -70,7 +70,10 @@ class DraftRunner:
         staging = steps.send(buffer, packed.num_words)
         graph = steps.graph_of(packed, staging, None)
         self.work_done += 1
-        return steps.compute(packed, staging, None, None) if graph is None else graph.replay()
+        drawn = steps.compute(packed, staging, None, None) if graph is None else graph.replay()
+        if not packed.num_sampled:  # the caller does not wait for draws, but measures the step
+            steps.runner.device.record().wait()
+        return drawn
 
     def _with_changes(self, plan: StepPlan) -> StepPlan:
         """Return a step with the changes that the device lacks."""

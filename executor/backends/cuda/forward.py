@@ -186,9 +186,8 @@ class DevicePass:
         return Value(x.materialized * y.materialized)
 
     def scale(self, x: Value, factor: float) -> Value:
-        total = (
-            x.sum if x.addend is None else x.sum + x.addend
-        )  # x keeps its deferred addition, and so its bits
+        # x keeps its deferred addition: a norm that fuses it has other bits.
+        total = x.sum if x.addend is None else x.sum + x.addend
         return Value(total * factor)
 
     def clip(self, x: Value, bound: float) -> Value:

@@ -21,6 +21,7 @@ from quintet.executor.slots import Rows, SlotTables
 from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.head import DraftHead, HeadDrafter, HeadLayer
 from quintet.wire.config import DraftModelConfig
+from quintet.wire.step import StepPlan
 
 
 class DeviceBits:
@@ -58,7 +59,7 @@ def device_bits(tensor: torch.Tensor) -> Bits:
 
 
 class DeviceHeadDrafter(HeadDrafter):
-    """See the module. `Speculation` does not observe its steps."""
+    """The drafter of a head on a device. `Speculation` does not observe its steps."""
 
     reads_steps = False
 
@@ -79,6 +80,13 @@ class DeviceHeadDrafter(HeadDrafter):
         ]
         num_blocks = runners[0].pool.num_blocks
         super().__init__(config, head, kept, None, num_blocks, tables, sampler, device_bits)
+
+    def note(self, plan: StepPlan) -> None:
+        try:
+            super().note(plan)
+        except torch.OutOfMemoryError:  # the copied blocks get no drafts
+            targets = np.frombuffer(plan.copies, np.int32)[1::2]
+            self._computed[targets] = self._featured[targets] = 0
 
     def note_launched(self, rows: Rows, drafts: Sequence[tuple[int, Tokens]], hidden: torch.Tensor) -> None:
         """Keep the features of a step after its launch. drafts: by row. hidden: of the served model, ``[tokens, width]``."""

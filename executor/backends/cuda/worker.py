@@ -72,7 +72,7 @@ class DeviceWorker:
     ) -> None:
         """broadcaster: given for rank 0 of several ranks; the other ranks launch the same steps.
 
-        draft_layers: a draft model, or the layers of a head. make_drafter: of the drafter with them.
+        draft_layers: a draft model, or the layers of a head. make_drafter: constructor of their drafter.
         """
         self.runner = runner = steps.runner
         self.num_blocks = num_blocks = runner.pool.num_blocks
@@ -112,7 +112,7 @@ class DeviceWorker:
             self.swap_bytes_per_s = pool.measure()
             self.facts["swap"] = f"{pool.num_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._oom_split = OomSplit(
-            torch.cuda.empty_cache if device.torch_device.type == "cuda" else lambda: None,
+            torch.cuda.empty_cache,  # does nothing without CUDA
             self.tables.continue_states if model.kv.has_states else None,
         )
 
@@ -217,6 +217,8 @@ class DeviceWorker:
         if self._speculation is not None:
             self._speculation.note(plan)
         drafted = self._begin_drafts(plan)
+        if drafted is not None and drafted.asked is not None and self._draft_layers:
+            self._newest_end = None  # the device computed drafts since then
         self._span("tables", plan.step)
         packed, words, staging = self._upload(plan, drafted)
         start = self._device.record()  # after packing, during which the device may be idle
@@ -256,9 +258,9 @@ class DeviceWorker:
             layer.note(plan)
         try:
             return self._speculation.begin(plan)
-        except torch.OutOfMemoryError:  # of a draft model; at most 1: no drafts
-            without = bytes(min(most, 1) for most in plan.drafts)
-            return self._speculation.begin(msgspec.structs.replace(plan, drafts=without))
+        except torch.OutOfMemoryError as error:
+            plan = self._oom_split.without_drafts(plan, error)
+        return self._speculation.begin(plan)  # outside the handler, whose traceback keeps tensors alive
 
     def _launch(
         self,

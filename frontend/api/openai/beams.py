@@ -120,7 +120,7 @@ def _options(request: GenerationRequest, num_prompt: int, model: ModelConfig) ->
         min(num_left, params.max_tokens or num_left),
         1.0 if body.length_penalty is None else body.length_penalty,
         _early_stopping_of(body),
-        frozenset(params.ends(model.eos_token_ids)),
+        frozenset(params.end_tokens(model.eos_token_ids)),
         0 if answer.logprobs is None else answer.max_alternatives,
         "n" if body.best_of is None else "best_of",
     )

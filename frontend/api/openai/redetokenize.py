@@ -32,7 +32,7 @@ async def redetokenize(
 
     The stop token is dropped unless include_stop_str_in_output.
     """
-    stops = params.ends(service.config.model.eos_token_ids)
+    stops = params.end_tokens(service.config.model.eos_token_ids)
     if ends_with_stop and ids and ids[-1] in stops and not params.include_stop_str_in_output:
         ids = ids[:-1]
     opened = Open(
@@ -40,7 +40,7 @@ async def redetokenize(
         num_prompt_tokens=len(prompt_ids) // 4,
         num_cached_tokens=0,
         prompt_ids=prompt_ids[-4 * PROMPT_TAIL :],
-        **params.of_text | {"detokenize": True},
+        **params.text_params | {"detokenize": True},
         echo=Echo.NONE,
         return_prompt_ids=False,
         arrival_ns=0,

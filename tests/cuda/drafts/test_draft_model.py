@@ -97,7 +97,9 @@ def test_drafts_of_the_served_model_itself_are_accepted(config: EngineConfig, de
         assert (counters.preemptions > 0) == (variant == "preemption")
 
 
-def test_step_without_memory_has_no_drafts(config: EngineConfig, device: Device) -> None:
+def test_step_without_memory_has_no_drafts(
+    config: EngineConfig, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = run(config, worker_on(device, config, captured=False))
     drafted = with_draft(config, config)
     worker = drafting_on(device, drafted, captured=False)
@@ -114,6 +116,7 @@ def test_step_without_memory_has_no_drafts(config: EngineConfig, device: Device)
     with mock.patch.object(runner, "compute", scarce):
         driver = run(drafted, worker)
     assert_same(driver, plain, "with little memory")
+    assert caplog.text.count("has no drafts, as the draft model ran out of memory") == 1
     assert counters_of(driver).num_accepted_tokens > 5
 
 

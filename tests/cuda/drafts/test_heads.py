@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -65,6 +66,27 @@ def test_drafts_are_those_of_the_reference(
     config = with_head(served.config, tmp_path_factory.mktemp("head"), head)
     worker = drafting_on(device, config)
     check_drafts(config, worker, lambda tokens, count: head.drafts(served.reference, tokens, count))
+
+
+def test_drafts_after_steps_without_memory_are_those_of_the_reference(
+    tmp_path_factory: pytest.TempPathFactory, serve: Callable[..., Any], device: Device
+) -> None:
+    served, head = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96), HEADS["eagle"]()
+    config = with_head(served.config, tmp_path_factory.mktemp("head"), head)
+    worker = drafting_on(device, config, captured=False)
+    runner = worker._draft_layers[0].steps.runner
+    compute, calls = runner.compute, 0
+
+    def scarce(*sizes: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls <= 12 and calls % 3 == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return compute(*sizes)
+
+    with mock.patch.object(runner, "compute", scarce):
+        check_drafts(config, worker, lambda tokens, count: head.drafts(served.reference, tokens, count))
+    assert calls > 40
 
 
 @pytest.mark.parametrize("name", ["deepseek v3", "mimo, two layers"])
