@@ -47,22 +47,27 @@ def ending_of(request: Request) -> Ending | None:
     return (FinishReason.LENGTH, False) if len(request.tokens) >= request.limit else None
 
 
-@dataclass(slots=True)
 class TokensBuilder:
     """Columns of one `Tokens` message. Rows are appended in order; most have one token and no finish."""
 
-    opens: list[Open] = field(default_factory=list)
-    closed: list[int] = field(default_factory=list)
-    request_ids: list[int] = field(default_factory=list)
-    first_indexes: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    num_tokens: dict[int, int] = field(default_factory=dict)
-    """Row -> token count, for rows without exactly one token."""
-    num_drafts: dict[int, int] = field(default_factory=dict)
-    """Row -> draft tokens that its step verified."""
-    finishes: dict[int, Ending] = field(default_factory=dict)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    __slots__ = (
+        *("closed", "finishes", "first_indexes", "logprobs", "num_drafts"),
+        *("num_tokens", "opens", "prompt_logprobs", "request_ids", "token_ids"),
+    )
+
+    def __init__(self) -> None:  # a dataclass takes half a microsecond longer
+        self.opens: list[Open] = []
+        self.closed: list[int] = []
+        self.request_ids: list[int] = []
+        self.first_indexes: list[int] = []
+        self.token_ids: list[int] = []
+        self.num_tokens: dict[int, int] = {}
+        """Row -> token count, for rows without exactly one token."""
+        self.num_drafts: dict[int, int] = {}
+        """Row -> draft tokens that its step verified."""
+        self.finishes: dict[int, Ending] = {}
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[PromptLogprobs] = []
 
     def add_empty(self, request: Request) -> int:
         """Add a row without a token and return its number."""

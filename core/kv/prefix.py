@@ -48,6 +48,8 @@ def digest_after(
     It covers ids as int32. A span of embeddings adds its digest before its first token in the block, with -1, which is
     no id, and that token's offset in the span. So blocks are shared only by requests with identical embeddings there.
     """
+    if not embeds:
+        return sha256(before + array("i", tokens[begin:end]).tobytes()).digest()
     first, parts = begin, [before]
     for span in embeds:
         at = max(first, span.start)

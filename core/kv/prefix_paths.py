@@ -49,6 +49,8 @@ class PrefixPath:
 
     @property
     def digests(self) -> list[bytes]:
+        if len(self.parts) == 1:
+            return self.parts[0].digests
         return [digest for part in self.parts for digest in part.digests]
 
     @property
@@ -105,11 +107,13 @@ class PrefixPaths:
 
     def _part(self, digests: list[bytes], tokens: Sequence[int] | None) -> PathPart:
         """Return a part of other paths with these blocks, or a new one. Parts with one last digest begin at the same block."""
-        key = digests[-1], tokens is None
-        part = self._parts.get(key)
+        is_shared, key = len(digests) == PART_BLOCKS, (digests[-1], tokens is None)
+        part = self._parts.get(key) if is_shared else None
         if part is None:
             own = None if tokens is None else array("i", tokens[: len(digests) * self.block_size])
-            part = self._parts[key] = PathPart(digests, own)
+            part = PathPart(digests, own)
+            if is_shared:
+                self._parts[key] = part
         return part
 
     def _check_path(self, entry: PrefixPath) -> None:

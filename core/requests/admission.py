@@ -66,9 +66,11 @@ class Arrival:
 
 def drop_duplicate(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
     """Drop an attempt that is already known, or older than a known one."""
-    attempt = arrival.message.spec.attempt
-    is_seen = any(arrival.state.has_seen(request_id, attempt) for request_id in arrival.ids)
-    return StepMessages() if is_seen else None
+    attempt, state = arrival.message.spec.attempt, arrival.state
+    for request_id in arrival.ids:
+        if state.has_seen(request_id, attempt):
+            return StepMessages()
+    return None
 
 
 def resume_live(context: AdmissionContext, arrival: Arrival) -> StepMessages | None:
