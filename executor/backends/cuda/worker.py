@@ -260,7 +260,7 @@ class DeviceWorker:
             return self._speculation.begin(plan)
         except torch.OutOfMemoryError as error:
             plan = self._oom_split.without_drafts(plan, error)
-        return self._speculation.begin(plan)  # outside the handler, whose traceback keeps tensors alive
+        return self._speculation.begin(plan)  # outside the handler: its traceback keeps tensors alive
 
     def _launch(
         self,
