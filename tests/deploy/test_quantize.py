@@ -67,6 +67,13 @@ def test_file_is_written_once_and_completely(folder: Path, capsys: pytest.Captur
     assert sorted(path.name for path in folder.parent.iterdir()) == ["model", "out.gguf"]
 
 
+def test_class_of_a_training_wrapper_is_written(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    names = {"architectures": [f"FSDP{config['architectures'][0]}"]}
+    (folder / "config.json").write_text(json.dumps(config | names))
+    assert quantize(folder, tmp_path / "out.gguf", "--format", "f32") == 0
+
+
 def test_failure_leaves_no_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.inf

@@ -50,8 +50,8 @@ class DraftRunner:
         return self._drawn[1].logits[: len(tokens)]
 
     def normed(self, tokens: Int) -> torch.Tensor:
-        """Not supported: a draft model pools no hidden states."""
-        raise NotImplementedError
+        """See `quintet.executor.pooling.HiddenSource`."""
+        return self.steps.runner.normed(tokens)
 
     def forward_and_draw(
         self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None

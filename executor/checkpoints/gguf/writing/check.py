@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from quintet.executor.checkpoints.gguf.hf_config import hf_config_of_gguf
 from quintet.executor.checkpoints.gguf.parts import read_parts
@@ -20,16 +21,15 @@ from quintet.executor.model_config.rope import RopeSpec
 from quintet.executor.model_config.shape import SEPARATE_MATRICES
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, MlpSpec, ParallelMixerSpec
 from quintet.wire.errors import ConfigError
-from quintet.wire.model_files import read_json
 
 _CLOSE = 1e-6
 """Files store float32."""
 
 
-def check_matches(folder: Path, file: Path) -> None:
-    """Raise `ConfigError` with the first setting that differs between file and folder."""
+def check_matches(folder: Path, hf_config: dict[str, Any], file: Path) -> None:
+    """Raise `ConfigError` with the first setting that differs between the file and the folder's config."""
     theirs = _spec(json.loads(hf_config_of_gguf(read_parts(file))), file)
-    ours = _spec(read_json(folder / "config.json") | {SEPARATE_MATRICES: True}, folder / "config.json")
+    ours = _spec(hf_config | {SEPARATE_MATRICES: True}, folder / "config.json")
     for path, wanted, found in _differences(ours, theirs, ""):
         raise ConfigError(
             f"{folder}: GGUF cannot express {path.strip('.')}: the config has {wanted!s:.60}, a file would have {found!s:.60}."

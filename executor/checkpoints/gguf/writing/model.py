@@ -78,6 +78,7 @@ class GgufPlan:
     """A planned file."""
 
     folder: Path
+    hf_config: Config
     arch: str
     metadata: Config
     tensors: tuple[Planned, ...]
@@ -146,7 +147,7 @@ def plan_of(folder: Path, mix: Mix, hf_config: Config | None = None) -> GgufPlan
         kind = type_of(mix, each.name, shape, model)
         read, done = partial(_read, each, files), partial(_drop, each, files)
         tensors.append(Planned(each, kind, shape, read, done))
-    return GgufPlan(folder, arch, metadata, tuple(tensors))
+    return GgufPlan(folder, given, arch, metadata, tuple(tensors))
 
 
 def _curves_of(files: Mapping[str, WeightFile], num_layers: int) -> Config:
@@ -214,7 +215,7 @@ def _write_tensors(writer: Any, plan: GgufPlan, target: Path, on_progress: Progr
         for number, each in enumerate(plan.tensors):
             if number == num_of_rope:
                 file.flush()
-                check_matches(plan.folder, target)
+                check_matches(plan.folder, plan.hf_config, target)
             try:
                 blocks = _encoded(each, pool, on_progress)
             except ValueError as error:
