@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -97,23 +100,28 @@ def test_drafts_of_the_served_model_itself_are_accepted(config: EngineConfig, de
         assert (counters.preemptions > 0) == (variant == "preemption")
 
 
+@contextmanager
+def scarce_memory(worker: DeviceWorker, fails: Callable[[int], bool]) -> Iterator[None]:
+    """Let some steps of the draft model, or of a head's first layer, run out of memory; they are counted from 1."""
+    runner = worker._draft_layers[0].steps.runner
+    compute, calls = runner.compute, itertools.count(1)
+
+    def scarce(*sizes: Any) -> Any:
+        if fails(next(calls)):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return compute(*sizes)
+
+    with mock.patch.object(runner, "compute", scarce):
+        yield
+
+
 def test_step_without_memory_has_no_drafts(
     config: EngineConfig, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = run(config, worker_on(device, config, captured=False))
     drafted = with_draft(config, config)
     worker = drafting_on(device, drafted, captured=False)
-    runner = worker._draft_layers[0].steps.runner
-    compute, calls = runner.compute, 0
-
-    def scarce(*sizes: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 3 == 0:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return compute(*sizes)
-
-    with mock.patch.object(runner, "compute", scarce):
+    with scarce_memory(worker, lambda call: call % 3 == 0):
         driver = run(drafted, worker)
     assert_same(driver, plain, "with little memory")
     assert caplog.text.count("has no drafts, as the draft model ran out of memory") == 1

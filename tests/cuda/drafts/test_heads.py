@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from tests.cuda.drafts.test_draft_model import counters_of, drafting_on
+from tests.cuda.drafts.test_draft_model import counters_of, drafting_on, scarce_memory
 from tests.cuda.test_drafts import LENGTHS, assert_same, run
 from tests.cuda.test_worker import BLOCKS_OF_16, worker_on
 from tests.gpu.small import with_blocks, with_executor, with_scheduler
@@ -74,19 +73,8 @@ def test_drafts_after_steps_without_memory_are_those_of_the_reference(
     served, head = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96), HEADS["eagle"]()
     config = with_head(served.config, tmp_path_factory.mktemp("head"), head)
     worker = drafting_on(device, config, captured=False)
-    runner = worker._draft_layers[0].steps.runner
-    compute, calls = runner.compute, 0
-
-    def scarce(*sizes: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls <= 12 and calls % 3 == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return compute(*sizes)
-
-    with mock.patch.object(runner, "compute", scarce):
+    with scarce_memory(worker, lambda call: call in (1, 4, 7, 10)):
         check_drafts(config, worker, lambda tokens, count: head.drafts(served.reference, tokens, count))
-    assert calls > 40
 
 
 @pytest.mark.parametrize("name", ["deepseek v3", "mimo, two layers"])
