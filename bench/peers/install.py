@@ -45,12 +45,12 @@ for line in archive.read(metadata).decode().splitlines():
 """
 
 
-def install(home: Home, engines: Sequence[str]) -> None:
-    """Install the named engines, and write the models and the probe. Raises `CalledProcessError`."""
+def install(home: Home, engines: Sequence[str], models: Sequence[str]) -> None:
+    """Install the named engines, and write the named models and the probe. Raises `CalledProcessError`."""
     build_probe(home.folder)
-    for name, shape in SHAPES.items():
-        print(f"model {name}: {make_model(home.model(name), shape)}", flush=True)
-    steps: dict[str, Callable[[Home], None]] = {
+    for name in _shapes(models):
+        print(f"model {name}: {make_model(home.model(name), SHAPES[name])}", flush=True)
+    steps: dict[str, Callable[[Home, Sequence[str]], None]] = {
         "vLLM": _install_vllm,
         "llama.cpp": _install_llamacpp,
         "OpenVINO": _install_openvino,
@@ -58,23 +58,27 @@ def install(home: Home, engines: Sequence[str]) -> None:
     for engine in engines:
         if engine in steps:
             print(f"{engine} …", flush=True)
-            steps[engine](home)
+            steps[engine](home, models)
 
 
-def _install_vllm(home: Home) -> None:
+def _shapes(models: Sequence[str]) -> list[str]:
+    return [name for name in SHAPES if name in models]
+
+
+def _install_vllm(home: Home, models: Sequence[str]) -> None:
     if _has(home, vllm.ENVIRONMENT, "vllm"):
         return
     _install_without_torch_family(home, vllm.ENVIRONMENT, VLLM)
 
 
-def _install_llamacpp(home: Home) -> None:
+def _install_llamacpp(home: Home, models: Sequence[str]) -> None:
     if not _has(home, llamacpp.ENVIRONMENT, "llama_cpp"):
         python = _make_environment(home, llamacpp.ENVIRONMENT)
         _pip(python, "install", "gguf")
         build = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}
         _pip(python, "install", "--no-binary", "llama-cpp-python", LLAMA_CPP, extra=build)
     (home.folder / "gguf").mkdir(exist_ok=True)
-    for name in SHAPES:
+    for name in _shapes(models):
         plain = home.folder / "gguf" / f"{name}-bf16.gguf"
         if not plain.exists():
             quintet = [sys.executable, "-m", "quintet.deploy.cli.main", "quantize"]
@@ -83,19 +87,19 @@ def _install_llamacpp(home: Home) -> None:
             [str(home.python(llamacpp.ENVIRONMENT)), "-m", "bench.peers.gguf_files", str(plain)],
             {"PYTHONPATH": str(repository_root())},
         )
-    for name, kinds in KINDS.items():
-        for kind in kinds:
+    for name in models:
+        for kind in KINDS.get(name, ()):
             target = home.folder / "gguf" / f"{name}-{kind}.gguf"
             print(f"  {write_random(target, kind, CONFIGS[name])}", flush=True)
 
 
-def _install_openvino(home: Home) -> None:
+def _install_openvino(home: Home, models: Sequence[str]) -> None:
     if not _has(home, openvino.ENVIRONMENT, "openvino_genai"):
         _pip(_make_environment(home, openvino.ENVIRONMENT), "install", OPENVINO)
     if not _has(home, _CONVERTER_ENVIRONMENT, "optimum"):
         _install_without_torch_family(home, _CONVERTER_ENVIRONMENT, CONVERTER)
     program = home.folder / _CONVERTER_ENVIRONMENT / "bin" / "optimum-cli"
-    for name in SHAPES:
+    for name in _shapes(models):
         for weight_format in sorted(set(openvino.FORMATS.values())):
             target = home.folder / "ov" / f"{name}-{weight_format}"
             if (target / "openvino_detokenizer.xml").exists():  # written last
