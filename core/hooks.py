@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quintet.core.kv.groups import GroupBlocks
 from quintet.wire.config import CacheConfig, SchedulerConfig
 
@@ -34,8 +36,7 @@ class Setup:
     """Requests may be pooling requests."""
 
 
-@dataclass(slots=True, frozen=True)
-class PrefixMatch:
+class PrefixMatch(msgspec.Struct, frozen=True):
     """KV that already exists for the first ``num_tokens`` tokens of a request."""
 
     num_tokens: int

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
+import msgspec
+
 from quintet.core.counters import Counters
 from quintet.core.hooks import Attach, Hooks
 from quintet.core.kv.groups import Groups
@@ -60,8 +62,7 @@ class Limits:
         return num_tokens if self.groups.is_plain else int(self.groups.taken_by(num_tokens))
 
 
-@dataclass(slots=True)
-class InFlightPlan:
+class InFlightPlan(msgspec.Struct):
     """A plan that was sent and not committed yet."""
 
     step: int
@@ -80,8 +81,7 @@ class InFlightPlan:
     planned_ns: int
 
 
-@dataclass(slots=True, frozen=True)
-class RequestEnd:
+class RequestEnd(msgspec.Struct, frozen=True):
     """Metrics of an ended choice that was scheduled."""
 
     stats: RequestStats
@@ -168,8 +168,8 @@ class SchedulerState:
     def claim(self, request: Request, count: int = 1) -> None:
         """Count a request at each feature that attaches plan columns for it; -1 to release it."""
         claimed = [name for name, claim, _ in self.hooks.columns if claim(self, request)]
-        self.num_claims.update(dict.fromkeys(claimed, count))
         if claimed:
+            self.num_claims.update(dict.fromkeys(claimed, count))
             self.attaching = tuple(hook for name, _, hook in self.hooks.columns if self.num_claims[name])
 
     def enqueue(self, request: Request) -> None:

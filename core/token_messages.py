@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+
+import msgspec
 
 from quintet.core.requests.request import Request
 from quintet.wire.codec import pack_i32
@@ -12,15 +13,14 @@ from quintet.wire.pooling import Pooled
 from quintet.wire.step import PromptLogprobs, TokenLogprobs
 
 
-@dataclass(slots=True)
-class StepMessages:
+class StepMessages(msgspec.Struct):
     """Messages to send, in this order."""
 
-    tokens: list[tuple[int, Tokens]] = field(default_factory=list)
+    tokens: list[tuple[int, Tokens]] = []
     """Pairs of detokenizer index and message."""
-    failed: list[Failed] = field(default_factory=list)
-    pooled: list[Pooled] = field(default_factory=list)
-    unknown: list[int] = field(default_factory=list)
+    failed: list[Failed] = []
+    pooled: list[Pooled] = []
+    unknown: list[int] = []
     """Choices that a frontend waits for and the core does not know."""
 
     def add(self, later: StepMessages) -> None:
@@ -47,27 +47,21 @@ def ending_of(request: Request) -> Ending | None:
     return (FinishReason.LENGTH, False) if len(request.tokens) >= request.limit else None
 
 
-class TokensBuilder:
+class TokensBuilder(msgspec.Struct):
     """Columns of one `Tokens` message. Rows are appended in order; most have one token and no finish."""
 
-    __slots__ = (
-        *("closed", "finishes", "first_indexes", "logprobs", "num_drafts"),
-        *("num_tokens", "opens", "prompt_logprobs", "request_ids", "token_ids"),
-    )
-
-    def __init__(self) -> None:  # a dataclass takes half a microsecond longer
-        self.opens: list[Open] = []
-        self.closed: list[int] = []
-        self.request_ids: list[int] = []
-        self.first_indexes: list[int] = []
-        self.token_ids: list[int] = []
-        self.num_tokens: dict[int, int] = {}
-        """Row -> token count, for rows without exactly one token."""
-        self.num_drafts: dict[int, int] = {}
-        """Row -> draft tokens that its step verified."""
-        self.finishes: dict[int, Ending] = {}
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[PromptLogprobs] = []
+    opens: list[Open] = []
+    closed: list[int] = []
+    request_ids: list[int] = []
+    first_indexes: list[int] = []
+    token_ids: list[int] = []
+    num_tokens: dict[int, int] = {}
+    """Row -> token count, for rows without exactly one token."""
+    num_drafts: dict[int, int] = {}
+    """Row -> draft tokens that its step verified."""
+    finishes: dict[int, Ending] = {}
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[PromptLogprobs] = []
 
     def add_empty(self, request: Request) -> int:
         """Add a row without a token and return its number."""
@@ -78,44 +72,41 @@ class TokensBuilder:
         return row
 
     def build(self, step: int, now_ns: int) -> Tokens:
-        num_rows = len(self.request_ids)
-        num_tokens = bytearray(b"\1" * num_rows)
-        for row, count in self.num_tokens.items():
-            num_tokens[row] = count
-        num_drafts = bytearray(num_rows if self.num_drafts else 0)
-        for row, count in self.num_drafts.items():
-            num_drafts[row] = count
-        finishes = bytearray(num_rows)
-        named_stops = array("i")
-        for row, (reason, is_named) in self.finishes.items():
-            finishes[row] = reason
-            if is_named:
-                named_stops.append(row)
+        num_rows, finishes = len(self.request_ids), self.finishes
         return Tokens(
             step=step,
             sent_ns=now_ns,
             opens=self.opens,
             request_ids=array("q", self.request_ids).tobytes(),
             first_indexes=array("i", self.first_indexes).tobytes(),
-            num_tokens=bytes(num_tokens),
+            num_tokens=_filled(b"\1" * num_rows, self.num_tokens),
             token_ids=array("i", self.token_ids).tobytes(),
-            finishes=bytes(finishes),
-            named_stops=named_stops.tobytes(),
+            finishes=_filled(bytes(num_rows), {row: reason for row, (reason, _) in finishes.items()}),
+            named_stops=pack_i32(row for row, (_, is_named) in finishes.items() if is_named),
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             closed=array("q", self.closed).tobytes(),
-            num_drafts=bytes(num_drafts),
+            num_drafts=_filled(bytes(num_rows), self.num_drafts) if self.num_drafts else b"",
         )
 
 
-@dataclass(slots=True)
-class TokensBuilders:
+def _filled(column: bytes, values: dict[int, int]) -> bytes:
+    """Return a column of one byte a row, with these values instead."""
+    if not values:
+        return column
+    changed = bytearray(column)
+    for row, value in values.items():
+        changed[row] = value
+    return bytes(changed)
+
+
+class TokensBuilders(msgspec.Struct):
     """One `TokensBuilder` per detokenizer that gets a message."""
 
-    builders: dict[int, TokensBuilder] = field(default_factory=dict)
-    failed: list[Failed] = field(default_factory=list)
-    pooled: list[Pooled] = field(default_factory=list)
-    unknown: list[int] = field(default_factory=list)
+    builders: dict[int, TokensBuilder] = {}
+    failed: list[Failed] = []
+    pooled: list[Pooled] = []
+    unknown: list[int] = []
 
     def builder_for(self, request: Request, now_ns: int) -> TokensBuilder:
         """Return the builder of the request's detokenizer, after opening the request there."""

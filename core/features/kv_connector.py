@@ -15,7 +15,8 @@ compute speed by `quintet.core.throughput`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from quintet.core.block_keys import digests_of, keys_after, match_after
 from quintet.core.hooks import Feature, PrefixMatch, Setup

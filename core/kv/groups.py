@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from quintet.wire.kv_spec import KvGroup, KvSpec
 
 
@@ -65,12 +67,11 @@ class Groups:
         )
 
 
-@dataclass(slots=True)
-class GroupBlocks:
+class GroupBlocks(msgspec.Struct):
     """A range of a block table. Without a window it begins at 0."""
 
     begin: int = 0
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int] = []
 
     @property
     def end(self) -> int:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
+import msgspec
+
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import AnyOf, key_of, reach
@@ -27,8 +29,7 @@ PART_BLOCKS = 32
 """Blocks of a part, except the last one of a path. Paths keep common blocks once, except those in their last parts."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class PathPart:
+class PathPart(msgspec.Struct, eq=False, weakref=True):
     """Consecutive blocks of a path. Both lists grow while their request lives."""
 
     digests: list[bytes]
@@ -36,8 +37,7 @@ class PathPart:
     """At least those of these blocks; None for embeddings."""
 
 
-@dataclass(slots=True, eq=False)
-class PrefixPath:
+class PrefixPath(msgspec.Struct, eq=False):
     """Path of one request, in parts of `PART_BLOCKS`, or in one part."""
 
     parts: list[PathPart]

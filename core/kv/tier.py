@@ -18,6 +18,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
+
 from quintet.core.kv.chunks import Chunks
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefetch import FetchCost, Prefetches
@@ -36,8 +38,7 @@ Source = tuple[bytes, int, int]
 """Location of a block: source, position in it, number of its blocks (`quintet.wire.kv_tiers.Fetch`)."""
 
 
-@dataclass(slots=True, frozen=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """Blocks with which a waiting request could start."""
 
     request_id: int

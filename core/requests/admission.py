@@ -7,7 +7,9 @@ message of a lost frontend must not end a live attempt, and only a request that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from quintet.core.kv.prefix import salt_digest
 from quintet.core.poison_isolation import Rejections
@@ -40,8 +42,7 @@ class AdmissionContext:
     """Number of choices so far; numbers the next ones."""
 
 
-@dataclass(slots=True)
-class Arrival:
+class Arrival(msgspec.Struct):
     """An `Admit` message on its way through the steps."""
 
     message: Admit
@@ -51,9 +52,9 @@ class Arrival:
     """Outputs that the frontend has."""
     is_known: bool = False
     """An earlier attempt was alive or is retained: the request was admitted before and must not be rejected now."""
-    requests: list[Request] = field(default_factory=list)
+    requests: list[Request] = []
     """One request per choice, once built."""
-    outbox: TokensBuilders = field(default_factory=TokensBuilders)
+    outbox: TokensBuilders = msgspec.field(default_factory=TokensBuilders)
 
     @property
     def ids(self) -> range:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
+import msgspec
+
 from quintet.core.kv.groups import GroupBlocks
 from quintet.core.kv.prefix import extend_chain
 from quintet.core.requests.repetition import Repetition
@@ -36,21 +38,20 @@ class Status(IntEnum):
     ENDED = 2
 
 
-@dataclass(slots=True)
-class RequestKv:
+class RequestKv(msgspec.Struct):
     """KV blocks, states and hash chain of a request. Blocks are held only while it runs."""
 
-    held: list[GroupBlocks] = field(default_factory=list)
+    held: list[GroupBlocks] = []
     """Blocks, one entry per group of layers; empty unless running."""
-    digests: list[bytes] = field(default_factory=list)
+    digests: list[bytes] = []
     """Hash chain of its full blocks, as far as it was needed."""
     state_start: int = 0
     """Number of tokens covered by the state it started from; 0 if it started from none."""
     checkpoint_at: int | None = None
     """Number of tokens after which the next state checkpoint is due (`quintet.core.recurrent_state`)."""
-    pending_states: list[tuple[int, list[int]]] = field(default_factory=list)
+    pending_states: list[tuple[int, list[int]]] = []
     """State checkpoints that still lack known tokens: token count and one block per state group."""
-    fork_state_blocks: list[int] = field(default_factory=list)
+    fork_state_blocks: list[int] = []
     """Initial state of the further choices, one block per state group; set on the first choice."""
 
 
