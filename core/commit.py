@@ -60,12 +60,14 @@ def _apply_tokens(
     ended: list[Request] = []
     detokenizer: int | None = None
     tokens = unpack_i32(token_column)
-    num_computed = 0
-    drawn, columns = _spread(tokens, flight.samples), (flight.generations, flight.counts, flight.ends)
-    for request, generation, count, end, token in zip(flight.rows, *columns, drawn, strict=True):
+    num_computed, has_void = sum(flight.counts), False
+    drawn = _spread(tokens, flight.samples)
+    for request, generation, end, token in zip(
+        flight.rows, flight.generations, flight.ends, drawn, strict=True
+    ):
         if request.generation != generation:
+            has_void = True
             continue
-        num_computed += count
         request.computed = end
         if end >= request.register_at:
             state.register_blocks(request, end)  # the tokens are known: the following step drew from them
@@ -87,6 +89,9 @@ def _apply_tokens(
             if ending is not None:
                 builder.finishes[len(builder.request_ids) - 1] = ending
                 ended.append(request)
+    if has_void:
+        rows = zip(flight.rows, flight.generations, flight.counts, strict=True)
+        num_computed = sum(count for request, generation, count in rows if request.generation == generation)
     state.counters.computed_tokens += num_computed
     state.counters.generation_tokens += sum(len(builder.token_ids) for builder in outbox.builders.values())
     return ended

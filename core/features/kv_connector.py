@@ -118,9 +118,8 @@ def _wanted(state: SchedulerState, request: Request) -> Wanted:
     limits, kv_transfer = state.limits, request.spec.kv_transfer
     num_blocks = (len(request.tokens) - 1) // limits.block_size
     wanted = Wanted(request.request_id, request.rank, num_blocks)
-    if kv_transfer is None or not kv_transfer.peer or request.parent is not None:
-        return wanted
-    if request.stats.scheduled_ns is not None:
+    is_first = request.parent is None and request.stats.scheduled_ns is None
+    if kv_transfer is None or not kv_transfer.peer or not is_first:
         return wanted
     num_offered = kv_transfer.num_blocks
     if limits.groups.states:

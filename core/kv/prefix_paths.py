@@ -95,8 +95,8 @@ class PrefixPaths:
         """Add the path of an ended request."""
         size, parts = self.block_size, list[PathPart]()
         for begin in range(0, len(digests), PART_BLOCKS):
-            own = None if tokens is None else tokens[begin * size : (begin + PART_BLOCKS) * size]
-            parts.append(self._part(digests[begin : begin + PART_BLOCKS], own))
+            own = digests[begin : begin + PART_BLOCKS]
+            parts.append(self._part(own, tokens and tokens[begin * size : (begin + len(own)) * size]))
         self._paths.append(PrefixPath(parts, self.now_ns))
         for _ in range(min(CHECKS_PER_ADD, len(self._paths))):
             self._check_path(self._paths.popleft())
@@ -110,8 +110,7 @@ class PrefixPaths:
         is_shared, key = len(digests) == PART_BLOCKS, (digests[-1], tokens is None)
         part = self._parts.get(key) if is_shared else None
         if part is None:
-            own = None if tokens is None else array("i", tokens[: len(digests) * self.block_size])
-            part = PathPart(digests, own)
+            part = PathPart(digests, None if tokens is None else array("i", tokens))
             if is_shared:
                 self._parts[key] = part
         return part
@@ -129,7 +128,9 @@ class PrefixPaths:
             parts = entry.parts[:num_whole]
             if rest:
                 cut = entry.parts[num_whole]
-                parts.append(self._part(cut.digests[:rest], cut.tokens))
+                parts.append(
+                    self._part(cut.digests[:rest], cut.tokens and cut.tokens[: rest * self.block_size])
+                )
             entry = PrefixPath(parts, entry.used_ns)
         end = digests[num_held - 1]
         other = self._by_end.get(end)
