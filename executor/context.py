@@ -121,13 +121,13 @@ class WorkerContext:
             return model
         return loaded.causal
 
-    def load_output(self) -> CausalModel:
+    def load_output(self, *, on_device: bool = False) -> CausalModel:
         """Return the part of the served model after its layers, whole. Other ranks have it, or parts of it."""
         if self.share.is_all and self.share.is_last:
             return self.load()
         from quintet.executor.loading import load_model  # imports torch
 
-        model = load_model(self.config, self.platform, share=OUTPUT)
+        model = load_model(self.config, self.platform, on_device=on_device, share=OUTPUT)
         self.models[DRAFT_OUTPUT] = LoadedModel(
             model.weights.num_bytes, 0.0, model, model.weights.reservation
         )

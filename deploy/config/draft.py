@@ -131,7 +131,7 @@ def read_head(
         quantization = "none" if head.stored else loaded_quantization(options.quantization)
         num_outputs = spec.vocab_size * spec.hidden_size
         weight_bytes += weight_bytes_of(num_outputs, item_bytes, quantization, None, None, 0)
-    kv, block_bytes = KvSpec([], 0, 0, block_size), 0
+    kv, block_bytes = _without_kv(block_size), 0
     if spec.kv_needs:
         kv = draft_kv(options, target, spec.kv_needs, block_size, item_bytes)
         # Keys and values, features of all tokens, and those of later layers for the token after the block.
@@ -153,6 +153,11 @@ def read_head(
         group=group,
         aux_layers=tuple(spec.aux_layers),
     )
+
+
+def _without_kv(block_size: int) -> KvSpec:
+    """Return the layout of a model without keys and values. Block copies need a place, which is as small as possible."""
+    return KvSpec([KvGroup("full", [])], 1, ALIGNMENT, block_size)
 
 
 def draft_kv(
@@ -307,7 +312,7 @@ def _read_model(
     quantization = draft_quantization(options) if facts.stored is None else facts.stored.name
     num_parameters = num_parameters_of(facts, weights) or 0
     weight_bytes = weight_bytes_of(num_parameters, DTYPE_BYTES[dtype], quantization, facts.stored, weights, 0)
-    layout, used_group = KvSpec([KvGroup("full", [])], 1, ALIGNMENT, block_size), 0  # without keys and values
+    layout, used_group = _without_kv(block_size), 0
     if any(facts.kv_needs):
         used_group = _existing(group, target)
         layout = draft_kv(options, facts, facts.kv_needs, block_size, DTYPE_BYTES[dtype])

@@ -39,9 +39,6 @@ METHOD_KEYS = {
 }
 """Keys of each method besides ``num_speculative_tokens``."""
 
-GPU_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
-"""Methods that are supported on a GPU."""
-
 MTP_ALIASES = (
     *("deepseek_mtp", "ernie_mtp", "exaone4_5_mtp", "exaone_moe_mtp", "glm4_moe_lite_mtp", "glm4_moe_mtp"),
     *("glm_ocr_mtp", "hy_v3_mtp", "longcat_flash_mtp", "mimo_mtp", "mimo_v2_mtp", "nemotron_h_mtp"),
@@ -238,16 +235,6 @@ def check_support(options: Options, kind: Literal["torch", "mock"], device: Lite
         return
     if kind == "mock":
         raise ConfigError(f"{FLAG} is not supported with --executor mock: drop it")
-    if device == "cuda" and parsed.method not in GPU_METHODS:
-        raise ConfigError(
-            f"{FLAG}: the method {parsed.method} is only supported on the CPU (--device cpu); on a GPU, use one of"
-            f" {', '.join(GPU_METHODS)}, or drop {FLAG}"
-        )
-    if device == "cuda" and parsed.method in ("eagle", "eagle3", "mtp") and options.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"{FLAG}: the method {parsed.method} is not supported with --tensor-parallel-size on a GPU: drop one of them, or use"
-            " draft_model"
-        )
     if device == "cuda" and parsed.has_draft_model and parsed.quantization in QUANTIZATIONS[1:]:
         raise ConfigError(
             f"{FLAG}: quantization {parsed.quantization} is only supported on the CPU (--device cpu): drop the key, or use a"

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from types import TracebackType
-from typing import Literal, Self, TypeVar, cast, overload
+from typing import Literal, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 import msgspec
 from tqdm import tqdm
@@ -79,6 +79,25 @@ Params = SamplingParams | Iterable[SamplingParams] | None
 OnError = Literal["raise", "return"]
 
 
+class _Options(TypedDict, total=False):
+    """Keyword arguments of `LLM.generate`."""
+
+    use_tqdm: bool
+    priority: int | Iterable[int]
+    lora_request: LoRARequest | str | None
+    errors: OnError
+
+
+class _ChatOptions(_Options, total=False):
+    """Keyword arguments of `LLM.chat`."""
+
+    chat_template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, object]] | None
+    chat_template_kwargs: Mapping[str, object] | None
+
+
 class LLM:
     """Engine for synchronous programs.
 
@@ -110,23 +129,12 @@ class LLM:
         self,
         prompts: PromptInput | Sequence[PromptInput],
         sampling_params: Params = None,
-        *,
-        use_tqdm: bool = True,
-        priority: int | Iterable[int] = 0,
-        lora_request: LoRARequest | str | None = None,
-        errors: OnError = "raise",
+        **options: Unpack[_Options],
     ) -> list[RequestOutput]: ...
 
     @overload
     def generate(
-        self,
-        prompts: Iterable[PromptInput],
-        sampling_params: Params = None,
-        *,
-        use_tqdm: bool = True,
-        priority: int | Iterable[int] = 0,
-        lora_request: LoRARequest | str | None = None,
-        errors: OnError = "raise",
+        self, prompts: Iterable[PromptInput], sampling_params: Params = None, **options: Unpack[_Options]
     ) -> Iterator[RequestOutput]: ...
 
     def generate(
@@ -163,16 +171,7 @@ class LLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: Params = None,
-        *,
-        use_tqdm: bool = True,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        chat_template_kwargs: Mapping[str, object] | None = None,
-        priority: int | Iterable[int] = 0,
-        lora_request: LoRARequest | str | None = None,
-        errors: OnError = "raise",
+        **options: Unpack[_ChatOptions],
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -180,16 +179,7 @@ class LLM:
         self,
         messages: Iterable[Conversation],
         sampling_params: Params = None,
-        *,
-        use_tqdm: bool = True,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        chat_template_kwargs: Mapping[str, object] | None = None,
-        priority: int | Iterable[int] = 0,
-        lora_request: LoRARequest | str | None = None,
-        errors: OnError = "raise",
+        **options: Unpack[_ChatOptions],
     ) -> Iterator[RequestOutput]: ...
 
     def chat(
@@ -226,10 +216,7 @@ class LLM:
         lora_request: LoRARequest | str | None = None,
     ) -> list[BeamSearchOutput]:
         """Run beam search, equivalent to ``generate(num_beams=…)`` of transformers; see `generate`."""
-        inputs = cast(Sequence[PromptInput], [prompts] if is_one_prompt(prompts) else prompts)
-        model = self._engine.config.model
-        read = [with_adapter(read_prompt(each, self.vocab_size), lora_request, model) for each in inputs]
-        return self._wait(beam_search(self._engine, read, params))
+        return self._wait(beam_search(self._engine, self._read_all(prompts, lora_request), params))
 
     def embed(
         self,
@@ -240,10 +227,15 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """Return the vectors of prompts (``docs/embeddings.md``), of an engine with ``runner="pooling"``; see `generate`."""
+        read = self._read_all(prompts, lora_request)
+        return self._wait(embed(self._engine, read, truncate_prompt_tokens, use_tqdm=use_tqdm))
+
+    def _read_all(
+        self, prompts: PromptInput | Sequence[PromptInput], lora_request: LoRARequest | str | None
+    ) -> list[ReadPrompt]:
         inputs = cast(Sequence[PromptInput], [prompts] if is_one_prompt(prompts) else prompts)
         model = self._engine.config.model
-        read = [with_adapter(read_prompt(each, self.vocab_size), lora_request, model) for each in inputs]
-        return self._wait(embed(self._engine, read, truncate_prompt_tokens, use_tqdm=use_tqdm))
+        return [with_adapter(read_prompt(each, model.vocab_size), lora_request, model) for each in inputs]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""

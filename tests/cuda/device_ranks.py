@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from quintet.executor.backends.cuda.ranks.follower import follow
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.worker import DeviceWorker
 from quintet.executor.context import WorkerContext
+from quintet.executor.model_config.share import OUTPUT
 from quintet.wire.config import EngineConfig
 
 
@@ -50,7 +52,10 @@ def leading_worker(config: EngineConfig, *, captured: bool = True) -> Iterator[D
         thread.start()
     first = context_of(0)
     model, draft = model_on(devices[0], config, first.share), draft_on(devices[0], first)
-    worker = make_device_worker(devices[0], model, first, draft)
+    with mock.patch.object(
+        WorkerContext, "load_output", lambda *_, **__: model_on(devices[0], config, OUTPUT)
+    ):
+        worker = make_device_worker(devices[0], model, first, draft)
     while worker.has_idle_tasks:
         worker.run_idle_task()
     try:

@@ -24,6 +24,7 @@ from quintet.executor.models.decoder import Decoder
 from quintet.executor.models.draft_heads import MedusaHeads, MtpHead
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.model import CausalModel
+from quintet.executor.runner import Runner
 from quintet.executor.speculation.draft_model import DraftModel, draft_tokens
 from quintet.executor.speculation.drafters import MakeDrafter
 from quintet.executor.speculation.head import DraftHead, HeadDrafter, HeadLayer
@@ -80,7 +81,7 @@ def _open_drafter(context: WorkerContext, target: ModelProgram) -> MakeDrafter |
     if isinstance(head, MtpHead):
         head.share_output(_decoder(context.load_output()))
     if isinstance(head, MedusaHeads):
-        return partial(MedusaDrafter, head, _open_heads(draft, head, target), draft.config, target)
+        return partial(MedusaDrafter, head, _open_heads(draft, head, target), target, 1)
     try:
         programs = _open_programs(draft, head.layers if isinstance(head, DraftHead) else [head])
     except Unsupported as why:
@@ -98,13 +99,17 @@ def _decoder(model: CausalModel) -> Decoder:
     return model
 
 
-def _open_heads(context: WorkerContext, model: MedusaHeads, target: ModelProgram) -> list[ModelProgram]:
-    """Record the heads, which have no keys and values."""
-    kv = KvMemory(context.config.model.kv, (), target.dtype)
-    return [
-        ModelProgram(target.library, head, context.config, target.dtype, kv, context.share)
-        for head in model.heads
-    ]
+def _open_heads(
+    context: WorkerContext, model: MedusaHeads, target: ModelProgram
+) -> list[tuple[torch.Tensor, Runner]]:
+    """Record the heads, which have no keys and values; return features and runner of each."""
+    kv, config = KvMemory(context.config.model.kv, (), target.dtype), context.config
+    heads: list[tuple[torch.Tensor, Runner]] = []
+    for head in model.heads:
+        program = ModelProgram(target.library, head, config, target.dtype, kv, context.share)
+        assert program.received_hidden is not None, "a head reads features"
+        heads.append((program.received_hidden, ProgramRunner(program, config)))
+    return heads
 
 
 def _on_hosts(context: WorkerContext) -> str:

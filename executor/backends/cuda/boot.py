@@ -16,7 +16,7 @@ from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.draft_runner import DraftRunner
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
 from quintet.executor.backends.cuda.graphs import graph_sizes
-from quintet.executor.backends.cuda.head_drafter import DeviceHeadDrafter
+from quintet.executor.backends.cuda.head_drafter import DeviceHeadDrafter, DeviceMedusaDrafter
 from quintet.executor.backends.cuda.kv_memory import graph_bytes, num_kv_blocks
 from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlans
 from quintet.executor.backends.cuda.ranks.communicator import (
@@ -36,7 +36,7 @@ from quintet.executor.kv_memory import KvMemory
 from quintet.executor.loading import MODEL_DTYPES
 from quintet.executor.model_config.share import aux_layers_of
 from quintet.executor.models.decoder import Decoder
-from quintet.executor.models.draft_heads import MtpHead
+from quintet.executor.models.draft_heads import MedusaHeads, MtpHead
 from quintet.executor.models.model import CausalModel
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
@@ -104,7 +104,7 @@ def open_steps(
     runner = _new_runner(device, model, config, tables, STAGING_WORDS, communicator)
     runners, of_draft = [(runner, config)], list[DeviceRunner]()
     if draft is not None:
-        of_draft = _new_draft_runners(device, draft, model, config, tables)
+        of_draft = _new_draft_runners(device, draft, model, context, tables)
         runners += [(each, draft.config) for each in of_draft]
         runner.aux_layers = aux_layers_of(scheduler)
         runner.keeps_hidden = len(runner.aux_layers) > 0
@@ -165,18 +165,21 @@ def _new_runner(
 
 
 def _new_draft_runners(
-    device: Device, draft: WorkerContext, served: CausalModel, config: EngineConfig, tables: DeviceTables
+    device: Device, draft: WorkerContext, served: CausalModel, context: WorkerContext, tables: DeviceTables
 ) -> list[DeviceRunner]:
-    """Return the runner of a draft model, or those of a head's layers. config, tables: of the served model."""
-    model, kv, group = draft.load(), draft.config.model.kv, _draft_of(config).group
+    """Return the runner of a draft model, or those of a head's layers. context, tables: of the served model."""
+    config, model, kv = context.config, draft.load(), draft.config.model.kv
+    group = _draft_of(config).group
     own_tables = replace(tables, block_table=tables.block_table[group : group + 1], kv=kv)
     num_words, layers = DRAFT_STAGING_WORDS * config.scheduler.max_num_seqs, [model]
-    if isinstance(model, DraftHead):
+    if isinstance(model, DraftHead | MedusaHeads):
         assert isinstance(served, Decoder), "the configuration allows draft heads of decoders only"
         model.share(served)
+        layers = list(model.heads if isinstance(model, MedusaHeads) else model.layers)
         if isinstance(model, MtpHead):
-            model.share_output(served)
-        layers = list(model.layers)
+            whole = served if context.ranks is None else context.load_output(on_device=True)
+            assert isinstance(whole, Decoder), "as the model"
+            model.share_output(whole)
     runners = [_new_runner(device, layer, draft.config, own_tables, num_words) for layer in layers]
     for each in runners:
         each.keeps_hidden = isinstance(model, DraftHead)
@@ -191,7 +194,7 @@ def _draft_of(config: EngineConfig) -> DraftModelConfig:
 
 def _make_drafter(
     config: EngineConfig,
-    model: CausalModel | DraftHead,
+    model: CausalModel | DraftHead | MedusaHeads,
     layers: Sequence[DraftRunner],
     tables: SlotTables,
     sampler: Sampler,
@@ -200,6 +203,10 @@ def _make_drafter(
     draft = _draft_of(config)
     if isinstance(model, DraftHead):
         return DeviceHeadDrafter(draft, model, layers, tables, sampler)
+    if isinstance(model, MedusaHeads):
+        assert config.scheduler.speculative is not None, "as the draft"
+        max_drafts = config.scheduler.speculative.num_speculative_tokens
+        return DeviceMedusaDrafter(model, layers, max_drafts, tables, sampler)
     sizes = draft_tokens(config.scheduler), config.model.vocab_size
     return DraftModel(draft, layers[0], layers[0].steps.runner.kv, *sizes, tables, sampler)
 

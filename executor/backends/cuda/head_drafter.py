@@ -1,4 +1,4 @@
-"""A draft head on a device. Features stay there, and those of a step are kept when it is launched, in the order of the steps.
+"""Draft heads on a device. Features stay there, and those of a step are kept when it is launched, in the order of the steps.
 
 A step with drafts keeps the features of all its tokens, as it keeps their keys and values. How many drafts were accepted is known
 when drafts of its requests are asked for again, or when their next step is launched.
@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from quintet.executor.backends.cuda.draft_runner import DraftRunner
 from quintet.executor.memory import Bits, to_device
+from quintet.executor.models.draft_heads import MedusaHeads
 from quintet.executor.ragged import Int, ranges
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import Rows, SlotTables
 from quintet.executor.speculation.gram_index import Tokens
 from quintet.executor.speculation.head import DraftHead, HeadDrafter, HeadLayer
+from quintet.executor.speculation.medusa import MedusaDrafter
 from quintet.wire.config import DraftModelConfig
 from quintet.wire.step import StepPlan
 
@@ -114,3 +116,31 @@ class DeviceHeadDrafter(HeadDrafter):
         super()._put_tokens(slots, positions, tokens)
         device = self._device_ids.device
         self._device_ids[to_device(slots, device), to_device(positions, device)] = to_device(tokens, device)
+
+
+class DeviceMedusaDrafter(MedusaDrafter):
+    """The drafter of Medusa heads on a device. Of a step with drafts, the features of all tokens are kept."""
+
+    reads_steps = False
+
+    def __init__(
+        self,
+        model: MedusaHeads,
+        heads: Sequence[DraftRunner],
+        max_drafts: int,
+        tables: SlotTables,
+        sampler: Sampler,
+    ) -> None:
+        """max_drafts: of a request in a step. tables, sampler: of the served model; the tables are on the host."""
+        inputs = [(head.steps.runner.received_hidden, head) for head in heads]
+        super().__init__(model, inputs, None, 1 + max_drafts, tables, sampler)
+
+    def note_launched(self, rows: Rows, drafts: Sequence[tuple[int, Tokens]], hidden: torch.Tensor) -> None:
+        """See `DeviceHeadDrafter.note_launched`."""
+        counts, ends = rows.counts, rows.starts + rows.counts
+        kept = np.minimum(counts, self._features.shape[1])
+        _, tokens = ranges(np.cumsum(counts) - kept, kept)
+        self._keep(rows.slots, ends - kept, ends, hidden[self._on_device(tokens)])
+
+
+DeviceHead = DeviceHeadDrafter | DeviceMedusaDrafter

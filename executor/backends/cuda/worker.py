@@ -27,7 +27,7 @@ from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.device import Event
 from quintet.executor.backends.cuda.device_step import DeviceStep
 from quintet.executor.backends.cuda.draft_runner import DraftRunner
-from quintet.executor.backends.cuda.head_drafter import DeviceHeadDrafter
+from quintet.executor.backends.cuda.head_drafter import DeviceHead
 from quintet.executor.backends.cuda.ops.collectives import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
@@ -79,7 +79,7 @@ class DeviceWorker:
         self.facts = {"blocks": str(num_blocks)}
         self.steps, self._draft_layers = steps, draft_layers
         self._all_steps = [steps, *(layer.steps for layer in draft_layers)]
-        self._head: DeviceHeadDrafter | None = None
+        self._head: DeviceHead | None = None
         self._device = device = runner.device
         self._broadcaster = broadcaster
         self._span = span
@@ -132,7 +132,7 @@ class DeviceWorker:
             drafter = DRAFTERS[speculative.method](speculative, on_host)
         else:
             drafter = make_drafter(on_host, sampler)
-        self._head = drafter if isinstance(drafter, DeviceHeadDrafter) else None
+        self._head = drafter if isinstance(drafter, DeviceHead) else None
         limits = self.runner.max_draws, scheduler.max_num_batched_tokens
         self._speculation = Speculation(drafter, on_host, grammars, *limits, copies_tokens=True)
         return sampler

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.cuda.device_ranks import leading_worker
 from tests.cuda.drafts.test_draft_model import counters_of, drafting_on, scarce_memory
+from tests.cuda.test_device_ranks import rank_config
 from tests.cuda.test_drafts import LENGTHS, assert_same, run
 from tests.cuda.test_worker import BLOCKS_OF_16, worker_on
 from tests.gpu.small import with_blocks, with_executor, with_scheduler
@@ -17,6 +19,7 @@ from tests.models.conftest import serve
 from tests.models.equality import load
 from tests.models.small_models import FAMILIES, prompts_of
 from tests.models.speculation.draft_heads import record_drafts, with_head
+from tests.models.speculation.longest_drafts import drafting
 from tests.models.speculation.mtp_checkpoints import write
 from tests.models.speculation.test_draft_heads import GREEDY, HEADS
 from tests.models.test_engine import CoreAndWorker, changed
@@ -57,7 +60,7 @@ def check_drafts(
 
 
 @BLOCKS_OF_16
-@pytest.mark.parametrize("name", ["eagle", "eagle3, plain", "eagle3, token map"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3, plain", "eagle3, token map", "medusa", "medusa of vllm"])
 def test_drafts_are_those_of_the_reference(
     name: str, tmp_path_factory: pytest.TempPathFactory, serve: Callable[..., Any], device: Device
 ) -> None:
@@ -88,7 +91,7 @@ def test_drafts_of_prediction_layers_are_those_of_the_reference(
 
 
 @BLOCKS_OF_16
-@pytest.mark.parametrize("name", ["eagle", "eagle3, token map"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3, token map", "medusa"])
 def test_outputs_are_those_without_drafts(
     name: str, tmp_path_factory: pytest.TempPathFactory, serve: Callable[..., Any], device: Device
 ) -> None:
@@ -105,6 +108,27 @@ def test_outputs_are_those_without_drafts(
         driver = run(each, worker, REQUESTS)
         assert_same(driver, plain, variant)
         assert counters_of(driver).num_draft_tokens > 10 * len(LENGTHS), variant
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["eagle", "eagle3, token map", "medusa"])
+def test_heads_of_several_ranks(
+    name: str, tmp_path_factory: pytest.TempPathFactory, serve: Callable[..., Any]
+) -> None:
+    """Only rank 0 has the head. It computes all logits of the output layer, of which each rank has a part."""
+    served, head = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96), HEADS[name]()
+    folder = Path(served.config.model.path)
+    (folder / "tokenizer.json").write_text("{}")
+    config = rank_config(folder, batch_invariant=True)
+    config = with_scheduler(config, max_num_seqs=8, max_num_batched_tokens=64)
+    with leading_worker(config) as worker:
+        plain = run(config, worker, REQUESTS)
+    drafted = with_head(config, tmp_path_factory.mktemp("head"), head)
+    with leading_worker(drafted) as worker:
+        driver = run(drafted, drafting(worker), REQUESTS)
+        assert_same(driver, plain, "with drafts")
+        assert counters_of(driver).num_draft_tokens > 10 * len(LENGTHS)
+        check_drafts(drafted, worker, lambda tokens, count: head.drafts(served.reference, tokens, count))
 
 
 def test_values_on_a_device_are_indexed_as_arrays() -> None:

@@ -185,17 +185,12 @@ def test_layouts_and_devices_without_support_are_refused() -> None:
     for layout in ("tensor_parallel_size", "pipeline_parallel_size"):
         for each in (model, mtp):
             assert config_of(each, **{layout: 2}) == config_of(each, nnodes=2, **{layout: 2}) is not None
-    for each in (text, model, mtp):
-        assert speculative_config(Options(speculative_config=each), "torch", "cuda") is not None
+    medusa = '{"method": "medusa", "num_speculative_tokens": 4, "model": "x"}'
+    for each in (text, model, mtp, medusa):
+        on_gpus = Options(speculative_config=each, tensor_parallel_size=2)
+        assert speculative_config(on_gpus, "torch", "cuda") is not None
     with pytest.raises(ConfigError, match="--executor mock"):
         speculative_config(Options(speculative_config=text), "mock", "cpu")
-    medusa = '{"method": "medusa", "num_speculative_tokens": 4, "model": "x"}'
-    with pytest.raises(
-        ConfigError, match=r"only supported on the CPU.*use one of ngram, suffix, draft_model"
-    ):
-        speculative_config(Options(speculative_config=medusa), "torch", "cuda")
-    with pytest.raises(ConfigError, match="mtp is not supported with --tensor-parallel-size on a GPU"):
-        speculative_config(Options(speculative_config=mtp, tensor_parallel_size=2), "torch", "cuda")
     integers = '{"num_speculative_tokens": 4, "model": "x", "quantization": "int8"}'
     with pytest.raises(ConfigError, match="quantization int8 is only supported on the CPU"):
         speculative_config(Options(speculative_config=integers), "torch", "cuda")

@@ -111,7 +111,7 @@ def test_medusa_heads_have_no_keys_and_values(folder: Path) -> None:
     config = config_of(folder, speculative_config=flag(folder / "head", method="medusa"), dtype="float32")
     found = speculative_of(config).draft
     assert found is not None and (found.aux_layers, found.model.vocab_size) == ([2], 100)
-    assert found.model.kv.bytes_per_block == config.model.kv.draft_bytes == 0
+    assert config.model.kv.draft_bytes == 0 and not any(group.layers for group in found.model.kv.groups)
     features = config.scheduler.max_num_seqs * 64
     assert found.weight_bytes == 4 * (3 * 64 * (64 + 100) + features)
 
