@@ -79,18 +79,18 @@ class TokensBuilder(msgspec.Struct):
             opens=self.opens,
             request_ids=array("q", self.request_ids).tobytes(),
             first_indexes=array("i", self.first_indexes).tobytes(),
-            num_tokens=_filled(b"\1" * num_rows, self.num_tokens),
+            num_tokens=_with_values(b"\1" * num_rows, self.num_tokens),
             token_ids=array("i", self.token_ids).tobytes(),
-            finishes=_filled(bytes(num_rows), {row: reason for row, (reason, _) in finishes.items()}),
+            finishes=_with_values(bytes(num_rows), {row: reason for row, (reason, _) in finishes.items()}),
             named_stops=pack_i32(row for row, (_, is_named) in finishes.items() if is_named),
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             closed=array("q", self.closed).tobytes(),
-            num_drafts=_filled(bytes(num_rows), self.num_drafts) if self.num_drafts else b"",
+            num_drafts=_with_values(bytes(num_rows), self.num_drafts) if self.num_drafts else b"",
         )
 
 
-def _filled(column: bytes, values: dict[int, int]) -> bytes:
+def _with_values(column: bytes, values: dict[int, int]) -> bytes:
     """Return a column of one byte a row, with these values instead."""
     if not values:
         return column

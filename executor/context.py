@@ -122,9 +122,9 @@ class WorkerContext:
         return loaded.causal
 
     def load_output(self, *, on_device: bool = False) -> CausalModel:
-        """Return the part of the served model after its layers, whole. Other ranks have it, or parts of it."""
+        """Return the part of the served model after its layers, whole. Other ranks have it, or parts of it. See `load`."""
         if self.share.is_all and self.share.is_last:
-            return self.load()
+            return self.load(on_device=on_device)
         from quintet.executor.loading import load_model  # imports torch
 
         model = load_model(self.config, self.platform, on_device=on_device, share=OUTPUT)

@@ -156,7 +156,7 @@ def read_head(
 
 
 def _without_kv(block_size: int) -> KvSpec:
-    """Return the layout of a model without keys and values. Block copies need a place, which is as small as possible."""
+    """Return the layout of a model without keys and values: one place without layers."""
     return KvSpec([KvGroup("full", [])], 1, ALIGNMENT, block_size)
 
 

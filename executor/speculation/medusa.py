@@ -53,7 +53,7 @@ class MedusaDrafter(Drafter):
         self._features = like.new_zeros((num_slots, num_kept, like.shape[1]))
         """Features of the newest computed tokens of each slot."""
         self._begins, self._ends = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
-        """Positions of these tokens in each slot; none if equal."""
+        """Positions of these tokens in each slot; none unless begin < end."""
 
     def note(self, plan: StepPlan) -> None:
         if plan.new_rows:

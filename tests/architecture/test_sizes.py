@@ -43,7 +43,7 @@ KV_TRANSFER = (
 )
 """The connector with its back ends: host memory, disk, peers, stores."""
 
-LIMITS = {"all of the product": (PRODUCT, 108_781), "KV transfer": (KV_TRANSFER, 5_520)}
+LIMITS = {"all of the product": (PRODUCT, 108_792), "KV transfer": (KV_TRANSFER, 5_520)}
 """Patterns and most lines. The aims are 85,000 and 4,000."""
 
 

@@ -124,6 +124,8 @@ def open_steps(
     # Each rank's configuration has an equal part of the draft model's memory.
     draft_bytes = spec.draft_bytes * config.executor.tensor_parallel_size if of_draft else 0
     reserved = sum(_graph_bytes(*each) for each in runners)
+    if draft is not None and isinstance(draft.load(), MedusaHeads):
+        reserved += _kept_bytes(config, of_draft[0])
     num_blocks = num_kv_blocks(config, device, reserved, draft_bytes)
     if ranks is not None:
         counts = ranks.all_gather(num_blocks.to_bytes(8, "little"))
@@ -204,11 +206,19 @@ def _make_drafter(
     if isinstance(model, DraftHead):
         return DeviceHeadDrafter(draft, model, layers, tables, sampler)
     if isinstance(model, MedusaHeads):
-        assert config.scheduler.speculative is not None, "as the draft"
-        max_drafts = config.scheduler.speculative.num_speculative_tokens
-        return DeviceMedusaDrafter(model, layers, max_drafts, tables, sampler)
+        return DeviceMedusaDrafter(model, layers, _max_drafts(config), tables, sampler)
     sizes = draft_tokens(config.scheduler), config.model.vocab_size
     return DraftModel(draft, layers[0], layers[0].steps.runner.kv, *sizes, tables, sampler)
+
+
+def _kept_bytes(config: EngineConfig, head: DeviceRunner) -> int:
+    """Return the memory of features that `DeviceMedusaDrafter` keeps; those of other heads are counted by block."""
+    return config.scheduler.max_num_seqs * (1 + _max_drafts(config)) * head.received_hidden[0].nbytes
+
+
+def _max_drafts(config: EngineConfig) -> int:
+    assert config.scheduler.speculative is not None, "there are drafts"
+    return config.scheduler.speculative.num_speculative_tokens
 
 
 def _graph_bytes(runner: DeviceRunner, config: EngineConfig) -> int:

@@ -1,7 +1,7 @@
 """Draft heads on a device. Features stay there, and those of a step are kept when it is launched, in the order of the steps.
 
-A step with drafts keeps the features of all its tokens, as it keeps their keys and values. How many drafts were accepted is known
-when drafts of its requests are asked for again, or when their next step is launched.
+A step with drafts keeps the features of all their tokens. How many drafts were accepted is known when drafts of its requests are
+asked for again, or when their next step is launched.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class DeviceHeadDrafter(HeadDrafter):
 
 
 class DeviceMedusaDrafter(MedusaDrafter):
-    """The drafter of Medusa heads on a device. Of a step with drafts, the features of all tokens are kept."""
+    """The drafter of Medusa heads on a device. It keeps features of as many newest tokens as a step with drafts has."""
 
     reads_steps = False
 
@@ -143,4 +143,5 @@ class DeviceMedusaDrafter(MedusaDrafter):
         self._keep(rows.slots, ends - kept, ends, hidden[self._on_device(tokens)])
 
 
-DeviceHead = DeviceHeadDrafter | DeviceMedusaDrafter
+ObservingDrafter = DeviceHeadDrafter | DeviceMedusaDrafter
+"""Drafters with `note_launched`."""

@@ -27,7 +27,7 @@ from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.device import Event
 from quintet.executor.backends.cuda.device_step import DeviceStep
 from quintet.executor.backends.cuda.draft_runner import DraftRunner
-from quintet.executor.backends.cuda.head_drafter import DeviceHead
+from quintet.executor.backends.cuda.head_drafter import ObservingDrafter
 from quintet.executor.backends.cuda.ops.collectives import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
 from quintet.executor.backends.cuda.ranks.rank_broadcast import RankBroadcaster
@@ -79,7 +79,7 @@ class DeviceWorker:
         self.facts = {"blocks": str(num_blocks)}
         self.steps, self._draft_layers = steps, draft_layers
         self._all_steps = [steps, *(layer.steps for layer in draft_layers)]
-        self._head: DeviceHead | None = None
+        self._head: ObservingDrafter | None = None
         self._device = device = runner.device
         self._broadcaster = broadcaster
         self._span = span
@@ -132,7 +132,7 @@ class DeviceWorker:
             drafter = DRAFTERS[speculative.method](speculative, on_host)
         else:
             drafter = make_drafter(on_host, sampler)
-        self._head = drafter if isinstance(drafter, DeviceHead) else None
+        self._head = drafter if isinstance(drafter, ObservingDrafter) else None
         limits = self.runner.max_draws, scheduler.max_num_batched_tokens
         self._speculation = Speculation(drafter, on_host, grammars, *limits, copies_tokens=True)
         return sampler
@@ -286,13 +286,13 @@ class DeviceWorker:
             embeds = embeds_of(rows, self.runner.dtype, self._device.torch_device)
             graph = self.steps.graph_of(packed, staging, embeds)
             drawn = self._compute(plan, packed, words, staging, embeds, graph)
-            if self._head is not None:
-                drafts = () if drafted is None else drafted.drafts
-                self._head.note_launched(rows, drafts, self.runner.kept_hidden[: packed.num_tokens])
             self._span("layers")
             result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self)
             if plan.pooled_rows:  # waits for the device
                 result.vectors = self._pooler.pool(rows, self.runner)
+        if self._head is not None:  # only rank 0 has it
+            drafts = () if drafted is None else drafted.drafts
+            self._head.note_launched(rows, drafts, self.runner.kept_hidden[: packed.num_tokens])
         tokens = drawn.tokens[: packed.num_sampled]
         self._advance_matchers()
         masks = self._sampler.begin_masks(rows)
