@@ -86,6 +86,22 @@ void Pool::wait_while(const std::atomic<Value>& word, Value value, SpinLimit& sp
 }
 
 void Pool::run(const Work* list, index_t count) {
+  run_lasting(list, count);
+  // A thread that was suspended while it looked ahead may not have noticed the end yet.
+  if (std::any_of(list, list + count, [](const Work& work) { return work.region || work.late; })) settle();
+}
+
+void Pool::settle() {
+  const std::lock_guard<std::mutex> only(callers_);
+  close();
+}
+
+void Pool::close() {
+  open_.store(false);
+  while (inside_.load() != 0) std::this_thread::yield();  // late threads of the previous run; they find no work
+}
+
+void Pool::run_lasting(const Work* list, index_t count) {
   if (workers_.empty()) {
     for (index_t i = 0; i < count; ++i) {
       const Work& work = list[i].late ? *list[i].late : list[i];
@@ -98,8 +114,7 @@ void Pool::run(const Work* list, index_t count) {
     return;
   }
   const std::lock_guard<std::mutex> only(callers_);
-  open_.store(false);
-  while (inside_.load() != 0) std::this_thread::yield();  // late threads of the previous run; they find no work
+  close();
   list_.assign(list, list + count);
   length_ = count;
   if (index_t(progress_.size()) < count) progress_ = std::vector<Progress>(count);

@@ -33,8 +33,13 @@ class Pool {
 
   int threads() const { return int(workers_.size()) + 1; }
 
-  // Returns when all work is done; `list` is copied. One caller at a time; concurrent callers block.
+  // Returns when all work is done; `list` is copied. One caller at a time; concurrent callers block. No thread reads a call of
+  // the list afterwards.
   void run(const Work* list, index_t count);
+  // The same, but threads may call Work::region until settle() or the next run.
+  void run_lasting(const Work* list, index_t count);
+  // Returns when no thread reads a call of earlier lists.
+  void settle();
 
  private:
   static constexpr index_t kMostFirsts = 256;  // threads with a fixed first take
@@ -62,6 +67,7 @@ class Pool {
     index_t at = 0, bytes = 0;  // offset in the first remaining line of the piece; bytes that may still be prefetched
   };
 
+  void close();  // by the caller that holds `callers_`: no thread reads the last list any more, and none may enter
   void work(int thread);
   void go_through(std::uint32_t run, int thread, SpinLimit& spin_limit);
   // Initializes the progress of a described work, before any thread takes a piece of it.

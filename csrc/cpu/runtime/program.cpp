@@ -12,7 +12,10 @@ void note_time(const void* mark, index_t, index_t) {
 
 }  // namespace
 
+Program::~Program() { pool().settle(); }
+
 void Program::run(const Step& step, index_t begin, index_t end) {
+  pool().settle();  // threads of the last step may still look ahead in the calls that `prepare` changes
   list_.clear();
   for (index_t i = begin; i < end; ++i) {
     for (index_t mark = 0; step.marks && mark < index_t(marks_.size()); ++mark)
@@ -20,10 +23,11 @@ void Program::run(const Step& step, index_t begin, index_t end) {
     const Work work = ops_[i]->prepare(step, pool().threads());
     if (work.count > 0 || work.late) list_.push_back(work);  // threads would visit an empty work too
   }
-  pool().run(list_.data(), index_t(list_.size()));
+  pool().run_lasting(list_.data(), index_t(list_.size()));
 }
 
 void Program::balance(const Step& step, index_t threads, index_t begin, index_t end, OpBalance* out) {
+  pool().settle();
   for (index_t i = begin; i < end; ++i, ++out) {
     const Work listed = ops_[i]->prepare(step, threads);
     const Work& work = listed.late ? *listed.late : listed;

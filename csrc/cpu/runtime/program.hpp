@@ -85,6 +85,7 @@ struct OpBalance {
 
 class Program {
  public:
+  ~Program();
   void append(std::unique_ptr<Op> op) { ops_.push_back(std::move(op)); }
   // Before the next appended operation, each run stores a timestamp in the step's next mark.
   void mark() { marks_.push_back(size()); }

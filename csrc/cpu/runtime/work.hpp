@@ -32,7 +32,7 @@ struct Work {
   index_t count = 0;
   index_t grain = 1;  // most consecutive pieces of one take
   void (*run)(const void* call, index_t begin, index_t end) = nullptr;
-  const void* call = nullptr;  // the kernel's arguments, valid until the work is done
+  const void* call = nullptr;  // the kernel's arguments, valid until Pool::run returns, or until Pool::settle
   // Memory that a piece reads, if it is large; else null. A thread that waits for an earlier work prefetches the start of its
   // next piece.
   Region (*region)(const void* call, index_t piece) = nullptr;

@@ -63,3 +63,8 @@ def test_thread_counters_are_on_separate_cache_lines(pool: ctypes.CDLL) -> None:
     out = (ctypes.c_int * 2)()
     pool.counter_layout(out)
     assert tuple(out) == (64, 0)
+
+
+def test_no_thread_reads_a_call_after_its_run(pool: ctypes.CDLL) -> None:
+    """A thread may be suspended while it looks ahead in the arguments of a later work."""
+    assert pool.late_looks(4) == 0
