@@ -1,7 +1,7 @@
 """Compare Quintet with other engines on this machine: measure each row with all engines, alternating; write a table and raw JSON.
 
     python -m bench.peers install               once: environments, models, conversions (an hour on two cores, 40 GB)
-    python -m bench.peers install --models S M  without the larger models (15 GB)
+    python -m bench.peers install --models S M  without the larger models (19 GB)
     python -m bench.peers run                   all rows, three repetitions (about two hours on two cores)
     python -m bench.peers run --rows stream-S-bf16 --engines Quintet llama.cpp --repetitions 1
     python -m bench.peers table                 write the table again from the raw records

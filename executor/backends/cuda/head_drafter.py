@@ -1,7 +1,7 @@
 """Draft heads on a device. Features stay there, and those of a step are kept when it is launched, in the order of the steps.
 
-A step with drafts keeps the features of all their tokens. How many drafts were accepted is known when drafts of its requests are
-asked for again, or when their next step is launched.
+A step keeps the features of all tokens of a request with drafts. How many of them were accepted is known when the request's next
+drafts are asked for, or when its next step is launched.
 """
 
 from __future__ import annotations
